@@ -1,0 +1,41 @@
+# Every target sets up what it needs: a virtual environment in .venv, filled once and again when the requirements change.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test test-all lint format bench clean
+
+$(READY): pyproject.toml constraints.txt scripts/check_environment.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer; set PYTHON=…")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Atoll and its requirements into $(VENV) (once; about a gigabyte) …"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python scripts/check_environment.py
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python examples/mixture.py
+
+test: $(READY)
+	@$(BIN)/python -m pytest -n 2
+
+test-all: $(READY)
+	@$(BIN)/python -m pytest -n 2 -m ''
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python scripts/check_environment.py
+
+format: $(READY)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(READY)
+	@for bench in $(filter-out benchmarks/harness.py,$(wildcard benchmarks/*.py)); do \
+		echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

@@ -1,0 +1,94 @@
+"""The one shape of a benchmark: rows of ratios measured in interleaved repeats, a table, and with --json one object.
+
+    python benchmarks/NAME.py [--quick] [--json]
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured ratio. `target` is None where the figure is only reported."""
+
+    name: str
+    value: float
+    target: float | None = None
+    better: Literal["higher", "lower"] = "higher"
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None without a target."""
+        if self.target is None:
+            return None
+        return self.value >= self.target if self.better == "higher" else self.value <= self.target
+
+
+def interleave(
+    sides: dict[str, Callable[[], object]], repeats: int = 7, warmup: int = 1, seconds: float | None = None
+) -> dict[str, float]:
+    """Median seconds of each side, measured in turn so that drift of the machine hits all of them alike.
+
+    With `seconds`, rounds go on (at least three) until that much time is spent.
+    """
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(warmup):
+        for side in sides.values():
+            side()
+    start, rounds = time.perf_counter(), 0
+    gc.disable()
+    try:
+        while rounds < 3 or (rounds < repeats if seconds is None else time.perf_counter() - start < seconds):
+            order = list(sides) if rounds % 2 == 0 else list(reversed(sides))
+            for name in order:
+                before = time.perf_counter()
+                sides[name]()
+                times[name].append(time.perf_counter() - before)
+            rounds += 1
+    finally:
+        gc.enable()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on."""
+    model = platform.processor()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as lines:
+            model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def run(title: str, measure: Callable[[bool], Iterable[Row]]) -> None:
+    """Parse the two options, measure, print the table and, if asked, the JSON object as the last line."""
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("--quick", action="store_true", help="fewer rows and repeats: at most 50 seconds on 2 cores")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    options = parser.parse_args()
+    rows = list(measure(options.quick))
+    table = Table("name", "value", "target", "met", title=title)
+    for row in rows:
+        target = "" if row.target is None else f"{'≥' if row.better == 'higher' else '≤'} {row.target:g}"
+        table.add_row(row.name, f"{row.value:.4g}", target, {None: "", True: "yes", False: "NO"}[row.met])
+    Console(width=120).print(table)
+    if options.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows], "machine": machine()}))

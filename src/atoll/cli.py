@@ -1,0 +1,135 @@
+"""The `atoll` command. Verbs stand in pipeline order; heavy imports stay inside the verb that needs them."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
+
+import tyro
+import yaml
+from tyro.conf import Positional, Suppress, arg
+
+from atoll import __version__
+from atoll import config as configuration
+from atoll.errors import AtollError, unknown
+
+Overrides = Annotated[dict[str, str], Suppress]
+"""Dotted options (`--section.key VALUE`), taken out of the command line before the verb reads its own."""
+
+
+class Verb(Protocol):
+    """One verb: a dataclass of its options with the work in `run`."""
+
+    overrides: Overrides
+
+    def run(self) -> None:
+        """Do the work."""
+
+
+@dataclass
+class Init:
+    """Write RUN/atoll.yaml from a preset."""
+
+    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the new run."""
+    preset: Literal[tuple(configuration.PRESETS)] = "ddm"  # type: ignore[valid-type]
+    """Settings to start from."""
+    force: bool = False
+    """Replace an atoll.yaml that is already there."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Write the file, complete and commented."""
+        config = configuration.resolve(configuration.PRESETS[self.preset], self.overrides, source="command line")
+        file = self.folder / configuration.CONFIG_FILE
+        if file.exists() and not self.force:
+            raise AtollError(f"{file} exists; edit it, or replace it with --force")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(configuration.to_yaml(config), encoding="utf-8")
+        print(f"wrote {file} from preset {self.preset!r}; check it with: atoll config {self.folder}")
+
+
+@dataclass
+class Config:
+    """Check a run's atoll.yaml and print it resolved: every key with the value that counts."""
+
+    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    json: bool = False
+    """Print JSON instead of YAML."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Print the resolved configuration."""
+        resolved = configuration.load(self.folder, self.overrides).model_dump(mode="json")
+        print(json.dumps(resolved) if self.json else yaml.safe_dump(resolved, sort_keys=False), end="")
+
+
+VERBS: dict[str, type[Verb]] = {
+    "init": Init,
+    "config": Config,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; 0 is success, 2 is input that was refused."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"atoll {__version__}")
+        return 0
+    try:
+        name, *rest = arguments
+        if name not in VERBS:
+            raise AtollError(f"{unknown('verb', name, VERBS)}\nsee: atoll --help")
+        rest, overrides = split_overrides(rest)
+        verb = tyro.cli(VERBS[name], args=rest, prog=f"atoll {name}")
+        verb.overrides = overrides
+        verb.run()
+    except AtollError as error:
+        print(f"atoll: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def overview() -> str:
+    """The help of `atoll` itself."""
+    verbs = [f"  {name:<10} {(verb.__doc__ or '').splitlines()[0]}" for name, verb in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: atoll VERB [options]",
+            "",
+            "Decentralized diffusion models: isolated experts, one model.",
+            "",
+            "verbs, in the order of a run:",
+            *verbs,
+            "",
+            "atoll VERB --help tells the options of one verb. Any key of a run's atoll.yaml can be",
+            "overridden on the command line: --clusters.count 4 (keys: atoll config RUN).",
+        ]
+    )
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Part `--section.key VALUE` and `--section.key=VALUE` from the verb's own options."""
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, equals, value = argument.partition("=")
+        if not (name.startswith("--") and "." in name):
+            rest.append(argument)
+            continue
+        following = value if equals else next(remaining, None)
+        if following is None:
+            raise AtollError(f"{name} needs a value: {name} VALUE")
+        overrides[name.removeprefix("--")] = following
+    return rest, overrides
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""Refusing bad input: what was given, what was expected, and which right name is nearest."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class AtollError(Exception):
+    """Bad input that a person can mend. The message names the file or key, the reason and what to do."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like `name`, if any is like it at all."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> str:
+    """The sentence for an unknown name: `unknown solver 'eulr' (did you mean 'euler'?); known: dpm++, euler, …`."""
+    known = list(known)
+    guess = nearest(str(name), known)
+    hint = f" (did you mean {guess!r}?)" if guess else ""
+    return f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}"
