@@ -1,0 +1,8 @@
+"""The kinds of source, and how they are told apart."""
+
+from atoll.data.source import Options, Source
+
+
+def detect(spec: str, options: Options) -> Source:
+    """The source that `spec` names."""
+    raise AssertionError(spec, options)
