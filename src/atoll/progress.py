@@ -1,0 +1,47 @@
+"""Progress of long work: a bar with rate and time left on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from tqdm import tqdm
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress(Protocol):
+    """Counts work that is done."""
+
+    def update(self, amount: int = 1) -> object:
+        """So much more is done."""
+
+
+class _Lines:
+    """Progress as lines, for logs and pipes."""
+
+    def __init__(self, what: str, total: int, done: int, unit: str) -> None:
+        self.what, self.total, self.done, self.unit = what, total, done, unit
+        self.before = done
+        self.start = self.last = time.monotonic()
+
+    def update(self, amount: int = 1) -> None:
+        self.done += amount
+        now = time.monotonic()
+        if now - self.last >= SECONDS_BETWEEN_LINES:
+            self.last = now
+            rate = (self.done - self.before) / (now - self.start)
+            left = (self.total - self.done) / rate if rate else float("inf")
+            share = f"{self.done:,} of {self.total:,} {self.unit}"
+            print(f"{self.what}: {share}, {rate:.1f} a second, {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(what: str, total: int, done: int = 0, unit: str = "samples") -> Iterator[Progress]:
+    """Show how far some work of `total` units is, of which `done` were there before."""
+    if sys.stderr.isatty():
+        with tqdm(total=total, initial=done, desc=what, unit=f" {unit}", dynamic_ncols=True) as bar:
+            yield bar
+    else:
+        yield _Lines(what, total, done, unit)

@@ -1,0 +1,255 @@
+"""Artifacts: a run is a folder, and the folder is the protocol between stages and islands.
+
+An artifact is a folder of files inside a run. Its `manifest.json` is written last and only if there is none: that is
+the commit. The manifest names the kind, what the artifact was made from, free facts, and size and hash of every file.
+
+    artifact = Artifact(run, "data/features")
+    if not artifact.begin("features", {"model": "dinov2", "ingest": ingest.digest}):
+        artifact.write_tensors("00000.safetensors", {...})      # each file appears whole or not at all
+        artifact.commit({"rows": 1000})
+    manifest = artifact.open("features")                        # what the next stage does
+
+Whoever makes an artifact says what it is made from before the first file is written; a folder that was made, or half
+made, from something else is refused with a message that says what changed. Names that start with a dot are scratch:
+they are no part of the artifact and are gone after the commit. There is no clock and no host name in a manifest, so
+the same inputs give the same bytes, and an artifact made after ten interruptions equals one made in a single go.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atoll.errors import AtollError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MANIFEST = "manifest.json"
+_PLAN = ".plan.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and hash of one file of an artifact."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an artifact says of itself."""
+
+    kind: str
+    made_from: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    files: Mapping[str, FileEntry]
+
+    def to_json(self) -> bytes:
+        """The bytes of `manifest.json`."""
+        files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in self.files.items()}
+        return to_json(
+            {"format": _FORMAT, "kind": self.kind, "made_from": self.made_from, "facts": self.facts, "files": files}
+        )
+
+    @property
+    def digest(self) -> str:
+        """Hash of the whole artifact: its manifest holds the hash of everything else."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+
+def to_json(value: object) -> bytes:
+    """JSON with one spelling for one value: sorted keys, UTF-8, a newline at the end."""
+    return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def sha256_of(file: Path) -> str:
+    """SHA-256 of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One folder of a run, named by its path below the run."""
+
+    run: Path
+    name: str
+
+    @property
+    def folder(self) -> Path:
+        """Where the artifact is."""
+        return self.run / self.name
+
+    def path(self, file: str) -> Path:
+        """Where one of its files is."""
+        return self.folder / file
+
+    # Reading
+
+    def manifest(self) -> Manifest | None:
+        """The manifest, or None as long as the artifact is not committed."""
+        file = self.path(MANIFEST)
+        try:
+            value = json.loads(file.read_text(encoding="utf-8"))
+            if value["format"] != _FORMAT:
+                raise AtollError(f"{file} has format {value['format']}; this version of Atoll reads format {_FORMAT}")
+            files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
+            return Manifest(value["kind"], value["made_from"], value["facts"], files)
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise AtollError(f"{file} is not a manifest ({error!r}); delete {self.folder} to make it anew") from error
+
+    def open(self, kind: str, *, verify: bool = False) -> Manifest:
+        """The manifest of a committed artifact; with `verify`, after checking the hash of every file."""
+        manifest = self.manifest()
+        if manifest is None:
+            state = "is not finished" if self.folder.is_dir() else "is not there"
+            raise AtollError(f"{self.folder} {state}; make it with: atoll prepare {self.run}")
+        if manifest.kind != kind:
+            raise AtollError(f"{self.folder} holds {manifest.kind!r}; expected {kind!r}")
+        for name, entry in manifest.files.items():
+            self._check_file(name, entry, verify)
+        return manifest
+
+    def _check_file(self, name: str, entry: FileEntry, hashes: bool) -> None:
+        file, advice = self.path(name), f"copy it again, or delete {self.folder} to make it anew"
+        if not file.is_file():
+            raise AtollError(f"{file} is missing though the manifest lists it; {advice}")
+        if file.stat().st_size != entry.size:
+            raise AtollError(f"{file} has {file.stat().st_size} bytes, the manifest says {entry.size}; {advice}")
+        if hashes and sha256_of(file) != entry.sha256:
+            raise AtollError(f"{file} is not what the manifest says (its SHA-256 differs); {advice}")
+
+    def read_json(self, file: str) -> Any:
+        """One of its files, as JSON."""
+        return json.loads(self.path(file).read_text(encoding="utf-8"))
+
+    # Writing
+
+    def begin(self, kind: str, made_from: Mapping[str, Any]) -> Manifest | None:
+        """Say what the artifact will be made from; the manifest if it is already there, None if work remains.
+
+        Raises `AtollError` if the folder was made, or half made, from something else.
+        """
+        plan = json.loads(to_json({"kind": kind, "made_from": made_from}))
+        done = self.manifest()
+        if done is not None:
+            self._same_plan(plan, {"kind": done.kind, "made_from": done.made_from})
+            self._sweep()
+            return done
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._create(_PLAN, to_json(plan)):
+            self._same_plan(plan, self.read_json(_PLAN))
+        return None
+
+    def _same_plan(self, now: dict[str, Any], was: dict[str, Any]) -> None:
+        if changes := differences(was, now):
+            raise AtollError(
+                f"{self.folder} is stale: {'; '.join(changes)}. Delete {self.folder}, or change the setting back"
+            )
+
+    @contextmanager
+    def writing(self, file: str) -> Iterator[Path]:
+        """A scratch path to write to; at the end it takes its place under its name, whole and on the disk."""
+        target = self.path(file)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        yield temporary
+        _flush(temporary)
+        temporary.replace(target)
+        _flush(target.parent)
+
+    def write(self, file: str, data: bytes) -> None:
+        """Write one file."""
+        with self.writing(file) as path:
+            path.write_bytes(data)
+
+    def write_tensors(self, file: str, tensors: Mapping[str, "Tensor"]) -> None:
+        """Write one safetensors file."""
+        from safetensors.torch import save_file
+
+        with self.writing(file) as path:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+    def commit(self, facts: Mapping[str, Any]) -> Manifest:
+        """Hash every file and write the manifest. Two jobs may race for it: they must have made the same thing."""
+        if not self.path(_PLAN).is_file() and (made := self.manifest()):
+            return made
+        plan = self.read_json(_PLAN)
+        names = sorted(
+            path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if self._belongs(path)
+        )
+        files = {name: FileEntry(self.path(name).stat().st_size, sha256_of(self.path(name))) for name in names}
+        made = Manifest(plan["kind"], plan["made_from"], json.loads(to_json(facts)), files)
+        if not self._create(MANIFEST, made.to_json()) and self.open(made.kind).digest != made.digest:
+            raise AtollError(
+                f"{self.folder} was committed by another job with other content; delete it and start again"
+            )
+        self._sweep()
+        return made
+
+    def _belongs(self, path: Path) -> bool:
+        hidden = any(part.startswith(".") for part in path.relative_to(self.folder).parts)
+        return path.is_file() and not hidden and path != self.path(MANIFEST)
+
+    def _create(self, file: str, data: bytes) -> bool:
+        """Write a file unless it exists; whether it was written. A link is made whole or not at all, unlike a write."""
+        temporary = self.path(f"{'' if file.startswith('.') else '.'}{file}.{os.getpid()}")
+        temporary.write_bytes(data)
+        _flush(temporary)
+        try:
+            os.link(temporary, self.path(file))
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink()
+        _flush(self.folder)
+        return True
+
+    def _sweep(self) -> None:
+        """Remove scratch, also that of jobs that were killed."""
+        for path in self.folder.glob(".*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def differences(was: Any, now: Any, key: str = "") -> list[str]:
+    """What changed between two trees of settings, one phrase for each leaf."""
+    if was == now:
+        return []
+    if isinstance(was, dict) and isinstance(now, dict):
+        names = list(dict.fromkeys([*was, *now]))
+        return [
+            phrase
+            for name in names
+            for phrase in differences(
+                was.get(name), now.get(name), f"{key}.{name}" if key and key != "made_from" else name
+            )
+        ]
+    return [f"{key} was {_short(was)}, now {_short(now)}"]
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    is_hash = len(text) >= 32 and all(letter in "0123456789abcdef" for letter in text)
+    return f"{text[:12]}…" if is_hash else text
+
+
+def _flush(path: Path) -> None:
+    """Ask the disk to keep what was written, so that a name never stands for half a file after a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,181 @@
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atoll.errors import AtollError
+from atoll.run import MANIFEST, Artifact, differences
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    return Artifact(tmp_path, "data/things")
+
+
+def make(artifact: Artifact, made_from: dict[str, object] | None = None) -> None:
+    assert artifact.begin("things", made_from or {"seed": 0}) is None
+    artifact.write("b.json", b"{}")
+    artifact.write_tensors("sub/a.safetensors", {"x": torch.arange(4)})
+    artifact.commit({"rows": 4})
+
+
+def test_a_committed_artifact_reads_back(artifact: Artifact) -> None:
+    make(artifact)
+    manifest = artifact.open("things", verify=True)
+    assert manifest.facts == {"rows": 4}
+    assert manifest.made_from == {"seed": 0}
+    assert list(manifest.files) == ["b.json", "sub/a.safetensors"]
+    assert manifest.files["b.json"].sha256 == hashlib.sha256(b"{}").hexdigest()
+    assert manifest.files["b.json"].size == 2
+    assert manifest.digest == hashlib.sha256(artifact.path(MANIFEST).read_bytes()).hexdigest()
+    assert torch.equal(load_file(artifact.path("sub/a.safetensors"))["x"], torch.arange(4))
+
+
+def test_making_it_again_does_nothing(artifact: Artifact) -> None:
+    make(artifact)
+    before = artifact.path(MANIFEST).read_bytes()
+    done = artifact.begin("things", {"seed": 0})
+    assert done is not None
+    assert done == artifact.open("things")
+    assert artifact.path(MANIFEST).read_bytes() == before
+
+
+def test_a_stale_artifact_says_what_changed(artifact: Artifact) -> None:
+    make(artifact, {"model": "dinov2", "size": {"width": 224, "height": 224}, "weights": "a" * 64})
+    with pytest.raises(AtollError) as caught:
+        artifact.begin("things", {"model": "clip", "size": {"width": 256, "height": 224}, "weights": "b" * 64})
+    message = str(caught.value)
+    assert "model was dinov2, now clip" in message
+    assert "size.width was 224, now 256" in message
+    assert "height" not in message
+    assert "weights was aaaaaaaaaaaa…, now bbbbbbbbbbbb…" in message
+    assert f"Delete {artifact.folder}" in message
+
+
+def test_a_half_made_artifact_is_not_continued_with_other_settings(artifact: Artifact) -> None:
+    assert artifact.begin("things", {"seed": 0}) is None
+    artifact.write("a", b"1")
+    assert artifact.begin("things", {"seed": 0}) is None
+    with pytest.raises(AtollError, match="seed was 0, now 1"):
+        artifact.begin("things", {"seed": 1})
+    with pytest.raises(AtollError, match="is not finished; make it with: atoll prepare"):
+        artifact.open("things")
+
+
+def test_a_missing_artifact_and_another_kind_are_refused(artifact: Artifact) -> None:
+    with pytest.raises(AtollError, match="is not there"):
+        artifact.open("things")
+    make(artifact)
+    with pytest.raises(AtollError, match="holds 'things'; expected 'others'"):
+        artifact.open("others")
+
+
+def test_damage_is_found(artifact: Artifact) -> None:
+    make(artifact)
+    file = artifact.path("sub/a.safetensors")
+    good = file.read_bytes()
+    file.write_bytes(good[:-1] + b"\xff")
+    artifact.open("things")
+    with pytest.raises(AtollError, match="SHA-256 differs"):
+        artifact.open("things", verify=True)
+    file.write_bytes(good[:-1])
+    with pytest.raises(AtollError, match=f"has {len(good) - 1} bytes, the manifest says {len(good)}"):
+        artifact.open("things")
+    file.unlink()
+    with pytest.raises(AtollError, match="is missing"):
+        artifact.open("things")
+    artifact.path(MANIFEST).write_text('{"format": 1}')
+    with pytest.raises(AtollError, match="is not a manifest"):
+        artifact.open("things")
+
+
+def test_an_unknown_format_is_refused(artifact: Artifact) -> None:
+    make(artifact)
+    value = json.loads(artifact.path(MANIFEST).read_text())
+    artifact.path(MANIFEST).write_text(json.dumps({**value, "format": 2}))
+    with pytest.raises(AtollError, match="has format 2; this version of Atoll reads format 1"):
+        artifact.manifest()
+
+
+def test_scratch_is_no_part_of_it_and_goes_with_the_commit(artifact: Artifact) -> None:
+    artifact.begin("things", {"seed": 0})
+    artifact.write("a", b"1")
+    artifact.write(".parts/0", b"2")
+    artifact.path(".left-by-a-killed-job.123").write_bytes(b"3")
+    assert list(artifact.commit({}).files) == ["a"]
+    assert sorted(path.name for path in artifact.folder.iterdir()) == ["a", MANIFEST]
+
+
+def test_a_failing_writer_leaves_no_file_behind_its_name(artifact: Artifact) -> None:
+    artifact.begin("things", {"seed": 0})
+
+    def fail_half_way() -> None:
+        with artifact.writing("a") as path:
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail_half_way()
+    assert not artifact.path("a").exists()
+
+
+def test_two_jobs_may_race_for_the_commit_if_they_agree(tmp_path: Path) -> None:
+    one, two = Artifact(tmp_path, "x"), Artifact(tmp_path, "x")
+    one.begin("things", {"seed": 0})
+    two.begin("things", {"seed": 0})
+    one.write("a", b"1")
+    plan = one.path(".plan.json").read_bytes()
+    first = one.commit({"rows": 1})
+    assert two.commit({"rows": 1}).digest == first.digest
+    two.path(".plan.json").write_bytes(plan)
+    assert two.commit({"rows": 1}).digest == first.digest
+    two.path(".plan.json").write_bytes(plan)
+    with pytest.raises(AtollError, match="another job with other content"):
+        two.commit({"rows": 2})
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from atoll.run import Artifact
+artifact = Artifact(Path(sys.argv[1]), "x")
+artifact.begin("things", {"seed": 0})
+print("started", flush=True)
+number = 0
+while True:
+    artifact.write("a", bytes([number % 256]) * 3_000_000)
+    number += 1
+"""
+
+
+def test_a_name_never_stands_for_half_a_file_after_kill_9(tmp_path: Path) -> None:
+    for moment in range(5):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        try:
+            writer.wait(0.02 * moment)
+        except subprocess.TimeoutExpired:
+            os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        file = tmp_path / "x/a"
+        if file.exists():
+            data = file.read_bytes()
+            assert len(data) == 3_000_000
+            assert len(set(data)) == 1
+
+
+def test_differences_name_every_leaf_once() -> None:
+    assert differences({"a": 1}, {"a": 1}) == []
+    assert differences({"a": 1, "b": 2}, {"a": 1, "c": 3}) == ["b was 2, now null", "c was null, now 3"]
+    assert differences({"kind": "x", "made_from": {"a": {"b": 1}}}, {"kind": "x", "made_from": {"a": {"b": [2]}}}) == [
+        "a.b was 1, now [2]"
+    ]
