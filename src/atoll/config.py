@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from atoll.errors import AtollError, nearest, unknown
+from atoll.vocabulary import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName
 
 CONFIG_FILE = "atoll.yaml"
 
@@ -27,27 +28,18 @@ class Section(BaseModel):
 class Objective(Section):
     """How one expert is trained; the names are those of `atoll.flow`."""
 
-    schedule: Literal["linear", "cosine", "ddpm-linear", "ddpm-scaled-linear", "ddpm-cosine", "edm"] = Field(
-        "linear", description="noise schedule"
-    )
-    prediction: Literal["velocity", "epsilon", "x0", "v_prediction", "score"] = Field(
-        "velocity", description="what the network answers with"
-    )
-    times: Literal["uniform", "logit-normal", "log-normal"] = Field("uniform", description="how training times are drawn")
-    weighting: Literal["constant", "min-snr", "as-velocity", "as-epsilon", "as-x0"] = Field(
-        "constant", description="weight of each time in the loss"
-    )
+    schedule: ScheduleName = Field("linear", description="noise schedule")
+    prediction: Prediction = Field("velocity", description="what the network answers with")
+    times: TimesName = Field("uniform", description="how training times are drawn")
+    time_mean: float = Field(0.0, description="mean of logit-normal and log-normal times")
+    time_std: float = Field(1.0, gt=0, description="spread of logit-normal and log-normal times")
+    time_shift: float = Field(1.0, gt=0, description="above 1: more training at high noise")
+    time_even: bool = Field(False, description="spread times evenly instead of drawing them independently")
+    weighting: WeightingName = Field("constant", description="weight of each time in the loss")
+    min_snr_gamma: float = Field(5.0, gt=0, description="gamma of the min-snr weighting")
 
 
-NAMED_OBJECTIVES: dict[str, Objective] = {
-    "flow-matching": Objective(),
-    "flow-matching-logit-normal": Objective(times="logit-normal"),
-    "ddpm": Objective(schedule="cosine", prediction="epsilon"),
-    "ddpm-linear": Objective(schedule="ddpm-linear", prediction="epsilon"),
-    "x0": Objective(schedule="linear", prediction="x0", weighting="as-velocity"),
-    "v-prediction": Objective(schedule="cosine", prediction="v_prediction"),
-    "edm": Objective(schedule="edm", prediction="x0", times="log-normal", weighting="as-velocity"),
-}
+NAMED_OBJECTIVES: dict[str, Objective] = {name: Objective(**parts) for name, parts in OBJECTIVES.items()}
 
 
 def _objective_by_name(value: object) -> object:
@@ -58,29 +50,88 @@ def _objective_by_name(value: object) -> object:
     return NAMED_OBJECTIVES[value]
 
 
+ExpertKey = Literal["default"] | int
 NamedObjective = Annotated[Objective, BeforeValidator(_objective_by_name)]
+
+
+class Data(Section):
+    """The pictures: where they come from and how they are cut up."""
+
+    source: str = Field("emoji", description="a folder, tars, parquet files, a datasets name, or the built-in emoji")
+    kind: Literal["folder", "webdataset", "parquet", "datasets", "emoji"] | None = Field(
+        None, description="take the source for this kind; null finds out"
+    )
+    image: str | None = Field(None, description="column of the pictures; null finds it by its usual name, as below")
+    caption: str | None = Field(None, description="column or JSON key of the captions")
+    label: str | None = Field(None, description="column or JSON key of the classes")
+    id: str | None = Field(None, description="column of the ids")
+    split: str = Field("train", description="split of a datasets name")
+    held_out: float = Field(0.05, ge=0, lt=1, description="share of the captions that training never sees")
+    resolution: int = Field(64, ge=8, description="side of the square pictures, in pixels")
+    max_rejects: float = Field(0.01, ge=0, le=1, description="stop if a larger share of the pictures is bad")
+    chunk: int = Field(1024, ge=1, description="samples in one file of a stage: what an interruption can cost")
+    shard_rows: int = Field(8192, ge=1, description="samples in one shard file")
+    workers: int = Field(2, ge=1, description="threads that read and decode pictures ahead of the network")
+
+
+class Features(Section):
+    """What the clustering sees of a picture."""
+
+    model: str = Field(
+        "efficientnet-lite0", description="efficientnet-lite0, or a transformers vision model by name or folder"
+    )
+    batch: int = Field(32, ge=1, description="pictures in one forward pass")
 
 
 class Clusters(Section):
     """The partition of the data: one cluster, one expert, one island."""
 
     count: int = Field(8, ge=1, description="number of clusters and of experts; 1 is the dense model")
+    method: Literal["features", "labels", "random"] = Field(
+        "features", description="by features, by the given classes, or at random (an ablation: no router can learn it)"
+    )
+    fine: int = Field(1024, ge=1, description="fine clusters that are merged into `count`; fewer for small data")
+    max_imbalance: float = Field(1.25, gt=1, description="largest cluster over the mean, by number of samples")
+    sample_rows: int = Field(131072, ge=1, description="rows that the fine clusters are fitted to; bounds the memory")
+    iterations: int = Field(25, ge=1, description="of the fine clustering")
+    seed: int = Field(0, ge=0, description="of everything random in the partition")
+
+
+class Latents(Section):
+    """What the experts see of a picture."""
+
+    autoencoder: str = Field(
+        "emoji", description="emoji (shipped), pixels (none), or a diffusers AutoencoderKL or AutoencoderTiny"
+    )
+    batch: int = Field(32, ge=1, description="pictures in one forward pass")
+    dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="as stored")
+
+
+class Text(Section):
+    """What the experts see of a caption."""
+
+    encoder: str = Field("minilm", description="minilm, none, or a transformers text encoder by name or folder")
+    max_tokens: int = Field(32, ge=1, description="longer captions are cut")
+    batch: int = Field(64, ge=1, description="captions in one forward pass")
+    dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="as stored")
 
 
 class Config(Section):
     """Everything a run needs to know."""
 
+    data: Data = Data()
+    features: Features = Features()
     clusters: Clusters = Clusters()
-    experts: dict[Literal["default"] | int, NamedObjective] = Field(
-        default_factory=lambda: {"default": Objective()},
+    latents: Latents = Latents()
+    text: Text = Text()
+    experts: dict[ExpertKey, NamedObjective] = Field(
+        {"default": Objective()},
         description="objective of every expert (default) and of single ones by number; a name or its parts",
     )
 
     @field_validator("experts")
     @classmethod
-    def _default_is_there(
-        cls, experts: dict[Literal["default"] | int, Objective]
-    ) -> dict[Literal["default"] | int, Objective]:
+    def _default_is_there(cls, experts: dict[ExpertKey, Objective]) -> dict[ExpertKey, Objective]:
         return {"default": Objective(), **experts}
 
     def objective(self, expert: int) -> Objective:
@@ -90,9 +141,18 @@ class Config(Section):
         return self.experts.get(expert, self.experts["default"])
 
 
+_LATENT_DIFFUSION: dict[str, Any] = {
+    "data": {"source": "path/to/pictures", "resolution": 256},
+    "features": {"model": "facebook/dinov2-base"},
+    "latents": {"autoencoder": "stabilityai/sd-vae-ft-mse"},
+    "text": {"encoder": "openai/clip-vit-large-patch14", "max_tokens": 77},
+    "clusters": {"count": 8},
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
-    "ddm": {"clusters": {"count": 8}, "experts": {"default": "flow-matching"}},
-    "hddm": {"clusters": {"count": 8}, "experts": {"default": "flow-matching", 0: "ddpm", 3: "ddpm"}},
+    "emoji": {"clusters": {"count": 4}, "experts": {"default": "flow-matching"}},
+    "ddm": {**_LATENT_DIFFUSION, "experts": {"default": "flow-matching"}},
+    "hddm": {**_LATENT_DIFFUSION, "experts": {"default": "flow-matching", 0: "ddpm", 3: "ddpm"}},
 }
 
 
@@ -117,7 +177,8 @@ def resolve(values: object, overrides: Mapping[str, str] | None = None, source: 
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise AtollError("\n".join(f"{source}: {_explain(item)}" for item in error.errors())) from error
+        lines = dict.fromkeys(f"{source}: {_explain(item)}" for item in error.errors())
+        raise AtollError("\n".join(lines)) from error
 
 
 def _with_override(values: dict[Any, Any], path: list[str], value: object) -> dict[Any, Any]:
@@ -137,9 +198,10 @@ def _explain(error: Any) -> str:
         guess = nearest(loc[-1], known)
         hint = f"did you mean {'.'.join([*loc[:-1], guess])!r}?" if guess else f"known: {', '.join(known)}"
         return f"unknown key {where!r}; {hint}"
-    if error["loc"][0] == "experts" and "[key]" in error["loc"]:
-        return f"unknown key {where!r}; expected 'default' or the number of an expert"
-    return f"{where}: {error['msg']}, got {error['input']!r}"
+    if "[key]" in error["loc"]:
+        return f"unknown key '{loc[0]}.{loc[1]}'; expected 'default' or the number of an expert"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" + ("" if error["type"] == "value_error" else f", got {error['input']!r}")
 
 
 def keys_at(path: list[str]) -> list[str]:
@@ -195,4 +257,4 @@ def _objective_name(objective: Objective) -> object:
     for name, known in NAMED_OBJECTIVES.items():
         if known == objective:
             return name
-    return objective.model_dump(mode="json")
+    return objective.model_dump(mode="json", exclude_defaults=True)

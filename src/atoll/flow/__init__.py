@@ -1,0 +1,56 @@
+"""The mathematics: schedules, predictions, the bridge into velocity, objectives, solvers. It stands alone.
+
+One convention everywhere: t = 0 is data, t = 1 is noise, x_t = (1-t) x0 + t eps, velocity = eps - x0, and networks see
+1000·t. The other quantity, alpha·eps - sigma·x0, is always called `v_prediction`.
+"""
+
+from atoll.flow.bridge import Bridge, Query
+from atoll.flow.mixture import GaussianMixture
+from atoll.flow.objectives import Noised, Objective, TimeSampling, Weighting, objective
+from atoll.flow.predictions import Pair, convert, from_pair, to_pair
+from atoll.flow.schedules import (
+    LINEAR,
+    NETWORK_TIME_SCALE,
+    CosineSchedule,
+    DiscreteSchedule,
+    EDMSchedule,
+    LinearSchedule,
+    Schedule,
+    schedule,
+)
+from atoll.flow.solvers import diffusers_scheduler, euler, heun, run_scheduler, solve, solver_times
+from atoll.vocabulary import OBJECTIVES, PREDICTIONS, SCHEDULES, SOLVERS, Prediction
+
+__all__ = [
+    "LINEAR",
+    "NETWORK_TIME_SCALE",
+    "OBJECTIVES",
+    "PREDICTIONS",
+    "SCHEDULES",
+    "SOLVERS",
+    "Bridge",
+    "CosineSchedule",
+    "DiscreteSchedule",
+    "EDMSchedule",
+    "GaussianMixture",
+    "LinearSchedule",
+    "Noised",
+    "Objective",
+    "Pair",
+    "Prediction",
+    "Query",
+    "Schedule",
+    "TimeSampling",
+    "Weighting",
+    "convert",
+    "diffusers_scheduler",
+    "euler",
+    "from_pair",
+    "heun",
+    "objective",
+    "run_scheduler",
+    "schedule",
+    "solve",
+    "solver_times",
+    "to_pair",
+]

@@ -1,0 +1,164 @@
+"""The bridge: a network trained under any (schedule, prediction) answers with the velocity on the linear path.
+
+Exact mode. At linear time t the state is x = (1-t) x0 + t eps. The expert's own state of equal signal-to-noise ratio,
+z_s = alpha_s x0 + sigma_s eps with sigma_s/alpha_s = t/(1-t), is x rescaled by c = alpha_s/(1-t) = sigma_s/t: the same
+information, so an ideal expert's E[x0|z_s] is E[x0|x]. The expert is asked at (c x, s), and its answer gives
+
+    v = (x - x0)/t     for t >= 1/2, where x0 is the well-conditioned half of the pair,
+    v = (eps - x)/(1-t) for t < 1/2, where eps is.
+
+In both, v is linear in x and in the output, and the pair (x - t v, x + (1-t) v) is consistent with x by construction.
+
+Near the ends three things keep the answer finite, none of which changes an ideal expert's answer between them:
+ - a discrete table ends at some SNR; beyond it (and within `END` of 0 and 1) the expert is asked at its last time, with
+   the state kept at the scale it knows;
+ - x0 is bounded: E[x0|x] is an average of data, so it lies within the range of the data (`x0_bound`);
+ - with `prediction_error` e > 0, the RMS error of the network's output, x0 at t >= 1/2 is shrunk to the data's mean by
+   the Wiener factor 1/(1 + (e dx0/doutput / data_std)²): an epsilon network's x0 is worth nothing as alpha goes to 0.
+
+Published mode is the recipe of HDDM for epsilon experts, kept to be compared with: the raw x is fed at step
+round(999 t), x0 = (x - t eps)/max(1-t, 0.01) is clamped to ±20, and v = eps - x0 with the raw eps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from atoll.errors import unknown
+from atoll.flow.predictions import check_prediction, pair_weights
+from atoll.flow.schedules import LINEAR, Schedule, broadcast, check_times
+from atoll.vocabulary import BridgeMode, Prediction
+
+END = 1e-4
+"""Closest approach to t = 0 and t = 1, where one of the halves of the pair carries no information."""
+
+PUBLISHED_STEPS = 999
+PUBLISHED_ALPHA_FLOOR = 0.01
+PUBLISHED_X0_CLAMP = 20.0
+
+
+class Query(NamedTuple):
+    """What to ask the network: its input, the time it is told, and that time on its schedule's own [0, 1]."""
+
+    state: Tensor
+    network_time: Tensor
+    time: Tensor
+
+
+class Affine(NamedTuple):
+    """v = state · x + output · y + constant."""
+
+    state: Tensor
+    output: Tensor
+    constant: Tensor
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """From (schedule, prediction) into velocity on the linear path. Dimensions of x beyond the first are free."""
+
+    schedule: Schedule
+    prediction: Prediction
+    mode: BridgeMode = "exact"
+    x0_bound: float | None = 10.0
+    prediction_error: float = 0.0
+    data_mean: float = 0.0
+    data_std: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_prediction(self.prediction)
+        if self.mode not in get_args(BridgeMode):
+            raise ValueError(unknown("bridge mode", self.mode, get_args(BridgeMode)))
+        if self.mode == "published" and self.prediction not in ("epsilon", "velocity"):
+            raise ValueError(f"the published recipe covers epsilon and velocity experts, not {self.prediction!r}")
+        if self.prediction_error < 0 or self.data_std <= 0 or (self.x0_bound is not None and self.x0_bound <= 0):
+            raise ValueError(f"expected prediction_error >= 0, data_std > 0 and x0_bound > 0, got {self}")
+
+    @property
+    def identity(self) -> bool:
+        """Whether the network answers with the velocity on the linear path already."""
+        return self.schedule == LINEAR and self.prediction == "velocity"
+
+    @property
+    def exact_range(self) -> tuple[float, float]:
+        """The linear times whose SNR the schedule reaches: within them the bridge is exact for an ideal expert."""
+        ends = self.schedule.log_snr(torch.tensor([0.0, 1.0], dtype=torch.float64))
+        low, high = LINEAR.time_of_log_snr(ends).tolist()
+        return max(low, END), min(high, 1 - END)
+
+    def query(self, x: Tensor, t: Tensor) -> Query:
+        """The question to put to the network when the linear path is at state x and time t."""
+        t = check_times(t, x)
+        if self.identity:
+            return Query(x, LINEAR.network_time(t), t)
+        if self.mode == "published":
+            step = (PUBLISHED_STEPS * t).round()
+            return Query(x, step, step / PUBLISHED_STEPS)
+        time = self._matched_time(t)
+        scale = self._state_scale(t, time) * self.schedule.input_scale(time)
+        return Query((broadcast(scale, x) * x).to(x.dtype), self.schedule.network_time(time), time)
+
+    def velocity(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
+        """The velocity on the linear path, from the network's answer to `query(x, t)`."""
+        if output.shape != x.shape:
+            raise ValueError(f"output and state must have one shape, got {tuple(output.shape)} and {tuple(x.shape)}")
+        if self.identity:
+            return output
+        t = check_times(t, x)
+        if self.mode == "published":
+            return self._published(output, x, broadcast(t, x)).to(x.dtype)
+        weights = self._affine(t, torch.finfo(x.dtype).eps)
+        v = broadcast(weights.state, x) * x + broadcast(weights.output, x) * output
+        if self.prediction_error:
+            v = v + broadcast(weights.constant, x)
+        if self.x0_bound is not None:
+            t_wide = broadcast(t.clamp(min=END), x)
+            x0 = x - t_wide * v
+            v = v + (x0 - x0.clamp(-self.x0_bound, self.x0_bound)) / t_wide
+        return v.to(x.dtype)
+
+    def wrap(self, network: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The network as a velocity field: `field(x, t, **condition)`."""
+
+        def field(x: Tensor, t: Tensor, **condition: Any) -> Tensor:
+            query = self.query(x, t)
+            return self.velocity(network(query.state, query.network_time, **condition), x, t)
+
+        return field
+
+    def _matched_time(self, t: Tensor) -> Tensor:
+        """The schedule's time of equal SNR."""
+        return self.schedule.time_of_log_snr(LINEAR.log_snr(t.clamp(END, 1 - END)))
+
+    def _state_scale(self, t: Tensor, time: Tensor) -> Tensor:
+        """Factor c from x to the expert's state: alpha_s/(1-t) = sigma_s/t where the schedule reaches the SNR.
+
+        Written as the ratio of the two states' sizes at unit data variance, it also holds beyond that range.
+        """
+        own = (self.schedule.alpha(time) ** 2 + self.schedule.sigma(time) ** 2).sqrt()
+        return own / ((1 - t) ** 2 + t**2).sqrt()
+
+    def _affine(self, t: Tensor, resolution: float) -> Affine:
+        """v as a linear function of x and output; one set of numbers per sample."""
+        time, inner = self._matched_time(t), t.clamp(END, 1 - END)
+        own = torch.empty_like(time)
+        w = pair_weights(self.prediction, self.schedule.at(time, own), resolution)
+        scale = self._state_scale(t, time)
+        trust = (1 + (self.prediction_error * w.x0_output / self.data_std) ** 2).reciprocal()
+        noisy = Affine(
+            (1 - trust * w.x0_state * scale) / inner,
+            -trust * w.x0_output / inner,
+            -(1 - trust) * self.data_mean / inner,
+        )
+        clean = Affine((w.eps_state * scale - 1) / (1 - inner), w.eps_output / (1 - inner), torch.zeros_like(time))
+        return Affine(*(torch.where(t >= 0.5, a, b) for a, b in zip(noisy, clean, strict=True)))
+
+    def _published(self, eps: Tensor, x: Tensor, t: Tensor) -> Tensor:
+        if self.prediction == "velocity":
+            return eps
+        x0 = (x - t * eps) / (1 - t).clamp(min=PUBLISHED_ALPHA_FLOOR)
+        return eps - x0.clamp(-PUBLISHED_X0_CLAMP, PUBLISHED_X0_CLAMP)

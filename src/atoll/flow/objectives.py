@@ -1,0 +1,186 @@
+"""Training objectives: schedule × prediction × how times are drawn × how they weigh in the loss.
+
+    objective = atoll.flow.objective("ddpm")
+    noised = objective.corrupt(x0, seed=0, step=17)
+    loss = objective.loss(network(noised.input, noised.network_time), noised).mean()
+
+All randomness is a function of (seed, position of the sample in the run), so a batch can be made again anywhere.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from atoll.errors import unknown
+from atoll.flow import randomness
+from atoll.flow.bridge import Bridge
+from atoll.flow.predictions import Pair, check_prediction, from_pair, pair_weights
+from atoll.flow.schedules import LINEAR, Schedule, broadcast, schedule
+from atoll.vocabulary import OBJECTIVES, Prediction, TimesName, WeightingName
+
+_TIME_STREAM, _NOISE_STREAM = 1, 2
+MAX_WEIGHT = 400.0
+"""Cap of a loss weight, so that a weight that goes to infinity at an end (1/t² at t = 0.05 is 400) stays finite."""
+
+
+class Noised(NamedTuple):
+    """A batch ready for training: what the network sees, what it should answer, and where it came from."""
+
+    input: Tensor
+    network_time: Tensor
+    target: Tensor
+    t: Tensor
+    eps: Tensor
+
+
+@dataclass(frozen=True)
+class TimeSampling:
+    """How training times are drawn, by inverse distribution function from uniform numbers.
+
+    uniform: on [low, high]. logit-normal: sigmoid(N(mean, std²)) (Esser 2024). log-normal: ln sigma ~ N(mean, std²)
+    (Karras 2022), for any schedule through its SNR. `shift` s maps t to s t/(1 + (s-1) t), more noise for s > 1.
+    `even` replaces independent draws by an evenly spread sequence: less variance in the loss.
+    """
+
+    name: TimesName = "uniform"
+    low: float = 0.0
+    high: float = 1.0
+    mean: float = 0.0
+    std: float = 1.0
+    shift: float = 1.0
+    even: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.name not in get_args(TimesName):
+            raise ValueError(unknown("time sampling", self.name, get_args(TimesName)))
+        if not 0 <= self.low < self.high <= 1 or self.std <= 0 or self.shift <= 0:
+            raise ValueError(f"expected 0 <= low < high <= 1, std > 0 and shift > 0, got {self}")
+
+    def times(self, u: Tensor, schedule: Schedule) -> Tensor:
+        """Times for uniform numbers u in [0, 1)."""
+        if self.name == "uniform":
+            t = self.low + (self.high - self.low) * u
+        else:
+            gauss = self.mean + self.std * torch.special.ndtri(u.double().clamp(1e-9, 1 - 1e-9)).to(u.dtype)
+            t = torch.sigmoid(gauss) if self.name == "logit-normal" else schedule.time_of_log_snr(-2 * gauss)
+        return self.shift * t / (1 + (self.shift - 1) * t)
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """Weight of each time in the mean squared error of the prediction.
+
+    constant: 1. min-snr: min(SNR, gamma) on the error of x0 (Hang 2023). as-NAME: as if the error were taken on NAME.
+    """
+
+    name: WeightingName = "constant"
+    gamma: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.name not in get_args(WeightingName):
+            raise ValueError(unknown("weighting", self.name, get_args(WeightingName)))
+        if self.gamma <= 0:
+            raise ValueError(f"min-snr needs gamma > 0, got {self.gamma}")
+
+    def weights(self, t: Tensor, prediction: Prediction, schedule: Schedule) -> Tensor:
+        """One weight per sample, at most `MAX_WEIGHT`."""
+        if self.name == "constant":
+            return torch.ones_like(t)
+        own = _x0_per_output(prediction, t, schedule)
+        if self.name == "min-snr":
+            on_x0 = schedule.log_snr(t).exp().clamp(max=self.gamma)
+        else:
+            other: dict[str, Prediction] = {"as-velocity": "velocity", "as-epsilon": "epsilon", "as-x0": "x0"}
+            on_x0 = _x0_per_output(other[self.name], t, schedule) ** -2
+        return (own**2 * on_x0).nan_to_num(nan=1.0, posinf=MAX_WEIGHT).clamp(max=MAX_WEIGHT)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One way to train an expert. The defaults are flow matching."""
+
+    schedule: Schedule = LINEAR
+    prediction: Prediction = "velocity"
+    times: TimeSampling = TimeSampling()
+    weighting: Weighting = Weighting()
+
+    def __post_init__(self) -> None:
+        """Check the prediction's name."""
+        check_prediction(self.prediction)
+
+    def corrupt(
+        self, x0: Tensor, *, seed: int, step: int = 0, position: int | None = None, t: Tensor | None = None
+    ) -> Noised:
+        """Noise a batch: sample i of step n has position n · batch + i, unless `position` of the first is given.
+
+        Times are drawn as the objective says, or given by `t` (for validation at fixed times).
+        """
+        if not x0.is_floating_point() or x0.ndim < 2:
+            raise ValueError(f"x0 must be a floating point batch (batch, ...), got {x0.dtype} {tuple(x0.shape)}")
+        first = step * x0.shape[0] if position is None else position
+        if t is None:
+            u = randomness.uniform(x0.shape[0], seed=seed, stream=_TIME_STREAM, first=first, even=self.times.even)
+            t = self.times.times(u, self.schedule).to(x0.device)
+        eps = randomness.normal(tuple(x0.shape), seed=seed, stream=_NOISE_STREAM, first=first).to(x0.device, x0.dtype)
+        state = self.schedule.add_noise(x0, eps, t)
+        scale = broadcast(self.schedule.input_scale(t), x0)
+        target = from_pair(Pair(x0, eps), t, self.prediction, self.schedule)
+        return Noised((scale * state).to(x0.dtype), self.schedule.network_time(t), target, t, eps)
+
+    def loss(self, output: Tensor, noised: Noised) -> Tensor:
+        """Weighted mean squared error of each sample, in float32: shape (batch,)."""
+        if output.shape != noised.target.shape:
+            raise ValueError(f"output must have shape {tuple(noised.target.shape)}, got {tuple(output.shape)}")
+        error = (output.float() - noised.target.float()).square().flatten(1).mean(1)
+        return self.weighting.weights(noised.t, self.prediction, self.schedule) * error
+
+    def bridge(self, **options: Any) -> Bridge:
+        """The bridge from a network trained with this objective to velocity on the linear path."""
+        return Bridge(self.schedule, self.prediction, **options)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The plain description from which `objective(**spec)` builds it again."""
+        return {
+            "schedule": self.schedule.spec,
+            "prediction": self.prediction,
+            "times": self.times.name,
+            "time_low": self.times.low,
+            "time_high": self.times.high,
+            "time_mean": self.times.mean,
+            "time_std": self.times.std,
+            "time_shift": self.times.shift,
+            "time_even": self.times.even,
+            "weighting": self.weighting.name,
+            "min_snr_gamma": self.weighting.gamma,
+        }
+
+
+def objective(name: str | None = None, **parts: Any) -> Objective:
+    """An objective by name, by its parts, or by name with some parts changed: `objective("ddpm", time_shift=2.0)`."""
+    if name is not None and name not in OBJECTIVES:
+        raise ValueError(unknown("objective", name, OBJECTIVES))
+    spec = {**(OBJECTIVES[name] if name else {}), **parts}
+    noise = spec.pop("schedule", "linear")
+    prediction = spec.pop("prediction", "velocity")
+    times = {key.removeprefix("time_"): spec.pop(key) for key in list(spec) if key.startswith("time_")}
+    weighting = {"gamma": spec.pop("min_snr_gamma")} if "min_snr_gamma" in spec else {}
+    sampling, weight = spec.pop("times", "uniform"), spec.pop("weighting", "constant")
+    if spec:
+        known = [*Objective().spec]
+        raise ValueError("; ".join(unknown("part of an objective", part, known) for part in spec))
+    return Objective(
+        schedule(**noise) if isinstance(noise, dict) else schedule(noise),
+        prediction,
+        TimeSampling(sampling, **times),
+        Weighting(weight, **weighting),
+    )
+
+
+def _x0_per_output(prediction: Prediction, t: Tensor, schedule: Schedule) -> Tensor:
+    """|d x0 / d output| at each time: how an error of the prediction counts in x0."""
+    return pair_weights(prediction, schedule.at(t, torch.empty_like(t)), torch.finfo(t.dtype).eps).x0_output.abs()

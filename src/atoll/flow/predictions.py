@@ -1,0 +1,125 @@
+"""What a network predicts, and every way from one prediction to another.
+
+With z = alpha x0 + sigma eps:
+
+    epsilon        eps
+    x0             x0
+    v_prediction   alpha eps - sigma x0          (Salimans and Ho 2022)
+    velocity       alpha' x0 + sigma' eps        (eps - x0 on the linear path)
+    score          -eps / sigma                  (gradient of the log-density)
+
+Each is linear in (x0, eps), and with z known each gives the pair back as a linear combination of z and itself.
+Where that inverse divides by an alpha or sigma that goes to 0, the division is regularised at the resolution of the
+input's own dtype, and the pair stays consistent with z: alpha x0 + sigma eps = z always holds.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atoll.errors import unknown
+from atoll.flow.schedules import Coefficients, Schedule
+from atoll.vocabulary import PREDICTIONS, Prediction
+
+
+class Pair(NamedTuple):
+    """A clean estimate and the noise estimate that goes with it: z = alpha x0 + sigma eps."""
+
+    x0: Tensor
+    eps: Tensor
+
+
+class PairWeights(NamedTuple):
+    """x0 = x0_state · z + x0_output · y and eps = eps_state · z + eps_output · y, for a prediction y at state z."""
+
+    x0_state: Tensor
+    x0_output: Tensor
+    eps_state: Tensor
+    eps_output: Tensor
+
+
+def check_prediction(name: str) -> None:
+    """Refuse a name that is not a prediction."""
+    if name not in PREDICTIONS:
+        raise ValueError(unknown("prediction", name, PREDICTIONS))
+
+
+def pair_weights(prediction: Prediction, c: Coefficients, resolution: float) -> PairWeights:
+    """The linear map from (state, prediction) to (x0, eps).
+
+    `resolution` is the relative rounding error of the state and the prediction (finfo.eps): no error of that size is
+    amplified beyond order 1.
+    """
+    check_prediction(prediction)
+    alpha, sigma = c.alpha, c.sigma
+    zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
+    if prediction == "x0":
+        inverse, missing = _regularised_inverse(sigma, resolution)
+        return PairWeights(
+            missing * _regularised_inverse(alpha, resolution)[0], sigma * inverse, inverse, -alpha * inverse
+        )
+    if prediction in ("epsilon", "score"):
+        inverse, missing = _regularised_inverse(alpha, resolution)
+        # For the score y, eps = -sigma y.
+        scale = one if prediction == "epsilon" else -sigma
+        eps_state = missing * _regularised_inverse(sigma, resolution)[0]
+        return PairWeights(inverse, -sigma * inverse * scale, eps_state, alpha * inverse * scale)
+    if prediction == "v_prediction":
+        norm = alpha**2 + sigma**2
+        return PairWeights(alpha / norm, -sigma / norm, sigma / norm, alpha / norm)
+    # The determinant alpha sigma' - sigma alpha' is positive wherever log-SNR falls; it is 1 on the linear path.
+    determinant = alpha * c.d_sigma - sigma * c.d_alpha
+    weights = PairWeights(c.d_sigma / determinant, -sigma / determinant, -c.d_alpha / determinant, alpha / determinant)
+    return PairWeights(*(weight + zero for weight in weights))
+
+
+def to_pair(output: Tensor, x: Tensor, t: Tensor, prediction: Prediction, schedule: Schedule) -> Pair:
+    """The pair (x0, eps) that a prediction at state x and time t stands for."""
+    pair = _wide_pair(output, x, t, prediction, schedule)
+    return Pair(pair.x0.to(x.dtype), pair.eps.to(x.dtype))
+
+
+def from_pair(pair: Pair, t: Tensor, prediction: Prediction, schedule: Schedule) -> Tensor:
+    """The prediction that a pair (x0, eps) stands for at time t."""
+    check_prediction(prediction)
+    _check_same_shape(pair.x0, pair.eps)
+    c = schedule.at(t, pair.x0)
+    if prediction == "epsilon":
+        return pair.eps
+    if prediction == "x0":
+        return pair.x0
+    if prediction == "v_prediction":
+        value = c.alpha * pair.eps - c.sigma * pair.x0
+    elif prediction == "velocity":
+        value = c.d_alpha * pair.x0 + c.d_sigma * pair.eps
+    else:
+        value = -pair.eps * _regularised_inverse(c.sigma, torch.finfo(pair.eps.dtype).eps)[0]
+    return value.to(pair.x0.dtype)
+
+
+def convert(output: Tensor, x: Tensor, t: Tensor, source: Prediction, target: Prediction, schedule: Schedule) -> Tensor:
+    """Turn a prediction of one kind at state x and time t into another kind under the same schedule."""
+    if source == target:
+        check_prediction(source)
+        _check_same_shape(output, x)
+        return output
+    return from_pair(_wide_pair(output, x, t, source, schedule), t, target, schedule).to(x.dtype)
+
+
+def _wide_pair(output: Tensor, x: Tensor, t: Tensor, prediction: Prediction, schedule: Schedule) -> Pair:
+    """The pair in at least float32, so that half-precision inputs are rounded once, at the end."""
+    _check_same_shape(output, x)
+    w = pair_weights(prediction, schedule.at(t, x), torch.finfo(x.dtype).eps)
+    return Pair(w.x0_state * x + w.x0_output * output, w.eps_state * x + w.eps_output * output)
+
+
+def _regularised_inverse(value: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
+    """1/value as value/(value² + resolution²), which is 0 at 0; and what is missing, 1 - value · inverse."""
+    scale = value**2 + resolution**2
+    return value / scale, resolution**2 / scale
+
+
+def _check_same_shape(a: Tensor, b: Tensor) -> None:
+    if a.shape != b.shape:
+        raise ValueError(f"prediction and state must have one shape, got {tuple(a.shape)} and {tuple(b.shape)}")

@@ -1,0 +1,42 @@
+"""Randomness as a function of (seed, stream, position): one sample gets one draw in any batch, on any rank."""
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+GOLDEN = 0.6180339887498949
+"""Fractional part of the golden ratio: its multiples modulo 1 fill [0, 1) evenly, however many are taken."""
+
+
+def key(seed: int, stream: int, position: int) -> int:
+    """A 64-bit key, well mixed (the finaliser of splitmix64 over each part in turn)."""
+    mixed = 0
+    for part in (seed, stream, position):
+        mixed = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        mixed ^= mixed >> 31
+    return mixed
+
+
+def generator(seed: int, stream: int, position: int) -> torch.Generator:
+    """A generator of its own for one position of one stream."""
+    return torch.Generator().manual_seed(key(seed, stream, position))
+
+
+def uniform(count: int, *, seed: int, stream: int, first: int, even: bool = False) -> Tensor:
+    """Numbers in [0, 1) for positions first, first + 1, …; `even` spreads any run of them like a quadrature rule."""
+    if even:
+        start = key(seed, stream, 0) / 2**64
+        positions = torch.arange(first, first + count, dtype=torch.float64)
+        return ((start + positions * GOLDEN) % 1.0).float().clamp(max=1 - 2**-24)
+    draws = [key(seed, stream, first + i) >> 40 for i in range(count)]
+    return torch.tensor(draws, dtype=torch.float32) / 2**24
+
+
+def normal(shape: tuple[int, ...], *, seed: int, stream: int, first: int) -> Tensor:
+    """Standard normal numbers of shape (count, ...) for positions first, first + 1, and so on."""
+    noise = torch.empty(shape)
+    for row in range(shape[0]):
+        torch.randn(shape[1:], generator=generator(seed, stream, first + row), out=noise[row])
+    return noise

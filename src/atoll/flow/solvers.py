@@ -1,0 +1,84 @@
+"""Solvers: from noise at t = 1 to data at t = 0 along a velocity field.
+
+Euler and Heun are written here; the rest are diffusers schedulers with flow sigmas, driven by one small adapter.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.errors import unknown
+from atoll.flow.schedules import NETWORK_TIME_SCALE
+from atoll.vocabulary import SOLVERS
+
+VelocityField = Callable[[Tensor, Tensor], Tensor]
+"""velocity(x, t) with t of shape (batch,)."""
+
+
+def solver_times(steps: int, shift: float = 1.0) -> list[float]:
+    """steps + 1 times from 1 to 0, even before the shift t -> s t/(1 + (s-1) t)."""
+    if steps < 1 or shift <= 0:
+        raise ValueError(f"expected steps >= 1 and shift > 0, got {steps} and {shift}")
+    even = [1 - i / steps for i in range(steps + 1)]
+    return [shift * t / (1 + (shift - 1) * t) for t in even]
+
+
+def solve(velocity: VelocityField, x: Tensor, *, steps: int = 50, solver: str = "euler", shift: float = 1.0) -> Tensor:
+    """Integrate from noise x at t = 1 to t = 0 with a solver by name."""
+    if solver not in SOLVERS:
+        raise ValueError(unknown("solver", solver, SOLVERS))
+    times = solver_times(steps, shift)
+    if solver == "euler":
+        return euler(velocity, x, times)
+    if solver == "heun":
+        return heun(velocity, x, times)
+    return run_scheduler(diffusers_scheduler(solver, shift), velocity, x, steps)
+
+
+def euler(velocity: VelocityField, x: Tensor, times: Sequence[float]) -> Tensor:
+    """First order: one evaluation a step."""
+    for t, t_next in pairwise(times):
+        x = x + (t_next - t) * velocity(x, _times(t, x))
+    return x
+
+
+def heun(velocity: VelocityField, x: Tensor, times: Sequence[float]) -> Tensor:
+    """Second order: two evaluations a step, one in the last, whose far end t = 0 no network was trained at."""
+    for t, t_next in pairwise(times):
+        v = velocity(x, _times(t, x))
+        guess = x + (t_next - t) * v
+        if t_next > 0:
+            v = (v + velocity(guess, _times(t_next, x))) / 2
+        x = x + (t_next - t) * v
+    return x
+
+
+def diffusers_scheduler(solver: str, shift: float = 1.0) -> Any:
+    """The diffusers scheduler of that name, set to flow sigmas and velocity."""
+    import diffusers
+
+    if solver == "flow-euler":
+        return diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+    if solver == "flow-heun":
+        return diffusers.FlowMatchHeunDiscreteScheduler(shift=shift)
+    classes = {"dpm++": diffusers.DPMSolverMultistepScheduler, "unipc": diffusers.UniPCMultistepScheduler}
+    if solver not in classes:
+        raise ValueError(unknown("diffusers solver", solver, ["flow-euler", "flow-heun", *classes]))
+    return classes[solver](prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+
+
+def run_scheduler(scheduler: Any, velocity: VelocityField, x: Tensor, steps: int) -> Tensor:
+    """Drive any diffusers scheduler that takes velocity and counts its timesteps on 0..1000."""
+    scheduler.set_timesteps(steps, device=x.device)
+    for timestep in scheduler.timesteps:
+        v = velocity(x, _times(float(timestep) / NETWORK_TIME_SCALE, x))
+        x = scheduler.step(v, timestep, x, return_dict=False)[0]
+    return x
+
+
+def _times(t: float, x: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.full((x.shape[0],), t, device=x.device, dtype=dtype)

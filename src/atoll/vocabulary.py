@@ -1,0 +1,33 @@
+"""The names people type for schedules, predictions and objectives. No torch here: the command line reads this."""
+
+from typing import Any, Literal, get_args
+
+ScheduleName = Literal["linear", "cosine", "ddpm-linear", "ddpm-scaled-linear", "ddpm-cosine", "edm"]
+Prediction = Literal["velocity", "epsilon", "x0", "v_prediction", "score"]
+TimesName = Literal["uniform", "logit-normal", "log-normal"]
+WeightingName = Literal["constant", "min-snr", "as-velocity", "as-epsilon", "as-x0"]
+BridgeMode = Literal["exact", "published"]
+SolverName = Literal["euler", "heun", "flow-euler", "flow-heun", "dpm++", "unipc"]
+
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
+SOLVERS: tuple[str, ...] = get_args(SolverName)
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "flow-matching": {"schedule": "linear", "prediction": "velocity"},
+    "flow-matching-logit-normal": {"schedule": "linear", "prediction": "velocity", "times": "logit-normal"},
+    "ddpm": {"schedule": "cosine", "prediction": "epsilon"},
+    "ddpm-linear": {"schedule": "ddpm-linear", "prediction": "epsilon"},
+    "ddpm-min-snr": {"schedule": "cosine", "prediction": "epsilon", "weighting": "min-snr"},
+    "x0": {"schedule": "linear", "prediction": "x0", "weighting": "as-velocity"},
+    "v-prediction": {"schedule": "cosine", "prediction": "v_prediction"},
+    "edm": {
+        "schedule": "edm",
+        "prediction": "x0",
+        "times": "log-normal",
+        "time_mean": -1.2,
+        "time_std": 1.2,
+        "weighting": "as-epsilon",
+    },
+}
+"""Objectives by name; what a name leaves out has the default of `atoll.flow.Objective`."""
