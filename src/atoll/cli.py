@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import tyro
 import yaml
@@ -14,6 +14,9 @@ from tyro.conf import Positional, Suppress, arg
 from atoll import __version__
 from atoll import config as configuration
 from atoll.errors import AtollError, unknown
+
+if TYPE_CHECKING:
+    from atoll.data.prepare import Preparation
 
 Overrides = Annotated[dict[str, str], Suppress]
 """Dotted options (`--section.key VALUE`), taken out of the command line before the verb reads its own."""
@@ -34,7 +37,7 @@ class Init:
 
     folder: Annotated[Positional[Path], arg(metavar="RUN")]
     """Folder of the new run."""
-    preset: Literal[tuple(configuration.PRESETS)] = "ddm"  # type: ignore[valid-type]
+    preset: Literal[tuple(configuration.PRESETS)] = "emoji"  # type: ignore[valid-type]
     """Settings to start from."""
     force: bool = False
     """Replace an atoll.yaml that is already there."""
@@ -67,9 +70,51 @@ class Config:
         print(json.dumps(resolved) if self.json else yaml.safe_dump(resolved, sort_keys=False), end="")
 
 
+@dataclass
+class Prepare:
+    """Turn the source's pictures into each island's shards; what is done is not done again."""
+
+    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    stage: tuple[Literal["ingest", "features", "clusters", "latents", "text", "shards"], ...] = ()
+    """Only these stages, instead of all."""
+    shard: Annotated[str, arg(metavar="i/n")] = "0/1"
+    """This job's share of the stages features, latents and text: 0/4, 1/4, 2/4 and 3/4 make up the whole."""
+    dry_run: bool = False
+    """Show the source and what would be done, and do nothing."""
+    json: bool = False
+    """With --dry-run: print the plan as JSON."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Do the stages, or show the plan."""
+        config = configuration.load(self.folder, self.overrides)
+        from atoll.data.chunks import Share
+        from atoll.data.prepare import Preparation, prepare
+
+        share = Share.parse(self.shard)
+        if self.dry_run:
+            self.show(Preparation(self.folder, config))
+        else:
+            prepare(self.folder, config, self.stage, share)
+
+    def show(self, work: "Preparation") -> None:
+        """Print the plan."""
+        from atoll.data.source import describe
+
+        plan = [step for step in work.plan() if not self.stage or step["stage"] in self.stage]
+        if self.json:
+            print(json.dumps(plan))
+            return
+        describe(work.source)
+        for step in plan:
+            print(f"{step['stage']:<9} {step['state']:<22} {step['uses']:<28} {self.folder / step['folder']}")
+
+
 VERBS: dict[str, type[Verb]] = {
     "init": Init,
     "config": Config,
+    "prepare": Prepare,
 }
 
 

@@ -80,6 +80,7 @@ class Features(Section):
     model: str = Field(
         "efficientnet-lite0", description="efficientnet-lite0, or a transformers vision model by name or folder"
     )
+    resolution: int | None = Field(None, ge=32, description="side of the network's input; null is the network's own")
     batch: int = Field(32, ge=1, description="pictures in one forward pass")
 
 
@@ -150,7 +151,7 @@ _LATENT_DIFFUSION: dict[str, Any] = {
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "emoji": {"clusters": {"count": 4}, "experts": {"default": "flow-matching"}},
+    "emoji": {"features": {"resolution": 128}, "clusters": {"count": 4}, "experts": {"default": "flow-matching"}},
     "ddm": {**_LATENT_DIFFUSION, "experts": {"default": "flow-matching"}},
     "hddm": {**_LATENT_DIFFUSION, "experts": {"default": "flow-matching", 0: "ddpm", 3: "ddpm"}},
 }

@@ -140,15 +140,12 @@ class Artifact:
 
         Raises `AtollError` if the folder was made, or half made, from something else.
         """
-        plan = json.loads(to_json({"kind": kind, "made_from": made_from}))
-        done = self.manifest()
-        if done is not None:
-            self._same_plan(plan, {"kind": done.kind, "made_from": done.made_from})
+        if self.check(kind, made_from):
             self._sweep()
-            return done
+            return self.manifest()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._create(_PLAN, to_json(plan)):
-            self._same_plan(plan, self.read_json(_PLAN))
+        if not self._create(_PLAN, to_json({"kind": kind, "made_from": made_from})):
+            self.check(kind, made_from)
         return None
 
     def _same_plan(self, now: dict[str, Any], was: dict[str, Any]) -> None:
@@ -156,6 +153,15 @@ class Artifact:
             raise AtollError(
                 f"{self.folder} is stale: {'; '.join(changes)}. Delete {self.folder}, or change the setting back"
             )
+
+    def check(self, kind: str, made_from: Mapping[str, Any]) -> bool:
+        """Whether the artifact is there and made from this. Raises `AtollError` if it is made from something else."""
+        plan = json.loads(to_json({"kind": kind, "made_from": made_from}))
+        if done := self.manifest():
+            self._same_plan(plan, {"kind": done.kind, "made_from": done.made_from})
+        elif self.path(_PLAN).is_file():
+            self._same_plan(plan, self.read_json(_PLAN))
+        return done is not None
 
     @contextmanager
     def writing(self, file: str) -> Iterator[Path]:

@@ -1,0 +1,93 @@
+"""Work in chunks: the unit that is committed, resumed and shared between jobs.
+
+Chunk c is the samples c·size up to (c+1)·size of the index, cut into batches in the same way whoever works on it and
+however often they were interrupted; so the same chunk always holds the same bytes.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from atoll.errors import AtollError
+from atoll.progress import progress
+from atoll.run import Artifact
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Share:
+    """One job's part of a stage: the chunks whose number leaves `index` when divided by `of`."""
+
+    index: int = 0
+    of: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Share":
+        """Read `i/n`, with i from 0 to n-1."""
+        index, slash, of = text.partition("/")
+        if not (slash and index.isdecimal() and of.isdecimal() and int(index) < int(of)):
+            raise AtollError(f"share {text!r} is not i/n with i from 0 to n-1; for example 0/4, 1/4, 2/4 and 3/4")
+        return cls(int(index), int(of))
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunk files of one artifact."""
+
+    artifact: Artifact
+    rows: int
+    size: int
+
+    @property
+    def count(self) -> int:
+        """Number of chunks."""
+        return -(-self.rows // self.size)
+
+    def file(self, chunk: int) -> str:
+        """Name of a chunk's file."""
+        return f"{chunk:06d}.safetensors"
+
+    def length(self, chunk: int) -> int:
+        """Number of samples in a chunk."""
+        return min(self.size, self.rows - chunk * self.size)
+
+    def missing(self, share: Share = Share()) -> list[int]:  # noqa: B008 - it is frozen
+        """The chunks of this share that are not there yet."""
+        mine = range(share.index, self.count, share.of)
+        return [chunk for chunk in mine if not self.artifact.path(self.file(chunk)).is_file()]
+
+    def fill(self, what: str, missing: list[int], batches: Iterable[tuple[int, int, dict[str, Tensor]]]) -> None:
+        """Write the missing chunks from their batches: (chunk, samples, tensors by name) in order of chunks."""
+        done = self.rows - sum(map(self.length, missing))
+        with progress(what, self.rows, done) as bar:
+            for chunk, group in groupby(batches, key=itemgetter(0)):
+                parts = []
+                for _, samples, tensors in group:
+                    parts.append(tensors)
+                    bar.update(samples)
+                joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+                self.artifact.write_tensors(self.file(chunk), joined)
+
+
+def ahead(items: Iterable[T], work: Callable[[T], R], workers: int) -> Iterator[R]:
+    """Do `work` on every item in threads, a few items ahead of whoever consumes the results; the order is kept."""
+    waiting: deque[Future[R]] = deque()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,284 @@
+"""The partition: which cluster, and so which expert and island, every sample belongs to. Decided once, and saved.
+
+`assignments.parquet` has id, fine, coarse and distance of every sample, in the order of the index. The rule is one:
+the nearest fine centre (`centroids.safetensors`) says the fine cluster, a table says the cluster that it was merged
+into. Features are streamed from disk; memory is bounded by `clusters.sample_rows`, whatever the number of samples.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from atoll.config import Clusters, Config
+from atoll.data import features
+from atoll.data.chunks import Chunks
+from atoll.data.contact import contact_sheets
+from atoll.data.ingest import Index
+from atoll.data.kmeans import Floats, Integers, fine_count, fit_fine, merge, nearest_centre, separation
+from atoll.data.order import shuffled
+from atoll.data.source import Source
+from atoll.errors import AtollError
+from atoll.progress import progress
+from atoll.run import Artifact, Manifest, to_json
+
+NAME = "data/clusters"
+KIND = "clusters"
+ASSIGNMENTS, CENTROIDS, REPORT = "assignments.parquet", "centroids.safetensors", "report.json"
+_FINE, _SUMS = ".fine.parquet", ".sums.safetensors"
+_REPORT_ROWS = 4096
+
+_SCHEMA = pa.schema([("id", pa.string()), ("fine", pa.int32()), ("coarse", pa.int32()), ("distance", pa.float32())])
+_FINE_SCHEMA = pa.schema([("fine", pa.int32()), ("distance", pa.float32())])
+
+
+def needs_features(clusters: Clusters, index: Index) -> bool:
+    """Whether this partition looks at features at all."""
+    if clusters.count == 1 or clusters.method == "random":
+        return False
+    return clusters.method == "features" or len(index.labels) > clusters.count
+
+
+def made_from(config: Config, index: Index, run: Path) -> dict[str, Any]:
+    """What the partition is made from."""
+    seen = Artifact(run, features.NAME).open(features.KIND).digest if needs_features(config.clusters, index) else None
+    return {"ingest": index.manifest.digest, "features": seen, "clusters": config.clusters.model_dump()}
+
+
+def partition(run: Path, config: Config, source: Source) -> Manifest:
+    """Make `data/clusters`."""
+    artifact, index = Artifact(run, NAME), Index.open(run)
+    if done := artifact.begin(KIND, made_from(config, index, run)):
+        return done
+    settings = config.clusters
+    if settings.method == "random" and settings.count > 1:
+        warnings.warn(
+            "clusters.method is random: no router can learn which expert fits, so use it only for comparison",
+            stacklevel=2,
+        )
+    stage = _Partition(artifact, index, settings, index.chunks(Artifact(run, features.NAME)))
+    if needs_features(settings, index):
+        stage.fit()
+        stage.assign_fine()
+        coarse_of_fine = stage.merge_fine()
+        stage.write_assignments(stage.rows_by_table(coarse_of_fine))
+    else:
+        stage.write_assignments(stage.rows_without_features())
+    report = stage.report()
+    artifact.write(REPORT, to_json(report))
+    contact_sheets(artifact, index, source, stage.examples())
+    return artifact.commit({key: report[key] for key in ("method", "sizes", "imbalance", "fine")})
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """The steps of one partition; each leaves a file, so that a killed job goes on with the next step."""
+
+    artifact: Artifact
+    index: Index
+    settings: Clusters
+    features: Chunks
+
+    def fit(self) -> None:
+        """Fine centres, from a sample of the training features that fits in memory."""
+        if self.artifact.path(CENTROIDS).is_file() or self.artifact.path(".fine.safetensors").is_file():
+            return
+        if self.settings.method == "labels":
+            return
+        rows = self._sample(self.settings.sample_rows)
+        count = fine_count(len(rows), self.settings.count, self.settings.fine)
+        print(f"clusters: fitting {count:,} fine centres to {len(rows):,} samples", flush=True)
+        centres = fit_fine(rows, count, self.settings.iterations, self.settings.seed)
+        self.artifact.write_tensors(".fine.safetensors", {"fine": torch.from_numpy(np.asarray(centres))})
+
+    def _sample(self, at_most: int) -> Floats:
+        """Features of evenly drawn training samples, at most so many."""
+        return np.concatenate([chunk[rows].float().numpy() for chunk, rows in self._drawn(at_most)])
+
+    def _drawn(self, at_most: int) -> Iterator[tuple[Tensor, Integers]]:
+        for number, rows in self.draw(at_most):
+            yield features.read_chunk(self.features, number), rows
+
+    def draw(self, at_most: int) -> Iterator[tuple[int, Integers]]:
+        """(chunk, rows of it) such that about `at_most` training samples are drawn, evenly from all chunks."""
+        total = int(self.index.manifest.facts["splits"].get("train", 0))
+        if not total:
+            raise AtollError("there is no training sample: everything is held out; lower data.held_out")
+        wanted, seen = min(at_most, total), 0
+        for chunk in range(self.features.count):
+            train = np.flatnonzero(self._is_train(chunk))
+            before, seen = seen, seen + len(train)
+            quota = wanted * seen // total - wanted * before // total
+            generator = np.random.Generator(np.random.PCG64([self.settings.seed, chunk]))
+            if quota:
+                yield chunk, np.sort(generator.choice(train, quota, replace=False))
+
+    def _is_train(self, chunk: int) -> Integers:
+        return np.array([split == "train" for split in self.index.read(chunk, ["split"])["split"]])
+
+    def assign_fine(self) -> None:
+        """The fine cluster of every sample; sums and sizes of the fine clusters over the training samples."""
+        if self.artifact.path(_SUMS).is_file():
+            return
+        by_label = self.settings.method == "labels"
+        centres = None if by_label else load_file(self.artifact.path(".fine.safetensors"))["fine"].numpy()
+        count = len(self.index.labels) if centres is None else len(centres)
+        sums, sizes = np.zeros((count, 0)), np.zeros(count, dtype=np.int64)
+        with (
+            self.artifact.writing(_FINE) as path,
+            pq.ParquetWriter(path, _FINE_SCHEMA) as writer,
+            progress("clusters", self.index.rows) as bar,
+        ):
+            for chunk in range(self.features.count):
+                rows = features.read_chunk(self.features, chunk).float().numpy()
+                if centres is None:
+                    fine, distance = self.label_numbers(chunk), np.full(len(rows), np.nan)
+                else:
+                    fine, distance = nearest_centre(rows, centres)
+                train = self._is_train(chunk)
+                if not sums.size:
+                    sums = np.zeros((count, rows.shape[1]))
+                np.add.at(sums, fine[train], rows[train])
+                sizes += np.bincount(fine[train], minlength=count)
+                writer.write_table(pa.table([fine, distance.astype(np.float32)], schema=_FINE_SCHEMA))
+                bar.update(len(rows))
+        self.artifact.write_tensors(_SUMS, {"sums": torch.from_numpy(sums), "sizes": torch.from_numpy(sizes)})
+
+    def label_numbers(self, chunk: int) -> Integers:
+        """The number of the class of every sample of a chunk."""
+        number = {label: place for place, label in enumerate(self.index.labels)}
+        columns = self.index.read(chunk, ["id", "label"])
+        for id, label in zip(columns["id"], columns["label"], strict=True):
+            if label is None:
+                raise AtollError(f"clusters.method is labels, but sample {id!r} has none; use features")
+        return np.array([number[label] for label in columns["label"]], dtype=np.int32)
+
+    def merge_fine(self) -> Integers:
+        """The table from fine clusters to clusters; written with all the centres."""
+        known = load_file(self.artifact.path(_SUMS))
+        sums, sizes = known["sums"].numpy(), known["sizes"].numpy()
+        settings = self.settings
+        used = np.flatnonzero(sizes)
+        merged = merge(sums[used], sizes[used], settings.count, settings.max_imbalance, settings.seed)
+        totals = np.zeros((settings.count, sums.shape[1]))
+        np.add.at(totals, merged.coarse_of_fine, sums[used])
+        coarse = torch.nn.functional.normalize(torch.from_numpy(totals), dim=1).float()
+        if settings.method == "labels":
+            fine = torch.nn.functional.normalize(torch.from_numpy(sums), dim=1).float()
+        else:
+            fine = load_file(self.artifact.path(".fine.safetensors"))["fine"]
+        table = (fine @ coarse.T).argmax(1).to(torch.int32).numpy()  # for a fine cluster that no training sample is in
+        table[used] = merged.coarse_of_fine
+        tensors = {"fine": fine, "coarse": coarse, "coarse_of_fine": torch.from_numpy(table)}
+        self.artifact.write_tensors(CENTROIDS, tensors)
+        return table
+
+    def rows_by_table(self, coarse_of_fine: Integers) -> Iterator[tuple[Integers, Integers, Floats]]:
+        """(fine, coarse, distance) of every chunk, by the table."""
+        with pq.ParquetFile(self.artifact.path(_FINE)) as file:
+            for chunk in range(self.features.count):
+                table = file.read_row_group(chunk)
+                fine = table["fine"].to_numpy()
+                yield fine, coarse_of_fine[fine], table["distance"].to_numpy()
+
+    def rows_without_features(self) -> Iterator[tuple[Integers, Integers, Floats]]:
+        """(fine, coarse, distance) of every chunk where no feature is needed: one cluster, random, or the classes."""
+        count, by_label = self.settings.count, self.settings.method == "labels"
+        if by_label and count > max(1, len(self.index.labels)):
+            known = len(self.index.labels)
+            raise AtollError(f"clusters.method is labels, but there are {known} classes for {count} clusters")
+        for chunk in range(self.features.count):
+            length = self.features.length(chunk)
+            if by_label and count > 1:
+                coarse = self.label_numbers(chunk)
+            else:
+                start = chunk * self.index.chunk
+                places = np.arange(start, start + length, dtype=np.uint64)
+                mixed = shuffled(places, self.index.rows, self.settings.seed, epoch=0)
+                coarse = (mixed % np.uint64(count)).astype(np.int32)
+            yield coarse, coarse, np.full(length, np.nan, dtype=np.float32)
+
+    def write_assignments(self, rows: Iterator[tuple[Integers, Integers, Floats]]) -> None:
+        """Write the table of assignments, a row group for each chunk."""
+        with self.artifact.writing(ASSIGNMENTS) as path, pq.ParquetWriter(path, _SCHEMA) as writer:
+            for chunk, columns in enumerate(rows):
+                ids = self.index.read(chunk, ["id"])["id"]
+                writer.write_table(pa.table([ids, *columns], schema=_SCHEMA))
+
+    def report(self) -> dict[str, Any]:
+        """Sizes, imbalance and, where features were used, the separation beside that of a random partition."""
+        sizes = {"train": np.zeros(self.settings.count, int), "held-out": np.zeros(self.settings.count, int)}
+        fine = 0
+        for chunk in range(self.features.count):
+            rows, train = read_assignments(self.artifact, chunk), self._is_train(chunk)
+            sizes["train"] += np.bincount(rows["coarse"][train], minlength=self.settings.count)
+            sizes["held-out"] += np.bincount(rows["coarse"][~train], minlength=self.settings.count)
+            fine = max(fine, int(rows["fine"].max()) + 1)
+        report: dict[str, Any] = {
+            "method": self.settings.method,
+            "sizes": {split: counts.tolist() for split, counts in sizes.items()},
+            "imbalance": float(sizes["train"].max() / sizes["train"].mean()),
+            "fine": fine,
+            "examples": self.examples(),
+        }
+        if needs_features(self.settings, self.index):
+            report["separation"] = self._separation()
+        return report
+
+    def _separation(self) -> dict[str, dict[str, float]]:
+        rows = self._sample(_REPORT_ROWS)
+        drawn = self.draw(_REPORT_ROWS)
+        groups = np.concatenate([read_assignments(self.artifact, chunk)["coarse"][places] for chunk, places in drawn])
+        mixed = np.random.Generator(np.random.PCG64(self.settings.seed)).permutation(groups)
+        return {"clusters": separation(rows, groups), "random": separation(rows, mixed)}
+
+    def examples(self, of_each: int = 64) -> list[list[str]]:
+        """Ids of some training samples of every cluster, neighbours side by side."""
+        found: list[list[tuple[int, str]]] = [[] for _ in range(self.settings.count)]
+        for chunk, places in self.draw(_REPORT_ROWS):
+            rows = read_assignments(self.artifact, chunk)
+            for place in places:
+                found[rows["coarse"][place]].append((int(rows["fine"][place]), rows["id"][place]))
+        generator = np.random.Generator(np.random.PCG64(self.settings.seed))
+        picked = []
+        for members in found:
+            chosen = generator.permutation(len(members))[:of_each]
+            picked.append([id for _, id in sorted(members[place] for place in chosen)])
+        return picked
+
+
+def read_assignments(artifact: Artifact, chunk: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Id, fine, coarse and distance of the samples of one chunk."""
+    with pq.ParquetFile(artifact.path(ASSIGNMENTS)) as file:
+        table = file.read_row_group(chunk)
+    return {name: table[name].to_numpy() for name in _SCHEMA.names}
+
+
+@dataclass(frozen=True)
+class Assigner:
+    """The saved rule, for pictures that were not there when it was made."""
+
+    fine: Floats
+    coarse_of_fine: Integers
+
+    @classmethod
+    def open(cls, run: Path) -> "Assigner":
+        """The rule of a run whose clusters are made by features."""
+        artifact = Artifact(run, NAME)
+        if artifact.open(KIND).facts["method"] != "features" or not artifact.path(CENTROIDS).is_file():
+            raise AtollError(f"{artifact.folder} has no centres; only clusters.method features makes them")
+        tensors = load_file(artifact.path(CENTROIDS))
+        return cls(tensors["fine"].numpy(), tensors["coarse_of_fine"].numpy())
+
+    def __call__(self, rows: Tensor) -> tuple[Integers, Integers, Floats]:
+        """Fine cluster, cluster and distance of feature vectors (N, D)."""
+        fine, distance = nearest_centre(rows.float().numpy(), self.fine)
+        return fine, self.coarse_of_fine[fine], distance

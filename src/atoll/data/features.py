@@ -1,0 +1,149 @@
+"""What the clustering sees: one unit vector for each picture, from a vision network that stays as it is.
+
+`efficientnet-lite0` comes by pip. For photographs use DINOv2 (`features.model: facebook/dinov2-base`) or any other
+vision model of transformers, by its name or as a folder.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.config import Config
+from atoll.data import efficientnet
+from atoll.data.chunks import Chunks, Share
+from atoll.data.ingest import Index, Pixels, picture_batches
+from atoll.data.models import device, fingerprint, folder_of, repeatable
+from atoll.data.source import Source
+from atoll.errors import AtollError
+from atoll.run import Artifact, Manifest
+
+NAME = "data/features"
+KIND = "features"
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How a network wants its pictures: the side in pixels, and (pixel - mean) / std with pixels from 0 to 255."""
+
+    side: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+class Extractor:
+    """A vision network with its preprocessing: pictures of eight bits in, unit vectors out."""
+
+    def __init__(self, network: nn.Module, preprocessing: Preprocessing) -> None:
+        self.device = device()
+        self.network = network.to(self.device)
+        self.side = preprocessing.side
+        self._mean = torch.tensor(preprocessing.mean, device=self.device).view(1, 3, 1, 1)
+        self._scale = 1 / torch.tensor(preprocessing.std, device=self.device).view(1, 3, 1, 1)
+
+    def __call__(self, pixels: Pixels) -> Tensor:
+        """Features (N, D) on the processor, of pictures (N, side, side, 3)."""
+        # A transposed view of channels-last pixels is what convolutions like best; no copy is made.
+        x = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).float()
+        x = x.sub_(self._mean).mul_(self._scale)
+        with repeatable():
+            features: Tensor = self.network(x)
+        return nn.functional.normalize(features.float(), dim=1).cpu()
+
+
+def open_extractor(model: str, resolution: int | None = None) -> Extractor:
+    """The extractor by its name in the configuration."""
+    if model == "efficientnet-lite0":
+        same = (127.0,) * 3, (128.0,) * 3
+        return Extractor(efficientnet.load(), Preprocessing(resolution or efficientnet.SIDE, *same))
+    from transformers import AutoModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    folder = folder_of(model)
+    network = AutoModel.from_pretrained(folder, use_safetensors=True).eval()
+    return Extractor(_Pooled(network), _preprocessing(folder, network.config, resolution))
+
+
+class _Pooled(nn.Module):
+    """One vector from a transformers vision model: what the model itself offers, else its first token."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer = self.network.get_image_features(x) if hasattr(self.network, "get_image_features") else self.network(x)
+        if isinstance(answer, Tensor):
+            return answer
+        pooled: Tensor | None = answer.pooler_output
+        first: Tensor = answer.last_hidden_state[:, 0]
+        return first if pooled is None else pooled.flatten(1)
+
+
+def _preprocessing(folder: Path, config: Any, resolution: int | None) -> Preprocessing:
+    """Read the model's own settings; the picture is cut and resized by Atoll, in one step."""
+    file = folder / "preprocessor_config.json"
+    if not file.is_file():
+        raise AtollError(f"{folder} has no preprocessor_config.json, so mean and std of its pictures are unknown")
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    size = settings.get("crop_size") or settings.get("size")
+    own = size if isinstance(size, int) else (size or {}).get("height") or (size or {}).get("shortest_edge")
+    side = resolution or own or getattr(config, "image_size", None)
+    if not isinstance(side, int):
+        raise AtollError(f"{file} names no size; set features.resolution")
+    half = [0.5, 0.5, 0.5]
+    mean, std = settings.get("image_mean") or half, settings.get("image_std") or half
+    scale = 1 / settings.get("rescale_factor", 1 / 255)
+    return Preprocessing(side, _three(mean, scale), _three(std, scale))
+
+
+def _three(values: list[float], scale: float) -> tuple[float, float, float]:
+    red, green, blue = values
+    return red * scale, green * scale, blue * scale
+
+
+def made_from(config: Config, index: Manifest) -> dict[str, Any]:
+    """What the features are made from."""
+    model = config.features.model
+    weights = efficientnet.weights_file() if model == "efficientnet-lite0" else folder_of(model)
+    settings = config.features.model_dump(include={"model", "resolution", "batch"})
+    return {"ingest": index.digest, **settings, "weights": fingerprint(weights)}
+
+
+def extract(run: Path, config: Config, source: Source, share: Share) -> Manifest | None:
+    """Make this job's share of `data/features`; the manifest once every share is there."""
+    artifact, index = Artifact(run, NAME), Index.open(run)
+    if done := artifact.begin(KIND, made_from(config, index.manifest)):
+        return done
+    chunks = index.chunks(artifact)
+    missing = chunks.missing(share)
+    if missing:
+        extractor = open_extractor(config.features.model, config.features.resolution)
+        data, batch = config.data, config.features.batch
+        pictures = picture_batches(index, source, missing, extractor.side, batch, data.workers)
+        encoded = ((chunk, len(pixels), {"features": extractor(pixels).half()}) for chunk, pixels in pictures)
+        chunks.fill("features", missing, encoded)
+    if chunks.missing():
+        return None
+    return artifact.commit({"rows": index.rows, "dimensions": _dimensions(chunks)})
+
+
+def _dimensions(chunks: Chunks) -> int:
+    return int(read_chunk(chunks, 0).shape[1])
+
+
+def read_chunk(chunks: Chunks, chunk: int) -> Tensor:
+    """The features of one chunk, as stored (float16)."""
+    from safetensors.torch import load_file
+
+    return load_file(chunks.artifact.path(chunks.file(chunk)))["features"]
+
+
+def read_features(chunks: Chunks) -> Iterator[Tensor]:
+    """All features of a run, chunk by chunk."""
+    return (read_chunk(chunks, chunk) for chunk in range(chunks.count))

@@ -1,0 +1,167 @@
+"""What the experts see: the autoencoder's posterior mean and std of every picture, and the statistics of all of them.
+
+Latents are stored as the autoencoder gives them. The statistics (mean and std of each channel over all training
+samples) travel with every shard, and training and sampling normalise with them, so that all experts share one space.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from atoll.config import Config
+from atoll.data.chunks import Chunks, Share
+from atoll.data.ingest import Index, Pixels, picture_batches
+from atoll.data.models import device, fingerprint, folder_of, repeatable
+from atoll.data.source import Source
+from atoll.errors import AtollError, unknown
+from atoll.run import Artifact, Manifest
+
+NAME = "data/latents"
+KIND = "latents"
+_CLASSES = ("AutoencoderKL", "AutoencoderTiny")
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Mean and standard deviation of each latent channel over the training data."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def normalise(self, latents: Tensor) -> Tensor:
+        """Latents (N, C, H, W) of the autoencoder as the networks see them: mean 0 and std 1 in each channel."""
+        return (latents - self._channel(self.mean, latents)) / self._channel(self.std, latents)
+
+    def restore(self, latents: Tensor) -> Tensor:
+        """The inverse of `normalise`."""
+        return latents * self._channel(self.std, latents) + self._channel(self.mean, latents)
+
+    @staticmethod
+    def _channel(values: tuple[float, ...], like: Tensor) -> Tensor:
+        return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
+
+    @classmethod
+    def from_facts(cls, facts: Any) -> "Statistics":
+        """Read the statistics from an artifact's facts."""
+        return cls(tuple(facts["statistics"]["mean"]), tuple(facts["statistics"]["std"]))
+
+
+class Codec:
+    """An autoencoder: pictures of eight bits to the posterior of their latents, and latents to pictures."""
+
+    def __init__(self, network: Any) -> None:
+        self.device = device()
+        self.network = network.to(self.device).eval()
+
+    def encode(self, pixels: Pixels) -> dict[str, Tensor]:
+        """`mean` and, if the autoencoder has one, `std` (N, C, H, W) of pictures (N, side, side, 3)."""
+        x = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
+        with repeatable():
+            answer = self.network.encode(x)
+        if hasattr(answer, "latent_dist"):
+            return {"mean": answer.latent_dist.mean.cpu(), "std": answer.latent_dist.std.cpu()}
+        return {"mean": answer.latents.cpu()}
+
+    def decode(self, latents: Tensor) -> Pixels:
+        """Pictures (N, side, side, 3) of latents as `encode` gives them."""
+        with repeatable():
+            x = self.network.decode(latents.to(self.device).float()).sample
+        return _eight_bits(x)
+
+
+class Pixel:
+    """No autoencoder: the latents are the pixels, from -1 to 1."""
+
+    def encode(self, pixels: Pixels) -> dict[str, Tensor]:
+        """`mean` (N, 3, side, side)."""
+        return {"mean": torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)}
+
+    def decode(self, latents: Tensor) -> Pixels:
+        """Pictures (N, side, side, 3)."""
+        return _eight_bits(latents)
+
+
+def _eight_bits(x: Tensor) -> Pixels:
+    scaled = x.float().add(1).mul(127.5).round().clamp(0, 255)
+    pixels: Pixels = scaled.to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    return pixels
+
+
+def open_codec(autoencoder: str) -> Codec | Pixel:
+    """The autoencoder by its name in the configuration."""
+    if autoencoder == "pixels":
+        return Pixel()
+    folder = _folder(autoencoder)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise AtollError(f"{folder} has no config.json; expected a diffusers autoencoder: {' or '.join(_CLASSES)}")
+    name = json.loads(file.read_text(encoding="utf-8")).get("_class_name")
+    if name not in _CLASSES:
+        raise AtollError(f"{file}: {unknown('autoencoder class', name, _CLASSES)}")
+    import diffusers
+
+    return Codec(getattr(diffusers, name).from_pretrained(folder, use_safetensors=True))
+
+
+def _folder(autoencoder: str) -> Path:
+    if autoencoder == "emoji":
+        from atoll.data import autoencoder as shipped
+
+        return shipped.path()
+    return folder_of(autoencoder)
+
+
+def made_from(config: Config, index: Manifest) -> dict[str, Any]:
+    """What the latents are made from."""
+    settings = config.latents.model_dump()
+    weights = None if config.latents.autoencoder == "pixels" else fingerprint(_folder(config.latents.autoencoder))
+    return {"ingest": index.digest, "resolution": config.data.resolution, **settings, "weights": weights}
+
+
+def encode(run: Path, config: Config, source: Source, share: Share) -> Manifest | None:
+    """Make this job's share of `data/latents`; the manifest once every share is there."""
+    artifact, index = Artifact(run, NAME), Index.open(run)
+    if done := artifact.begin(KIND, made_from(config, index.manifest)):
+        return done
+    chunks = index.chunks(artifact)
+    missing = chunks.missing(share)
+    if missing:
+        codec, dtype = open_codec(config.latents.autoencoder), getattr(torch, config.latents.dtype)
+        data, batch = config.data, config.latents.batch
+        pictures = picture_batches(index, source, missing, data.resolution, batch, data.workers)
+        encoded = (
+            (chunk, len(pixels), {name: part.to(dtype) for name, part in codec.encode(pixels).items()})
+            for chunk, pixels in pictures
+        )
+        chunks.fill("latents", missing, encoded)
+    if chunks.missing():
+        return None
+    return artifact.commit(_facts(chunks, index))
+
+
+def _facts(chunks: Chunks, index: Index) -> dict[str, Any]:
+    """Shape and statistics: those of mean + std·noise, so the variance is Var(mean) + E(std²)."""
+    count, total, squares = 0, np.zeros(0), np.zeros(0)
+    shape: list[int] = []
+    for chunk in range(chunks.count):
+        tensors = load_file(chunks.artifact.path(chunks.file(chunk)))
+        train = torch.tensor([split == "train" for split in index.read(chunk, ["split"])["split"]])
+        mean = tensors["mean"][train].double()
+        if not shape:
+            shape = list(mean.shape[1:])
+            total, squares = np.zeros(shape[0]), np.zeros(shape[0])
+        square = mean**2 if "std" not in tensors else mean**2 + tensors["std"][train].double() ** 2
+        count += mean.numel() // shape[0]
+        total += mean.sum((0, 2, 3)).numpy()
+        squares += square.sum((0, 2, 3)).numpy()
+    centre = total / count
+    std = np.sqrt(np.maximum(squares / count - centre**2, 0))
+    if not np.isfinite(std).all() or (std == 0).any():
+        raise AtollError(f"{chunks.artifact.folder}: a latent channel is constant or not finite (std {std.tolist()})")
+    return {"rows": index.rows, "shape": shape, "statistics": {"mean": centre.tolist(), "std": std.tolist()}}

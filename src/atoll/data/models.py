@@ -1,0 +1,63 @@
+"""Other people's networks: where their files are, what identifies them, where they run."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from atoll.errors import AtollError
+from atoll.run import sha256_of
+
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a network: a local one, or one fetched by its name from the Hugging Face hub."""
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return local
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise AtollError(
+            f"{name!r} is neither a folder nor a model that could be fetched ({reason}); give a folder that holds "
+            "config.json and *.safetensors"
+        ) from error
+
+
+@cache
+def fingerprint(path: Path) -> str:
+    """Hash of a network: of its one file, or of every file in its folder that says what it computes."""
+    if path.is_file():
+        return sha256_of(path)
+    files = sorted({file for pattern in _PATTERNS for file in path.rglob(pattern)})
+    if not any(file.suffix == ".safetensors" for file in files):
+        raise AtollError(f"{path} has no *.safetensors file; Atoll reads no other weights")
+    state = hashlib.sha256()
+    for file in files:
+        state.update(f"{file.relative_to(path).as_posix()} {sha256_of(file)}\n".encode())
+    return state.hexdigest()
+
+
+def device() -> torch.device:
+    """The accelerator if there is one, else the processor."""
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """No gradients, and no kernel picked by timing: the same batch gives the same bytes."""
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before

@@ -1,0 +1,191 @@
+"""From pictures to shards, stage by stage. Each stage makes one artifact; what is done is not done again.
+
+ingest -> features -> clusters ─┐
+   └────> latents, text ────────┴─> shards
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from atoll.config import Config
+from atoll.data import clusters, features, ingest, latents, shards, text
+from atoll.data.chunks import Share
+from atoll.data.source import Source
+from atoll.errors import AtollError
+from atoll.run import Artifact, Manifest
+
+StageName = Literal["ingest", "features", "clusters", "latents", "text", "shards"]
+STAGES: tuple[StageName, ...] = get_args(StageName)
+SHARED: tuple[StageName, ...] = ("features", "latents", "text")
+"""Stages that several jobs can share."""
+_NEEDS: dict[StageName, tuple[StageName, ...]] = {
+    "ingest": (),
+    "features": ("ingest",),
+    "clusters": ("features",),
+    "latents": ("ingest",),
+    "text": ("ingest",),
+    "shards": ("clusters", "latents", "text"),
+}
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The data part of one run."""
+
+    run: Path
+    config: Config
+
+    @cached_property
+    def source(self) -> Source:
+        """The source that the configuration names."""
+        return ingest.open_configured(self.config.data)
+
+    @cached_property
+    def _ingest_inputs(self) -> dict[str, Any]:
+        return ingest.made_from(self.config, self.source)
+
+    @property
+    def index(self) -> ingest.Index:
+        """The index that the ingest stage made."""
+        return ingest.Index.open(self.run)
+
+    def artifacts(self, stage: StageName) -> list[tuple[Artifact, str]]:
+        """The artifacts of a stage, each with its kind."""
+        if stage == "shards":
+            return [
+                (Artifact(self.run, shards.name(cluster)), shards.KIND) for cluster in range(self.config.clusters.count)
+            ]
+        module = {"ingest": ingest, "features": features, "clusters": clusters, "latents": latents, "text": text}[stage]
+        return [(Artifact(self.run, module.NAME), module.KIND)]
+
+    def inputs(self, stage: StageName) -> list[dict[str, Any]]:
+        """What each artifact of a stage is made from; the stages before it must be done."""
+        config = self.config
+        if stage == "ingest":
+            return [self._ingest_inputs]
+        if stage == "features":
+            return [features.made_from(config, self.index.manifest)]
+        if stage == "clusters":
+            return [clusters.made_from(config, self.index, self.run)]
+        if stage == "latents":
+            return [latents.made_from(config, self.index.manifest)]
+        if stage == "text":
+            return [text.made_from(config, self.index.manifest)]
+        common = shards.made_from(self.run, config)
+        return [{**common, "cluster": cluster} for cluster in range(config.clusters.count)]
+
+    def unneeded(self, stage: StageName) -> str | None:
+        """Why this run can do without a stage, if it can. For features the index must be there."""
+        if stage == "text" and self.config.text.encoder == "none":
+            return "text.encoder is none"
+        if stage == "features" and not clusters.needs_features(self.config.clusters, self.index):
+            return "the clusters need no features"
+        return None
+
+    def done(self, stage: StageName) -> bool:
+        """Whether a stage is finished. Raises `AtollError` if what is there was made from something else."""
+        if not all(self.done(earlier) for earlier in _NEEDS[stage]):
+            return False
+        if self.unneeded(stage):
+            return True
+        checks = zip(self.artifacts(stage), self.inputs(stage), strict=True)
+        found = [artifact.check(kind, inputs) for (artifact, kind), inputs in checks]
+        return all(found)
+
+    def make(self, stage: StageName, share: Share) -> bool:
+        """Do a stage, or this job's share of it; whether it is finished now."""
+        if stage == "ingest":
+            ingest.ingest(self.run, self.config, self.source)
+        elif stage == "features":
+            return features.extract(self.run, self.config, self.source, share) is not None
+        elif stage == "clusters":
+            clusters.partition(self.run, self.config, self.source)
+        elif stage == "latents":
+            return latents.encode(self.run, self.config, self.source, share) is not None
+        elif stage == "text":
+            return text.encode(self.run, self.config, share) is not None
+        else:
+            shards.write(self.run, self.config)
+        return True
+
+    def plan(self) -> list[dict[str, str]]:
+        """Every stage with its folder, its state and what it would use."""
+        config = self.config
+        uses = {
+            "ingest": f"{config.data.source} at {config.data.resolution} px",
+            "features": config.features.model,
+            "clusters": f"{config.clusters.count} by {config.clusters.method}",
+            "latents": config.latents.autoencoder,
+            "text": config.text.encoder,
+            "shards": f"{config.data.shard_rows:,} samples a file",
+        }
+        return [
+            {"stage": stage, "state": self._state(stage), "uses": uses[stage], "folder": self._folder(stage)}
+            for stage in STAGES
+        ]
+
+    def _folder(self, stage: StageName) -> str:
+        names = [artifact.name for artifact, _ in self.artifacts(stage)]
+        return names[0] if stage != "shards" else f"{names[0]} … {names[-1][-3:]}"
+
+    def _state(self, stage: StageName) -> str:
+        if stage == "text" and self.unneeded(stage):
+            return "not needed"
+        if not self.done("ingest"):
+            return "to do"
+        if reason := self.unneeded(stage):
+            return f"not needed: {reason}"
+        if self.done(stage):
+            return "done"
+        artifact, _ = self.artifacts(stage)[0]
+        if stage in SHARED and artifact.folder.is_dir():
+            chunks = self.index.chunks(artifact)
+            return f"{chunks.count - len(chunks.missing())} of {chunks.count} chunks"
+        return "to do"
+
+
+def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), share: Share = Share()) -> None:  # noqa: B008
+    """Do the wanted stages, or all of them, in their order."""
+    work = Preparation(run, config)
+    if share.of > 1 and not (stages and set(stages) <= set(SHARED)):
+        raise AtollError(f"--shard divides the stages {', '.join(SHARED)}; name one of them with --stage")
+    for stage in STAGES:
+        if stages and stage not in stages:
+            continue
+        if stage != "ingest" and not work.done("ingest"):
+            raise AtollError(f"the stage {stage!r} needs the stage 'ingest' first: atoll prepare {run} --stage ingest")
+        if work.done(stage):
+            print(f"{stage}: {work.unneeded(stage) or 'done before'}", flush=True)
+            continue
+        start = time.monotonic()
+        finished = work.make(stage, share)
+        print(f"{stage}: {_summary(work, stage, finished)} ({time.monotonic() - start:.1f} s)", flush=True)
+
+
+def _summary(work: Preparation, stage: StageName, finished: bool) -> str:
+    artifact, kind = work.artifacts(stage)[0]
+    if not finished:
+        chunks = work.index.chunks(artifact)
+        return f"this share is done; {len(chunks.missing())} of {chunks.count} chunks are left to other jobs"
+    manifest = artifact.open(kind)
+    if stage == "ingest":
+        return f"{manifest.facts['rows']:,} samples, {manifest.facts['rejected']:,} rejected"
+    if stage == "clusters":
+        return _cluster_summary(artifact, manifest)
+    if stage == "shards":
+        return f"{work.config.clusters.count} folders like {artifact.folder}"
+    return f"{manifest.facts['rows']:,} samples in {artifact.folder}"
+
+
+def _cluster_summary(artifact: Artifact, manifest: Manifest) -> str:
+    report = artifact.read_json(clusters.REPORT)
+    parts = [f"sizes {report['sizes']['train']}", f"largest/mean {manifest.facts['imbalance']:.3f}"]
+    if found := report.get("separation"):
+        parts += [
+            f"{key} {found['clusters'][key]:.3f} (random {found['random'][key]:.3f})" for key in found["clusters"]
+        ]
+    return f"{', '.join(parts)}; look at {artifact.folder}/cluster_*.png"

