@@ -1,0 +1,22 @@
+"""The networks: DiT experts, the router, experts of other kinds, and other people's weights."""
+
+from atoll.nets.condition import Condition, PreparedCondition, concatenate
+from atoll.nets.dit import NAMES, DiT, DiTConfig, count_parameters
+from atoll.nets.expert import Expert, build, load_network, save_network
+from atoll.nets.router import Router, RouterConfig
+
+__all__ = [
+    "NAMES",
+    "Condition",
+    "DiT",
+    "DiTConfig",
+    "Expert",
+    "PreparedCondition",
+    "Router",
+    "RouterConfig",
+    "build",
+    "concatenate",
+    "count_parameters",
+    "load_network",
+    "save_network",
+]

@@ -1,0 +1,96 @@
+"""What a network may be told besides the noisy image: text tokens, a pooled text vector, a class label, or nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The conditioning of one batch. A part that is None is replaced by the network's learned null condition."""
+
+    text: Tensor | None = None
+    """Text tokens, (batch, length, text width)."""
+    text_mask: Tensor | None = None
+    """True where `text` holds a token, (batch, length); None means everywhere."""
+    pooled: Tensor | None = None
+    """One vector per text, (batch, pooled width)."""
+    label: Tensor | None = None
+    """Class labels, (batch,)."""
+    dropped: Tensor | None = None
+    """True for samples whose whole condition is replaced by the null condition, (batch,)."""
+
+    def drop(self, samples: Tensor) -> "Condition":
+        """Replace the condition of the marked samples by the null condition, as training does for guidance."""
+        return replace(self, dropped=samples if self.dropped is None else self.dropped | samples)
+
+    def unconditional(self) -> "Condition":
+        """The null condition for every sample of this batch."""
+        given = next((part for part in self._parts().values() if part is not None), None)
+        return self if given is None else self.drop(torch.ones(len(given), dtype=torch.bool, device=given.device))
+
+    def to(self, device: torch.device | str) -> "Condition":
+        """The same condition on another device."""
+        return Condition(**{name: None if part is None else part.to(device) for name, part in self._parts().items()})
+
+    def __getitem__(self, samples: Tensor | slice) -> "Condition":
+        """The condition of some samples of the batch."""
+        return Condition(**{name: None if part is None else part[samples] for name, part in self._parts().items()})
+
+    def _parts(self) -> dict[str, Tensor | None]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def concatenate(conditions: Sequence[Condition]) -> Condition:
+    """One batch out of several, such as the guided and the unguided half of a sampling step.
+
+    All of them must carry the same parts; masks of tokens and of dropped samples are filled in where they are missing.
+    """
+    parts: dict[str, Tensor | None] = {}
+    for name in ("text", "pooled", "label"):
+        tensors = [getattr(condition, name) for condition in conditions]
+        given = [tensor for tensor in tensors if tensor is not None]
+        if given and len(given) < len(tensors):
+            raise ValueError(f"cannot join conditions with and without {name}; use Condition.unconditional() for null")
+        parts[name] = torch.cat(given) if given else None
+    if any(condition.text_mask is not None for condition in conditions):
+        parts["text_mask"] = torch.cat([_token_mask(condition) for condition in conditions])
+    if any(condition.dropped is not None for condition in conditions):
+        parts["dropped"] = torch.cat([_drop_mask(condition) for condition in conditions])
+    return Condition(**parts)
+
+
+def _token_mask(condition: Condition) -> Tensor:
+    if condition.text_mask is not None:
+        return condition.text_mask
+    assert condition.text is not None  # a mask elsewhere implies text here: joined conditions carry the same parts
+    return torch.ones(condition.text.shape[:2], dtype=torch.bool, device=condition.text.device)
+
+
+def _drop_mask(condition: Condition) -> Tensor:
+    if condition.dropped is not None:
+        return condition.dropped
+    given = next(part for part in (condition.text, condition.pooled, condition.label) if part is not None)
+    return torch.zeros(len(given), dtype=torch.bool, device=given.device)
+
+
+@dataclass(frozen=True)
+class PreparedCondition:
+    """A condition with everything computed that does not change from one sampling step to the next."""
+
+    embeddings: tuple[Tensor | None, ...]
+    """What label and pooled text add to each time embedding."""
+    keys_values: tuple[tuple[Tensor, Tensor], ...]
+    """Keys and values of the text for the cross-attention of every block; empty without text."""
+    mask: Tensor | None
+    """Attention mask over the text tokens."""
+
+    def __getitem__(self, samples: Tensor | slice) -> "PreparedCondition":
+        """The prepared condition of some samples of the batch."""
+        return PreparedCondition(
+            tuple(None if part is None else part[samples] for part in self.embeddings),
+            tuple((keys[samples], values[samples]) for keys, values in self.keys_values),
+            None if self.mask is None else self.mask[samples],
+        )

@@ -1,0 +1,202 @@
+"""`atoll convert`: other people's checkpoints in and out, with an account of what was done."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from atoll import __version__
+from atoll.errors import AtollError, unknown
+from atoll.nets.condition import Condition
+from atoll.nets.dit import DiT, DiTConfig
+from atoll.nets.expert import KINDS, load_network
+from atoll.nets.fold import Change, FlowMatchingOptions, to_flow_matching
+from atoll.nets.router import Router, RouterConfig
+from atoll.nets.weights import LAYOUTS, detect, layout, read_weights, sha256, write_weights
+from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
+
+CONVERSION_FILE = "conversion.json"
+TARGETS = ("atoll", "flow-matching", *LAYOUTS)
+"""What `convert` can make: Atoll's own layout, a flow-matching expert, or someone else's layout."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that was read, in native terms."""
+
+    file: Path
+    layout: str
+    config: DiTConfig | RouterConfig
+    state: dict[str, Tensor]
+
+    def network(self) -> DiT | Router:
+        """The source as a network."""
+        with torch.device("meta"):
+            network = DiT(self.config) if isinstance(self.config, DiTConfig) else Router(self.config)
+        network.load_state_dict(self.state, assign=True)
+        return network
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did; this is what conversion.json holds."""
+
+    source: dict[str, str]
+    target: str
+    options: dict[str, Any]
+    changes: list[Change]
+    figures: dict[str, float]
+    files: dict[str, str]
+    atoll: str = __version__
+
+
+def read_source(path: str | Path, heads: int | None = None) -> Source:
+    """Read a checkpoint: a `.pt` or `.safetensors` file, or a folder with one and perhaps a config.json."""
+    path = Path(path)
+    file = _weights_in(path) if path.is_dir() else path
+    state = read_weights(file)
+    config_file = file.parent / CONFIG_FILE
+    given = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    kind = given.get("_class_name")
+    if kind in ("DiT", "Router"):
+        network = load_network(file.parent)
+        assert isinstance(network, DiT | Router)
+        return Source(file, "atoll", network.config, network.state_dict())
+    if kind in KINDS:
+        given, state = _unwrapped(given, state, file)
+    found = detect(state)
+    config = found.read_config(state, given, heads)
+    return Source(file, found.name, config, found.to_native(state, config))
+
+
+def _weights_in(folder: Path) -> Path:
+    if (folder / WEIGHTS_FILE).is_file():
+        return folder / WEIGHTS_FILE
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".pt", ".pth", ".bin"))
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "none"
+        raise AtollError(f"{folder}: expected one weight file, found {names}; give the file itself")
+    return files[0]
+
+
+def _unwrapped(given: dict[str, Any], state: dict[str, Tensor], file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The diffusers model inside an expert of another kind; its learned null condition has no place elsewhere."""
+    inside = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
+    if not any(candidate.matches(inside) for candidate in LAYOUTS.values()):
+        raise AtollError(f"{file}: a {given['_class_name']} stays in its own layout; known ones: {', '.join(LAYOUTS)}")
+    return given | {"_class_name": KINDS[given["_class_name"]].model_class}, inside
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    to: str = "atoll",
+    options: FlowMatchingOptions | None = None,
+    heads: int | None = None,
+    force: bool = False,
+) -> Conversion:
+    """Convert a checkpoint into the folder `destination`; nothing is written if anything does not fit."""
+    if to not in TARGETS:
+        raise AtollError(unknown("target", to, TARGETS))
+    destination = Path(destination)
+    if destination.exists() and any(destination.iterdir() if destination.is_dir() else [destination]) and not force:
+        raise AtollError(f"{destination} exists and is not empty; choose another folder, or replace it with --force")
+    read = read_source(source, heads)
+    options = options or FlowMatchingOptions()
+    if to == "flow-matching":
+        state, fields, changes, figures = _flow_matching(read, options)
+    else:
+        state, fields, changes = _relayout(read, to)
+        figures = {}
+    write_weights(state, destination / WEIGHTS_FILE)
+    (destination / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    conversion = Conversion(
+        source={"file": read.file.name, "layout": read.layout, "sha256": sha256(read.file)},
+        target=to,
+        options=asdict(options) if to == "flow-matching" else {},
+        changes=changes,
+        figures=figures,
+        files={name: sha256(destination / name) for name in (WEIGHTS_FILE, CONFIG_FILE)},
+    )
+    (destination / CONVERSION_FILE).write_text(json.dumps(asdict(conversion), indent=2) + "\n", encoding="utf-8")
+    return conversion
+
+
+def _relayout(source: Source, to: str) -> tuple[dict[str, Tensor], dict[str, Any], list[Change]]:
+    """The same network in another layout. What the layout cannot say is listed."""
+    total = sum(tensor.numel() for tensor in source.state.values())
+    if to == "atoll":
+        kind = "DiT" if isinstance(source.config, DiTConfig) else "Router"
+        changes = [Change("all tensors", "renamed", total, f"from {source.layout}")]
+        return source.state, {"_class_name": kind, **source.config.to_dict()}, changes
+    chosen = layout(to)
+    if (chosen.build is Router) != isinstance(source.config, RouterConfig):
+        raise AtollError(
+            f"{source.file} holds {'a router' if chosen.build is DiT else 'an expert'}, which {to} is not for"
+        )
+    foreign, fields = chosen.from_native(source.state, source.config), chosen.write_config(source.config)
+    left = chosen.without_place(source.state)
+    gone = sum(source.state[name].numel() for name in left)
+    changes = [Change("all tensors with a place in the layout", "renamed", total - gone, f"{source.layout} to {to}")]
+    if left:
+        changes.append(Change(", ".join(left), "left out", gone, f"no place in the {chosen.title} layout"))
+    there = chosen.read_config(foreign, fields, source.config.heads)
+    changes += _differences(source.config.to_dict(), there.to_dict(), chosen.title)
+    return foreign, fields, changes
+
+
+def _differences(here: Mapping[str, Any], there: Mapping[str, Any], title: str) -> list[Change]:
+    """Settings that the other side fixes differently; the weights are the same, the arithmetic is not quite."""
+    return [
+        Change(name, "left out", 0, f"{here[name]} here, {there[name]} in {title}: answers differ slightly")
+        for name in here
+        if here[name] != there[name]
+    ]
+
+
+def _flow_matching(
+    source: Source, options: FlowMatchingOptions
+) -> tuple[dict[str, Tensor], dict[str, Any], list[Change], dict[str, float]]:
+    if not isinstance(source.config, DiTConfig):
+        raise AtollError(f"{source.file} holds a router; only an expert becomes a flow-matching expert")
+    state, config, changes, figures = to_flow_matching(source.state, source.config, options)
+    converted = Source(source.file, "atoll", config, state)
+    figures["feature_error"] = feature_error(source, converted, options.time)
+    return state, {"_class_name": "DiT", **config.to_dict()}, changes, figures
+
+
+@torch.no_grad()
+def feature_error(source: Source, converted: Source, time: Literal["steps", "snr", "same"] = "same") -> float:
+    """Relative difference of what enters the final layer, for noise at four times without condition."""
+    before, after = source.network(), converted.network()
+    assert isinstance(before, DiT)
+    assert isinstance(after, DiT)
+    x = torch.randn(
+        4, before.config.channels, before.config.size, before.config.size, generator=torch.Generator().manual_seed(0)
+    )
+    times = torch.tensor([100.0, 350.0, 600.0, 850.0])
+    clock = after.time_table[times.long()] if time != "same" else times
+    expected = before.features(x, clock, Condition())
+    return float((after.features(x, times, Condition()) - expected).norm() / expected.norm())
+
+
+def as_table(conversion: Conversion, source: Path, destination: Path) -> Table:
+    """The account of a conversion for the terminal."""
+    table = Table(
+        "what",
+        "done",
+        "parameters",
+        "note",
+        title=f"{source} ({conversion.source['layout']}) to {destination} ({conversion.target})",
+    )
+    for change in conversion.changes:
+        table.add_row(change.what, change.action, f"{change.parameters:,}", change.note)
+    if "feature_error" in conversion.figures:
+        error = conversion.figures["feature_error"]
+        table.caption = f"what enters the final layer differs from the source by {error:.2e} (relative)"
+    return table

@@ -1,0 +1,326 @@
+"""The diffusion transformer that serves as expert.
+
+It maps (noisy image, network time, condition) to an image and knows nothing of schedules, objectives or parallelism.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from atoll.errors import AtollError, unknown
+from atoll.nets.condition import Condition, PreparedCondition
+from atoll.nets.layers import (
+    Block,
+    Embedder,
+    LinearModulation,
+    Mlp,
+    TableModulation,
+    Text,
+    init_linears,
+    modulated_norm,
+    patchify,
+    sincos_positions,
+    unpatchify,
+)
+
+SIZES: dict[str, dict[str, int]] = {
+    "XS": {"width": 256, "depth": 8, "heads": 4},
+    "S": {"width": 384, "depth": 12, "heads": 6},
+    "B": {"width": 768, "depth": 12, "heads": 12},
+    "L": {"width": 1024, "depth": 24, "heads": 16},
+    "XL": {"width": 1152, "depth": 28, "heads": 16},
+}
+NAMES: dict[str, dict[str, int]] = {
+    f"DiT-{size}/{patch}": {**shape, "patch": patch} for size, shape in SIZES.items() for patch in (2, 4, 8)
+}
+"""The named sizes: DiT-XS/2, …, DiT-XL/8."""
+
+TIME_KNOTS = 1001
+"""Knots of the optional time table: network times 0, 1, …, 1000."""
+
+
+@dataclass(frozen=True)
+class DiTConfig:
+    """Everything that fixes the shape and the arithmetic of a DiT."""
+
+    width: int = 384
+    depth: int = 12
+    heads: int = 6
+    patch: int = 2
+    channels: int = 4
+    out_channels: int = 4
+    """Twice `channels` if a learned variance is kept beside the prediction."""
+    size: int = 32
+    """Side of the image or latent for which the positions are native; others are reached by resizing them."""
+    mlp_ratio: float = 4.0
+    modulation: Literal["single", "zero"] = "single"
+    """AdaLN-Single (one shared block and a table per block) or the original AdaLN-Zero (a projection per block)."""
+    final_modulation: Literal["single", "zero"] | None = None
+    """The same choice for the final layer; None follows `modulation`."""
+    text_width: int = 0
+    """Width of the text tokens; 0 for a network without text."""
+    text_projection: Literal["linear", "mlp"] = "linear"
+    num_classes: int = 0
+    pooled_width: int = 0
+    qk_norm: bool = False
+    positions: Literal["sincos", "learned"] = "sincos"
+    position_scale: float = 1.0
+    """Divides the coordinates of the positions (diffusers calls it interpolation scale)."""
+    frequency_shift: Literal[0, 1] = 0
+    """1 spreads the time frequencies down to exactly 1/10000, as diffusers does for DiT."""
+    embedder_per_block: bool = False
+    """One time-and-label embedder for every block, as diffusers keeps them for DiT."""
+    time_table: bool = False
+    """Stored table from the network time to the time that is embedded, for weights that learned another clock."""
+    norm_eps: float = 1e-6
+    mlp_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or self.width % 4:
+            raise ValueError(f"width {self.width} must be a multiple of 4 and of heads {self.heads}")
+        if self.size % self.patch:
+            raise ValueError(f"size {self.size} is not a multiple of patch {self.patch}")
+        if self.embedder_per_block and self.modulation != "zero":
+            raise ValueError("an embedder per block needs modulation 'zero': AdaLN-Single shares one by definition")
+
+    @classmethod
+    def named(cls, name: str, **changes: Any) -> Self:
+        """A named size (`DiT-XL/2`), with any other field given by keyword."""
+        if name not in NAMES:
+            raise AtollError(unknown("network size", name, NAMES))
+        return cls.from_dict({**NAMES[name], **changes})
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read what `to_dict` wrote; an unknown field is refused by name."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise AtollError(unknown("field of a DiT configuration", name, known))
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain values for a manifest."""
+        return asdict(self)
+
+    @property
+    def grid(self) -> int:
+        """Tokens along one side at the native size."""
+        return self.size // self.patch
+
+    @property
+    def final(self) -> Literal["single", "zero"]:
+        """The modulation of the final layer."""
+        return self.final_modulation or self.modulation
+
+
+class FinalLayer(nn.Module):
+    """Modulated norm and the projection back to pixels of a patch."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.norm_eps = config.norm_eps
+        self.single = config.final == "single"
+        self.modulation = (TableModulation if self.single else LinearModulation)(config.width, 2)
+        self.linear = nn.Linear(config.width, config.patch * config.patch * config.out_channels)
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        """AdaLN-Single adds its table to the raw embedding; AdaLN-Zero projects the activated one."""
+        vectors = self.modulation(embedding[:, None] if self.single else functional.silu(embedding)).to(x.dtype)
+        shift, scale = vectors.unbind(1)
+        return self.linear(modulated_norm(x, shift, scale, self.norm_eps))  # type: ignore[no-any-return]
+
+
+class DiT(nn.Module):
+    """Diffusion transformer, told by text tokens, pooled text, class label, any of them together, or nothing."""
+
+    positions: Tensor
+    time_table: Tensor
+
+    def __init__(self, config: DiTConfig, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpointing = checkpointing
+        width = config.width
+        single = config.modulation == "single"
+        self.patch = nn.Linear(config.channels * config.patch**2, width)
+        positions = torch.empty(1, config.grid**2, width)
+        if config.positions == "learned":
+            self.positions = nn.Parameter(positions)
+        else:
+            self.register_buffer("positions", positions)
+        if config.time_table:
+            self.register_buffer("time_table", torch.empty(TIME_KNOTS))
+        self.embedders = nn.ModuleList(
+            Embedder(width, config.num_classes, config.pooled_width, config.frequency_shift)
+            for _ in range(config.depth if config.embedder_per_block else 1)
+        )
+        self.shared_modulation = nn.Linear(width, 6 * width) if single else None
+        self.text = _text_projection(config)
+        self.null_text = nn.Parameter(torch.empty(config.text_width)) if config.text_width else None
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                config.heads,
+                int(width * config.mlp_ratio),
+                (TableModulation if single else LinearModulation)(width, 6),
+                text=config.text_width > 0,
+                qk_norm=config.qk_norm,
+                norm_eps=(config.norm_eps, config.mlp_norm_eps),
+            )
+            for _ in range(config.depth)
+        )
+        self.final = FinalLayer(config)
+        self.init_weights()
+
+    def forward(self, x: Tensor, time: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
+        """The network's answer for noisy images x (batch, channels, height, width).
+
+        `time` is on the 0..1000 scale, (batch,), or one value for the whole batch (shape () or (1,)), which costs less.
+        """
+        rows, columns = self._grid_of(x)
+        tokens, embedding = self._trunk(x, time, condition)
+        return unpatchify(self.final(tokens, embedding), self.config.patch, rows, columns)
+
+    def features(self, x: Tensor, time: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
+        """The tokens that enter the final layer, (batch, tokens, width)."""
+        return self._trunk(x, time, condition)[0]
+
+    def prepare(self, condition: Condition | None) -> PreparedCondition:
+        """Compute once what stays the same in every sampling step: keys and values of the text, label embeddings."""
+        condition = condition or Condition()
+        text, mask = self._text_tokens(condition)
+        pairs = () if text is None else tuple(block.cross.keys_values(text) for block in self.blocks)  # type: ignore[union-attr,operator]
+        return PreparedCondition(self._condition_embeddings(condition), pairs, mask)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values from which the same network can be built."""
+        return {"_class_name": "DiT", **self.config.to_dict()}
+
+    def _trunk(self, x: Tensor, time: Tensor, condition: Condition | PreparedCondition | None) -> tuple[Tensor, Tensor]:
+        """Everything before the final layer: its tokens and the embedding that modulates it."""
+        tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype))
+        tokens = tokens + self._positions_for(*self._grid_of(x))
+        added, texts, mask = self._read(condition, len(x))
+        clock = self._clock(time)
+        embeddings = [embedder(clock, extra) for embedder, extra in zip(self.embedders, added, strict=True)]
+        conditioning = [functional.silu(embedding) for embedding in embeddings]
+        if self.shared_modulation is not None:
+            conditioning = [self.shared_modulation(conditioning[0]).unflatten(-1, (6, -1))]
+        for index, block in enumerate(self.blocks):
+            inputs = (tokens, conditioning[index % len(conditioning)], texts[index % len(texts)], mask)
+            if self.checkpointing and torch.is_grad_enabled():
+                tokens = checkpoint(block, *inputs, use_reentrant=False)
+            else:
+                tokens = block(*inputs)
+        return tokens, embeddings[0]
+
+    def _read(
+        self, condition: Condition | PreparedCondition | None, batch: int
+    ) -> tuple[tuple[Tensor | None, ...], Sequence[Text], Tensor | None]:
+        """What a condition adds to each embedding, the text for all blocks (one entry) or for each, and its mask."""
+        if isinstance(condition, PreparedCondition):
+            return condition.embeddings, condition.keys_values or (None,), condition.mask
+        condition = condition or Condition()
+        text, mask = self._text_tokens(condition)
+        if text is not None and len(text) == 1:
+            text = text.expand(batch, -1, -1)
+        return self._condition_embeddings(condition), (text,), mask
+
+    def _grid_of(self, x: Tensor) -> tuple[int, int]:
+        height, width = x.shape[-2:]
+        if x.shape[1] != self.config.channels or height % self.config.patch or width % self.config.patch:
+            raise ValueError(
+                f"got an image of shape {tuple(x.shape)}, expected (batch, {self.config.channels}, height, width) "
+                f"with sides that are multiples of the patch, {self.config.patch}"
+            )
+        return height // self.config.patch, width // self.config.patch
+
+    def _clock(self, time: Tensor) -> Tensor:
+        """The time to embed, (batch or 1,): the network time, or its image in the stored table, interpolated."""
+        time = time.reshape(-1).float()
+        if not self.config.time_table:
+            return time
+        below = time.floor().clamp(0, TIME_KNOTS - 2)
+        start = below.long()
+        return torch.lerp(self.time_table[start], self.time_table[start + 1], time - below)
+
+    def _positions_for(self, rows: int, columns: int) -> Tensor:
+        """Positions of a grid; other grids than the native one stretch over the same range of coordinates."""
+        grid = self.config.grid
+        if (rows, columns) == (grid, grid):
+            return self.positions
+        if self.config.positions == "sincos":
+            made = sincos_positions(self.config.width, rows, columns, grid, self.config.position_scale)
+            return made.to(self.positions)
+        image = self.positions.transpose(1, 2).reshape(1, -1, grid, grid)
+        return (
+            functional.interpolate(image, (rows, columns), mode="bicubic", align_corners=False)
+            .flatten(2)
+            .transpose(1, 2)
+        )
+
+    def _condition_embeddings(self, condition: Condition) -> tuple[Tensor | None, ...]:
+        return tuple(
+            embedder.condition(condition.label, condition.pooled, condition.dropped)  # type: ignore[operator]
+            for embedder in self.embedders
+        )
+
+    def _text_tokens(self, condition: Condition) -> tuple[Tensor | None, Tensor | None]:
+        """Projected text with the null condition in place, (batch or 1, length, width), and the attention mask."""
+        if self.text is None or self.null_text is None:
+            return None, None
+        text, mask = condition.text, condition.text_mask
+        if text is None:
+            return self.text(self.null_text[None, None]), None
+        text = text.to(self.null_text.dtype)
+        if condition.dropped is not None:
+            text = torch.where(condition.dropped[:, None, None], self.null_text, text)
+            # Equal tokens: whichever of them are attended to, the attention's answer is the same.
+            mask = None if mask is None else mask | condition.dropped[:, None]
+        return self.text(text), None if mask is None else mask[:, None, None, :]
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialise as in the papers; also after `to_empty` on a network that was built on the meta device."""
+        init_linears(self)
+        self.positions.copy_(
+            sincos_positions(
+                self.config.width, self.config.grid, self.config.grid, self.config.grid, self.config.position_scale
+            )
+        )
+        if self.config.time_table:
+            self.time_table.copy_(torch.arange(TIME_KNOTS))
+        for part in self.modules():
+            if isinstance(part, Embedder | TableModulation | LinearModulation):
+                part.init_weights()
+        if self.shared_modulation is not None:
+            nn.init.normal_(self.shared_modulation.weight, std=0.02)
+        if self.text is not None and self.null_text is not None:
+            for part in self.text.modules():
+                if isinstance(part, nn.Linear):
+                    nn.init.normal_(part.weight, std=0.02)
+            nn.init.normal_(self.null_text, std=0.02)
+            for block in self.blocks:  # text starts without influence, as in PixArt-alpha
+                nn.init.zeros_(block.cross.out.weight)  # type: ignore[union-attr,arg-type]
+        nn.init.zeros_(self.final.linear.weight)
+
+
+def _text_projection(config: DiTConfig) -> nn.Module | None:
+    if not config.text_width:
+        return None
+    if config.text_projection == "linear":
+        return nn.Linear(config.text_width, config.width)
+    return Mlp(config.text_width, config.width, config.width)
+
+
+def count_parameters(network: nn.Module) -> int:
+    """Weights of a network with its stored positions; the learned null condition is not counted."""
+    total = sum(parameter.numel() for name, parameter in network.named_parameters() if "null_" not in name)
+    positions = network.get_buffer("positions") if "positions" in dict(network.named_buffers()) else None
+    return total + (0 if positions is None else positions.numel())

@@ -1,0 +1,179 @@
+"""Experts of any kind: Atoll's own DiT, or a diffusers model with its own conditioning, behind one small protocol."""
+
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from atoll.errors import AtollError, unknown
+from atoll.nets.condition import Condition
+from atoll.nets.dit import DiT, DiTConfig
+from atoll.nets.router import Router, RouterConfig
+from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE, read_weights, write_weights
+from atoll.nets.weights.layout import check_fit
+
+
+@runtime_checkable
+class Expert(Protocol):
+    """What training and the ensemble ask of an expert; it is also a torch.nn.Module."""
+
+    def __call__(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
+        """The network's answer for noisy images x at a network time on the 0..1000 scale.
+
+        It has the shape of x, or twice its channels if a learned variance is kept beside the prediction.
+        """
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values from which `build` makes the same network; they go into the manifest."""
+
+
+class DiffusersExpert(nn.Module, ABC):
+    """A diffusers model as an expert. The subclasses say how it takes its conditioning."""
+
+    model_class: str
+
+    def __init__(self, **config: Any) -> None:
+        import diffusers
+
+        super().__init__()
+        self.model: Any = getattr(diffusers, self.model_class)(**config)
+        self.channels: int = self.model.config.in_channels
+
+    def forward(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
+        """Call the model with what it takes of the condition; a learned variance is cut off."""
+        times = time.reshape(-1).expand(len(x)).float()
+        answer: Tensor = self.model(
+            x, timestep=times, return_dict=False, **self.arguments(x, condition or Condition())
+        )[0]
+        return answer[:, : self.channels]
+
+    @abstractmethod
+    def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
+        """The keyword arguments that carry the condition into the model."""
+
+    def describe(self) -> dict[str, Any]:
+        """The kind and the model's own configuration."""
+        config = {key: value for key, value in dict(self.model.config).items() if not key.startswith("_")}
+        return {"_class_name": type(self).__name__, **config}
+
+
+def _with_null(given: Tensor | None, null: Tensor, dropped: Tensor | None, batch: int) -> Tensor:
+    """Replace what is missing or dropped by the null condition: one text token (1, width), or one vector (width,)."""
+    if given is None:
+        return null.expand(batch, *null.shape)
+    if dropped is None:
+        return given
+    return torch.where(dropped.view(-1, *[1] * (given.ndim - 1)), null.to(given.dtype), given)
+
+
+def _labels(label: Tensor | None, null: int, dropped: Tensor | None, x: Tensor) -> Tensor:
+    if label is None:
+        return torch.full((len(x),), null, device=x.device)
+    return label if dropped is None else torch.where(dropped, null, label)
+
+
+class PixArtExpert(DiffusersExpert):
+    """diffusers' PixArt-alpha, told by text tokens."""
+
+    model_class = "PixArtTransformer2DModel"
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**{"use_additional_conditions": False, **config})
+        self.null_text = nn.Parameter(torch.randn(1, self.model.config.caption_channels) * 0.02)
+
+    def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
+        """Text tokens with their mask."""
+        text = _with_null(condition.text, self.null_text, condition.dropped, len(x))
+        mask = None if condition.text is None else condition.text_mask
+        if mask is not None and condition.dropped is not None:
+            mask = mask | condition.dropped[:, None]
+        return {"encoder_hidden_states": text, "encoder_attention_mask": mask}
+
+
+class DiTExpert(DiffusersExpert):
+    """diffusers' DiT, told by class labels."""
+
+    model_class = "DiTTransformer2DModel"
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        for block in self.model.transformer_blocks:
+            # Conditions are dropped by whoever trains, never by dice inside the network.
+            block.norm1.emb.class_embedder.dropout_prob = 0.0
+
+    def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
+        """Class labels; the row after the last class is the null class."""
+        return {"class_labels": _labels(condition.label, self.model.config.num_embeds_ada_norm, condition.dropped, x)}
+
+
+class SD3Expert(DiffusersExpert):
+    """diffusers' SD3 transformer, the MMDiT of the DDM paper, told by text tokens and pooled text."""
+
+    model_class = "SD3Transformer2DModel"
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.null_text = nn.Parameter(torch.randn(1, self.model.config.joint_attention_dim) * 0.02)
+        self.null_pooled = nn.Parameter(torch.randn(self.model.config.pooled_projection_dim) * 0.02)
+
+    def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
+        """Text tokens and pooled text. SD3 takes no mask: padding tokens are part of its text."""
+        return {
+            "encoder_hidden_states": _with_null(condition.text, self.null_text, condition.dropped, len(x)),
+            "pooled_projections": _with_null(condition.pooled, self.null_pooled, condition.dropped, len(x)),
+        }
+
+
+class UNetExpert(DiffusersExpert):
+    """diffusers' UNet2D, told by class labels or by nothing; its last class embedding is the null class."""
+
+    model_class = "UNet2DModel"
+
+    def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
+        """Class labels if the network has them."""
+        classes = self.model.config.num_class_embeds
+        return {"class_labels": _labels(condition.label, classes - 1, condition.dropped, x)} if classes else {}
+
+
+KINDS: dict[str, type[DiffusersExpert]] = {
+    kind.__name__: kind for kind in (PixArtExpert, DiTExpert, SD3Expert, UNetExpert)
+}
+
+
+def build(description: dict[str, Any]) -> DiT | Router | DiffusersExpert:
+    """The network that a description names, freshly initialised."""
+    fields = {key: value for key, value in description.items() if key != "_class_name"}
+    kind = description.get("_class_name", "DiT")
+    if kind == "DiT":
+        return DiT(DiTConfig.from_dict(fields))
+    if kind == "Router":
+        return Router(RouterConfig.from_dict(fields))
+    if kind not in KINDS:
+        raise AtollError(unknown("kind of network", kind, ["DiT", "Router", *KINDS]))
+    return KINDS[kind](**fields)
+
+
+def save_network(network: DiT | Router | DiffusersExpert, folder: str | Path) -> None:
+    """Write config.json and the weights as safetensors, in a folder laid out like a diffusers model."""
+    folder = Path(folder)
+    write_weights(network.state_dict(), folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(network.describe(), indent=2) + "\n", encoding="utf-8")
+
+
+def load_network(folder: str | Path) -> DiT | Router | DiffusersExpert:
+    """Read what `save_network` wrote; a tensor that does not fit is refused by name."""
+    file = Path(folder) / CONFIG_FILE
+    if not file.is_file():
+        raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    description = json.loads(file.read_text(encoding="utf-8"))
+    state = read_weights(Path(folder) / WEIGHTS_FILE)
+    native = description.get("_class_name", "DiT") in ("DiT", "Router")
+    # A native network stores all it needs and skips its own initialisation; diffusers models have unsaved buffers.
+    with torch.device("meta" if native else "cpu"):
+        network = build(description)
+    check_fit(state, network.state_dict(), f"the network of {file}")
+    network.load_state_dict(state, assign=native)
+    return network

@@ -1,0 +1,222 @@
+"""A class-conditional DDPM DiT becomes a flow-matching expert, as in HDDM: what is kept, folded and made anew.
+
+The source modulates block b at time t by M_b(t) = W_b s(t) + c_b, with s(t) = SiLU(embedding of t). AdaLN-Single has
+W s(t) + E_b instead. The least-squares fit over blocks and timesteps, min Σ_b Σ_t |M_b(t) - W s(t) - E_b|², is
+
+    W = mean_b W_b,    E_b = c_b + (W_b - W) mean_t s(t),
+
+and leaves the residual (W_b - W)(s(t) - mean s). Everything else of the source is kept as it is.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from atoll.errors import AtollError
+from atoll.nets.dit import TIME_KNOTS, DiT, DiTConfig
+from atoll.nets.layers import time_features
+
+State = dict[str, Tensor]
+
+STEPS = 1000
+"""Timesteps of the source, 0 to 999."""
+
+
+@dataclass(frozen=True)
+class FlowMatchingOptions:
+    """The choices of a conversion."""
+
+    fold: bool = True
+    """Fold AdaLN-Zero into AdaLN-Single."""
+    text_width: int = 768
+    """Width of the text tokens the expert will be told; 0 for none."""
+    keep_labels: bool = False
+    """Keep the class embedding; otherwise the null class becomes part of the time embedding."""
+    final: Literal["new", "keep"] = "new"
+    """A new final layer, as in HDDM, or that of the source without its variance channels."""
+    time: Literal["steps", "snr", "same"] = "steps"
+    """How the network time 0..1000 becomes a timestep of the source: 999 t as in HDDM, the step with the same
+    signal-to-noise ratio on DiT's linear beta schedule, or unchanged."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row of the account of a conversion."""
+
+    what: str
+    action: Literal["kept", "folded", "new", "renamed", "left out"]
+    parameters: int
+    note: str = ""
+
+
+def to_flow_matching(
+    state: State, config: DiTConfig, options: FlowMatchingOptions
+) -> tuple[State, DiTConfig, list[Change], dict[str, float]]:
+    """Tensors and configuration of the expert, the account of what happened, and the figures of the fold."""
+    target = _target_config(config, options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        result = DiT(target).state_dict()
+    kept = _kept(state)
+    changes = [Change("patch, positions, attention and MLP of the blocks", "kept", _count(kept))]
+    embedder, embedder_note = _embedders(state, config, target)
+    changes.append(Change("time and label embedding", "kept", _count(embedder), embedder_note))
+    modulation, figures = _modulation(state | embedder, config, target)
+    folded = config.modulation != target.modulation
+    note = (
+        f"leaves {figures['residual']:.1%} of the modulation, {figures['residual_in_time']:.1%} of its change in time"
+    )
+    changes.append(
+        Change("modulation of the blocks", "folded" if folded else "kept", _count(modulation), note if folded else "")
+    )
+    final = _final(state, config, target) if options.final == "keep" else {}
+    if target.time_table:
+        result["time_table"] = time_table(options.time)
+    result |= kept | embedder | modulation | final
+    changes += _account_of_new(result, kept | embedder | modulation | final, options)
+    return result, target, changes, figures
+
+
+def _target_config(config: DiTConfig, options: FlowMatchingOptions) -> DiTConfig:
+    if config.text_width:
+        raise AtollError(
+            "the source is told by text already; converting to flow matching starts from a network without"
+        )
+    if config.time_table:
+        raise AtollError("the source has a time table already: it was converted before")
+    if options.fold and config.embedder_per_block:
+        raise AtollError("the blocks of the source embed time differently, so they cannot be folded; use --no-fold")
+    if options.keep_labels and not config.num_classes:
+        raise AtollError("the source has no class labels to keep")
+    modulation = "single" if options.fold else config.modulation
+    return replace(
+        config,
+        modulation=modulation,
+        final_modulation=config.final if options.final == "keep" and config.final != modulation else None,
+        out_channels=config.channels,
+        text_width=options.text_width,
+        text_projection="linear",
+        num_classes=config.num_classes if options.keep_labels else 0,
+        time_table=options.time != "same",
+    )
+
+
+def _kept(state: State) -> State:
+    names = ("patch.", "positions")
+    parts = (".attention.", ".mlp.")
+    return {name: tensor for name, tensor in state.items() if name.startswith(names) or any(p in name for p in parts)}
+
+
+def _embedders(state: State, config: DiTConfig, target: DiTConfig) -> tuple[State, str]:
+    """The embedders; without labels the null class, a constant, moves into the bias of the time embedding."""
+    embedders = {name: tensor for name, tensor in state.items() if name.startswith("embedders.")}
+    if not config.num_classes or target.num_classes:
+        return embedders, ""
+    for index in range(config.depth if config.embedder_per_block else 1):
+        labels = embedders.pop(f"embedders.{index}.labels.weight")
+        bias = f"embedders.{index}.time.outer.bias"
+        embedders[bias] = embedders[bias] + labels[-1]
+    return embedders, "the null class is added to the time embedding, the other classes are left out"
+
+
+def _modulation(state: State, config: DiTConfig, target: DiTConfig) -> tuple[State, dict[str, float]]:
+    if config.modulation == target.modulation:
+        same = {name: tensor for name, tensor in state.items() if ".modulation." in name and name.startswith("blocks.")}
+        same |= {name: tensor for name, tensor in state.items() if name.startswith("shared_modulation.")}
+        return same, {"residual": 0.0, "residual_in_time": 0.0}
+    weights = [state[f"blocks.{n}.modulation.linear.weight"].float() for n in range(config.depth)]
+    biases = [state[f"blocks.{n}.modulation.linear.bias"].float() for n in range(config.depth)]
+    activated = activated_embeddings(state, target)
+    centre = activated.mean(0)
+    shared = torch.stack(weights).mean(0)
+    offsets = [bias + (weight - shared) @ centre for weight, bias in zip(weights, biases, strict=True)]
+    middle = torch.stack(offsets).mean(0)
+    result = {"shared_modulation.weight": shared, "shared_modulation.bias": middle}
+    for n, offset in enumerate(offsets):
+        result[f"blocks.{n}.modulation.table"] = (offset - middle).view(6, config.width)
+    return result, _residuals(weights, biases, shared, activated)
+
+
+def activated_embeddings(state: State, config: DiTConfig) -> Tensor:
+    """s(t) for all timesteps of the source, (timesteps, width); with labels, each timestep with some class."""
+    features = time_features(torch.arange(STEPS), config.frequency_shift)
+    inner = functional.linear(
+        features, state["embedders.0.time.inner.weight"].float(), state["embedders.0.time.inner.bias"].float()
+    )
+    outer = state["embedders.0.time.outer.weight"].float(), state["embedders.0.time.outer.bias"].float()
+    embedding = functional.linear(functional.silu(inner), *outer)
+    if config.num_classes:  # a stride prime to the step count pairs times and classes evenly
+        labels = state["embedders.0.labels.weight"].float()
+        embedding = embedding + labels[torch.arange(STEPS) * 7 % len(labels)]
+    return functional.silu(embedding)
+
+
+def _residuals(weights: list[Tensor], biases: list[Tensor], shared: Tensor, activated: Tensor) -> dict[str, float]:
+    """Root-mean-square residual of the fit over that of the modulation, and over that of its change in time."""
+    centre = activated.mean(0)
+    # (s(t) - mean) lies in a small space, for the embedding is smooth in t: work in its basis instead of all timesteps.
+    _, scales, basis = torch.linalg.svd(activated - centre, full_matrices=False)
+    spread = (scales[:, None] * basis)[scales > 1e-7 * scales[0]].T / len(activated) ** 0.5
+    lost = sum(float(((weight - shared) @ spread).square().sum()) for weight in weights)
+    changing = sum(float((weight @ spread).square().sum()) for weight in weights)
+    constant = sum(float((w @ centre + bias).square().sum()) for w, bias in zip(weights, biases, strict=True))
+    return {
+        "residual": (lost / max(changing + constant, 1e-30)) ** 0.5,
+        "residual_in_time": (lost / max(changing, 1e-30)) ** 0.5,
+    }
+
+
+def _final(state: State, config: DiTConfig, target: DiTConfig) -> State:
+    """The final layer of the source, for the channels of the prediction alone."""
+    final = {name: tensor for name, tensor in state.items() if name.startswith("final.")}
+    for name in ("final.linear.weight", "final.linear.bias"):
+        rows = final[name].reshape(config.patch**2, config.out_channels, -1)[:, : target.out_channels]
+        final[name] = rows.flatten(0, 1).reshape(-1, *final[name].shape[1:])
+    return final
+
+
+def _account_of_new(result: State, old: State, options: FlowMatchingOptions) -> list[Change]:
+    groups = {
+        "cross-attention": (
+            [n for n in result if ".cross." in n],
+            "its output is zero: the identity on the residual stream",
+        ),
+        "text projection": ([n for n in result if n.startswith("text.")], ""),
+        "null condition": ([n for n in result if "null_" in n], ""),
+        "time table": ([n for n in result if n == "time_table"], f"network time to timestep: {options.time}"),
+        "final layer": ([n for n in result if n.startswith("final.")], ""),
+    }
+    changes = []
+    for what, (names, note) in groups.items():
+        if not names:
+            continue
+        new = not set(names) <= set(old)
+        if what == "final layer":
+            note = "answers zero until trained" if new else "without the variance channels"
+        changes.append(Change(what, "new" if new else "kept", _count({name: result[name] for name in names}), note))
+    return changes
+
+
+def _count(state: State) -> int:
+    return sum(tensor.numel() for tensor in state.values())
+
+
+def time_table(kind: Literal["steps", "snr", "same"]) -> Tensor:
+    """The source's timestep for the network times 0, 1, …, 1000.
+
+    "steps" is 999 t. "snr" is the step of the linear beta schedule (1e-4 to 0.02) with σ/α = t / (1 - t).
+    """
+    times = np.linspace(0.0, 1.0, TIME_KNOTS)
+    if kind == "same":
+        return torch.arange(TIME_KNOTS, dtype=torch.float32)
+    if kind == "steps":
+        return torch.from_numpy((STEPS - 1) * times).float()
+    signal = np.cumprod(1.0 - np.linspace(1e-4, 0.02, STEPS))
+    log_ratio = 0.5 * np.log((1.0 - signal) / signal)
+    inside = np.clip(times, 1e-9, 1.0 - 1e-9)
+    return torch.from_numpy(np.interp(np.log(inside / (1.0 - inside)), log_ratio, np.arange(STEPS))).float()

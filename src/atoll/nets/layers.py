@@ -1,0 +1,271 @@
+"""The layers of expert and router. Shapes are (batch, tokens, width) for everything in a block."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+FREQUENCIES = 256
+"""Features of the sinusoidal time embedding, half of them cosines, half sines."""
+
+Text = Tensor | tuple[Tensor, Tensor] | None
+"""What a block attends to: text tokens, their keys and values computed before, or nothing."""
+
+
+def time_features(time: Tensor, shift: int = 0) -> Tensor:
+    """Cosines, then sines, of time · 10000^(-i / (half - shift)) for a network time on the 0..1000 scale."""
+    half = FREQUENCIES // 2
+    # In this order of operations, for at time 1000 a rounding of the frequency is 1000 times as large in the angle.
+    exponents = -math.log(10000.0) * torch.arange(half, dtype=torch.float32, device=time.device) / (half - shift)
+    angles = time.float()[:, None] * torch.exp(exponents)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def sincos_positions(width: int, rows: int, columns: int, base: int, scale: float = 1.0) -> Tensor:
+    """2-D sine-cosine positions, (1, rows · columns, width): the first half tells the column, the second the row.
+
+    A grid of another size than base × base is stretched over the same range of coordinates, as if the positions were
+    interpolated; `scale` shrinks that range.
+    """
+    frequencies = 10000.0 ** (-torch.arange(width // 4, dtype=torch.float64, device="cpu") / (width // 4))
+
+    def axis(count: int) -> Tensor:
+        coordinates = torch.arange(count, dtype=torch.float32, device="cpu") / (count / base) / scale
+        angles = coordinates[:, None] * frequencies
+        return torch.cat([angles.sin(), angles.cos()], dim=1).float()
+
+    across = axis(columns)[None].expand(rows, columns, width // 2)
+    down = axis(rows)[:, None].expand(rows, columns, width // 2)
+    return torch.cat([across, down], dim=-1).reshape(1, rows * columns, width)
+
+
+def patchify(images: Tensor, patch: int) -> Tensor:
+    """(batch, channels, height, width) to (batch, tokens, channels · patch · patch), in the order of a convolution."""
+    batch, channels, height, width = images.shape
+    blocks = images.reshape(batch, channels, height // patch, patch, width // patch, patch)
+    return blocks.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * patch * patch)
+
+
+def unpatchify(tokens: Tensor, patch: int, rows: int, columns: int) -> Tensor:
+    """(batch, tokens, patch · patch · channels) back to (batch, channels, height, width)."""
+    batch, _, features = tokens.shape
+    channels = features // (patch * patch)
+    blocks = tokens.reshape(batch, rows, columns, patch, patch, channels)
+    return blocks.permute(0, 5, 1, 3, 2, 4).reshape(batch, channels, rows * patch, columns * patch)
+
+
+class TimeEmbedding(nn.Module):
+    """Sinusoidal features of the network time through a two-layer SiLU perceptron."""
+
+    def __init__(self, width: int, frequency_shift: int = 0) -> None:
+        super().__init__()
+        self.frequency_shift = frequency_shift
+        self.inner = nn.Linear(FREQUENCIES, width)
+        self.outer = nn.Linear(width, width)
+
+    def forward(self, time: Tensor) -> Tensor:
+        """(batch,) to (batch, width)."""
+        features = time_features(time, self.frequency_shift).to(self.inner.weight.dtype)
+        embedding: Tensor = self.outer(functional.silu(self.inner(features)))
+        return embedding
+
+    def init_weights(self) -> None:
+        """As in DiT: normal weights of deviation 0.02, no bias."""
+        for linear in (self.inner, self.outer):
+            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+
+
+class Embedder(nn.Module):
+    """The vector that modulates the blocks: time, plus class label and pooled text where the network knows them."""
+
+    def __init__(self, width: int, num_classes: int = 0, pooled_width: int = 0, frequency_shift: int = 0) -> None:
+        super().__init__()
+        self.time = TimeEmbedding(width, frequency_shift)
+        # The last row is the null class, as in DiT.
+        self.labels = nn.Embedding(num_classes + 1, width) if num_classes else None
+        self.pooled = nn.Linear(pooled_width, width) if pooled_width else None
+        self.null_pooled = nn.Parameter(torch.empty(pooled_width)) if pooled_width else None
+
+    def condition(self, label: Tensor | None, pooled: Tensor | None, dropped: Tensor | None) -> Tensor | None:
+        """What label and pooled text add to the time embedding, (batch or 1, width); None if it knows neither."""
+        total: Tensor | None = None
+        if self.labels is not None:
+            null = self.labels.num_embeddings - 1
+            if label is None:
+                label = torch.full((1,), null, device=self.labels.weight.device)
+            elif dropped is not None:
+                label = torch.where(dropped, null, label)
+            total = self.labels(label)
+        if self.pooled is not None and self.null_pooled is not None:
+            if pooled is None:
+                pooled = self.null_pooled[None]
+            elif dropped is not None:
+                pooled = torch.where(dropped[:, None], self.null_pooled.to(pooled.dtype), pooled)
+            projected = self.pooled(pooled.to(self.pooled.weight.dtype))
+            total = projected if total is None else total + projected
+        return total
+
+    def forward(self, time: Tensor, condition: Tensor | None) -> Tensor:
+        """The modulating vector, (batch or 1, width)."""
+        embedding: Tensor = self.time(time)
+        return embedding if condition is None else embedding + condition
+
+    def init_weights(self) -> None:
+        """As in DiT: normal weights of deviation 0.02."""
+        self.time.init_weights()
+        if self.labels is not None:
+            nn.init.normal_(self.labels.weight, std=0.02)
+        if self.pooled is not None and self.null_pooled is not None:
+            nn.init.normal_(self.pooled.weight, std=0.02)
+            nn.init.zeros_(self.pooled.bias)
+            nn.init.normal_(self.null_pooled, std=0.02)
+
+
+def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """LayerNorm(x) · (1 + scale) + shift with shift and scale of shape (batch or 1, width)."""
+    if shift.shape[0] == 1:  # the whole batch shares one time: the modulation is the norm's own affine map, one pass
+        return functional.layer_norm(x, x.shape[-1:], 1 + scale[0], shift[0], eps)
+    return torch.addcmul(shift[:, None], functional.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale[:, None])
+
+
+class TableModulation(nn.Module):
+    """AdaLN-Single: a learned table added to what the shared block made of the time."""
+
+    def __init__(self, width: int, vectors: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(vectors, width))
+
+    def forward(self, shared: Tensor) -> Tensor:
+        """(batch or 1, vectors or 1, width) to (batch or 1, vectors, width)."""
+        return shared + self.table
+
+    def init_weights(self) -> None:
+        """As in PixArt-alpha."""
+        nn.init.normal_(self.table, std=self.table.shape[-1] ** -0.5)
+
+
+class LinearModulation(nn.Module):
+    """AdaLN-Zero: a projection of its own for every block, zero at the start so that the block is the identity."""
+
+    def __init__(self, width: int, vectors: int) -> None:
+        super().__init__()
+        self.vectors = vectors
+        self.linear = nn.Linear(width, vectors * width)
+
+    def forward(self, activated: Tensor) -> Tensor:
+        """SiLU of the embedding, (batch or 1, width), to (batch or 1, vectors, width)."""
+        return self.linear(activated).unflatten(-1, (self.vectors, -1))  # type: ignore[no-any-return]
+
+    def init_weights(self) -> None:
+        """As in DiT."""
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+
+class _Attention(nn.Module):
+    """What both attentions share: heads and the optional norm of queries and keys."""
+
+    def __init__(self, width: int, heads: int, qk_norm: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.out = nn.Linear(width, width)
+        self.query_norm = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
+        self.key_norm = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attention over (batch, heads, tokens, head width), joined and projected."""
+        joined = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        return self.out(joined.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class SelfAttention(_Attention):
+    """Attention among the image tokens, with one matrix for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int, qk_norm: bool = False) -> None:
+        super().__init__(width, heads, qk_norm)
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, width) to the same."""
+        queries, keys, values = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.query_norm is not None and self.key_norm is not None:
+            queries, keys = self.query_norm(queries), self.key_norm(keys)
+        return self.attend(queries, keys, values)
+
+
+class CrossAttention(_Attention):
+    """Attention of the image tokens to the text, with one matrix for keys and values."""
+
+    def __init__(self, width: int, heads: int, qk_norm: bool = False) -> None:
+        super().__init__(width, heads, qk_norm)
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+
+    def keys_values(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of text tokens, each (batch, heads, length, head width)."""
+        keys, values = self.key_value(text).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return (keys if self.key_norm is None else self.key_norm(keys)), values
+
+    def forward(self, x: Tensor, text: Tensor | tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        """(batch, tokens, width) to the same."""
+        queries = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        if self.query_norm is not None:
+            queries = self.query_norm(queries)
+        keys, values = self.keys_values(text) if isinstance(text, Tensor) else text
+        return self.attend(queries, keys, values, mask)
+
+
+class Mlp(nn.Module):
+    """Two layers with tanh-approximated GELU."""
+
+    def __init__(self, width: int, hidden: int, out: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, hidden)
+        self.outer = nn.Linear(hidden, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, width) to (…, out)."""
+        return self.outer(functional.gelu(self.inner(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Modulated self-attention, cross-attention without norm and gate (as PixArt and Paris have it), modulated MLP."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        hidden: int,
+        modulation: nn.Module,
+        text: bool = False,
+        qk_norm: bool = False,
+        norm_eps: tuple[float, float] = (1e-6, 1e-6),
+    ) -> None:
+        super().__init__()
+        self.norm_eps = norm_eps
+        self.modulation = modulation
+        self.attention = SelfAttention(width, heads, qk_norm)
+        self.cross = CrossAttention(width, heads, qk_norm) if text else None
+        self.mlp = Mlp(width, hidden, width)
+
+    def forward(self, x: Tensor, conditioning: Tensor, text: Text = None, mask: Tensor | None = None) -> Tensor:
+        """`conditioning` is what this block's modulation takes: the shared vectors, or SiLU of the embedding."""
+        vectors = self.modulation(conditioning).to(x.dtype)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = vectors.unbind(1)
+        x = torch.addcmul(x, gate[:, None], self.attention(modulated_norm(x, shift, scale, self.norm_eps[0])))
+        if self.cross is not None and text is not None:
+            x = x + self.cross(x, text, mask)
+        normed = modulated_norm(x, mlp_shift, mlp_scale, self.norm_eps[1])
+        return torch.addcmul(x, mlp_gate[:, None], self.mlp(normed))
+
+
+def init_linears(module: nn.Module) -> None:
+    """Xavier-uniform weights and no bias for every linear layer, ones for norms: the ground DiT starts from."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.xavier_uniform_(part.weight)
+            nn.init.zeros_(part.bias)
+        elif isinstance(part, nn.RMSNorm | nn.LayerNorm):
+            part.reset_parameters()

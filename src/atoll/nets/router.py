@@ -1,0 +1,161 @@
+"""The router: a DiT with a CLS token that tells which cluster a noisy image came from."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from atoll.errors import AtollError, unknown
+from atoll.nets.condition import Condition
+from atoll.nets.dit import NAMES
+from atoll.nets.layers import Block, Embedder, LinearModulation, init_linears, patchify, sincos_positions
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Everything that fixes the shape and the arithmetic of a router; the default is the DiT-B/2 of DDM and Paris."""
+
+    experts: int = 8
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    patch: int = 2
+    channels: int = 4
+    size: int = 32
+    mlp_ratio: float = 4.0
+    num_classes: int = 0
+    """Classes the router is told about; 0 if it sees the noisy image and the time alone."""
+    pooled_width: int = 0
+    """Width of the pooled text the router is told; 0 without."""
+    norm_eps: float = 1e-6
+
+    @classmethod
+    def named(cls, name: str, **changes: Any) -> Self:
+        """A named size (`DiT-B/2`), with any other field given by keyword."""
+        if name not in NAMES:
+            raise AtollError(unknown("network size", name, NAMES))
+        return cls.from_dict({**NAMES[name], **changes})
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read what `to_dict` wrote; an unknown field is refused by name."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise AtollError(unknown("field of a router configuration", name, known))
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain values for a manifest."""
+        return asdict(self)
+
+
+class Head(nn.Module):
+    """Linear, GELU, LayerNorm, GELU, Linear to one logit per expert."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.outer = nn.Linear(width, experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, width) to (batch, experts)."""
+        hidden = self.norm(functional.gelu(self.inner(x), approximate="tanh"))
+        return self.outer(functional.gelu(hidden, approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class Router(nn.Module):
+    """Classifier of noisy images into clusters.
+
+    `forward` answers for the frequencies of its training batches and is what the loss takes. `logits` is what the
+    ensemble takes: calibrated, and carrying the cluster prior also when the training batches were balanced.
+    """
+
+    positions: Tensor
+    log_prior: Tensor
+    balanced: Tensor
+    temperature: Tensor
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, grid = config.width, config.size // config.patch
+        self.patch = nn.Linear(config.channels * config.patch**2, width)
+        self.register_buffer("positions", torch.empty(1, grid**2, width))
+        self.cls = nn.Parameter(torch.empty(1, 1, width))
+        self.embedder = Embedder(width, config.num_classes, config.pooled_width)
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                config.heads,
+                int(width * config.mlp_ratio),
+                LinearModulation(width, 6),
+                norm_eps=(config.norm_eps, config.norm_eps),
+            )
+            for _ in range(config.depth)
+        )
+        self.head = Head(width, config.experts)
+        self.register_buffer("log_prior", torch.empty(config.experts))
+        self.register_buffer("balanced", torch.empty((), dtype=torch.bool))
+        self.register_buffer("temperature", torch.empty(()))
+        self.init_weights()
+
+    def forward(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
+        """Logits (batch, experts) under the frequencies of the training batches; `time` as for the experts."""
+        condition = condition or Condition()
+        tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype)) + self._positions_for(x)
+        tokens = torch.cat([self.cls.expand(len(x), -1, -1).to(tokens.dtype), tokens], dim=1)
+        added = self.embedder.condition(condition.label, condition.pooled, condition.dropped)
+        activated = functional.silu(self.embedder(time.reshape(-1).float(), added))
+        for block in self.blocks:
+            tokens = block(tokens, activated)
+        return self.head(tokens[:, 0])  # type: ignore[no-any-return]
+
+    def logits(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
+        """Log posterior of the clusters up to a constant: log p(x | k) + log p(k).
+
+        Balanced batches teach log p(x | k) alone, so the prior is added; natural batches have it inside.
+        """
+        evidence: Tensor = self(x, time, condition).float() / self.temperature
+        return evidence + torch.where(self.balanced, self.log_prior, torch.zeros_like(self.log_prior))
+
+    @torch.no_grad()
+    def set_prior(self, counts: Sequence[int] | Tensor, balanced: bool) -> None:
+        """Tell how many samples each cluster has, and whether the training batches were balanced over clusters."""
+        sizes = torch.as_tensor(counts, dtype=torch.float32)
+        if sizes.shape != self.log_prior.shape or not bool((sizes > 0).all()):
+            raise ValueError(f"expected {len(self.log_prior)} positive cluster sizes, got {sizes.tolist()}")
+        self.log_prior.copy_(sizes.log() - sizes.sum().log())
+        self.balanced.fill_(balanced)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values from which the same network can be built."""
+        return {"_class_name": "Router", **self.config.to_dict()}
+
+    def _positions_for(self, x: Tensor) -> Tensor:
+        rows, columns = x.shape[-2] // self.config.patch, x.shape[-1] // self.config.patch
+        grid = self.config.size // self.config.patch
+        if (rows, columns) == (grid, grid):
+            return self.positions
+        return sincos_positions(self.config.width, rows, columns, grid).to(self.positions)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialise as in DiT; also after `to_empty` on a router that was built on the meta device."""
+        init_linears(self)
+        grid = self.config.size // self.config.patch
+        self.positions.copy_(sincos_positions(self.config.width, grid, grid, grid))
+        self.embedder.init_weights()
+        for part in self.modules():
+            if isinstance(part, LinearModulation):
+                part.init_weights()
+        nn.init.normal_(self.cls, std=0.02)
+        nn.init.normal_(self.head.outer.weight, std=0.02)
+        self.log_prior.fill_(-math.log(self.config.experts))
+        self.balanced.fill_(False)
+        self.temperature.fill_(1.0)

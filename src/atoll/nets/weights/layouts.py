@@ -1,0 +1,435 @@
+"""The layouts Atoll reads and writes: the original DiT, diffusers' DiT and PixArt-alpha, and Paris."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from atoll.errors import AtollError, unknown
+from atoll.nets.dit import DiT, DiTConfig
+from atoll.nets.layers import sincos_positions
+from atoll.nets.router import Router, RouterConfig
+from atoll.nets.weights.layout import Layout, Pair, State, block_count, heads_for, pairs_of
+
+
+def _patch_pair(config: DiTConfig | RouterConfig, foreign: str) -> list[Pair]:
+    """The patch projection, a convolution elsewhere and a linear layer here."""
+    shape = (config.width, config.channels, config.patch, config.patch)
+    return [
+        Pair("patch.weight", (f"{foreign}.weight",), foreign_shape=shape),
+        Pair("patch.bias", (f"{foreign}.bias",)),
+    ]
+
+
+def _parts(native: str, *foreign: str) -> list[Pair]:
+    """One native layer whose rows are the rows of several foreign ones, in order."""
+    return [Pair(f"{native}.{part}", tuple(f"{name}.{part}" for name in foreign)) for part in ("weight", "bias")]
+
+
+def _differences(config: DiTConfig, **required: object) -> str | None:
+    wrong = [
+        f"{name} must be {value!r} and is {getattr(config, name)!r}"
+        for name, value in required.items()
+        if getattr(config, name) != value
+    ]
+    return "; ".join(wrong) or None
+
+
+# --- The original DiT release: DiT-XL-2-256x256.pt ------------------------------------------------------------------
+
+
+def _dit_config(state: State, given: Mapping[str, Any], heads: int | None) -> DiTConfig:
+    width, channels, patch, _ = state["x_embedder.proj.weight"].shape
+    grid = round(state["pos_embed"].shape[1] ** 0.5)
+    return DiTConfig(
+        width=width,
+        depth=block_count(state, "blocks"),
+        heads=heads_for(width, heads or given.get("heads")),
+        patch=patch,
+        channels=channels,
+        out_channels=state["final_layer.linear.weight"].shape[0] // patch**2,
+        size=grid * patch,
+        mlp_ratio=state["blocks.0.mlp.fc1.weight"].shape[0] / width,
+        modulation="zero",
+        num_classes=state["y_embedder.embedding_table.weight"].shape[0] - 1,
+        positions=_positions_kind(state["pos_embed"], grid),
+    )
+
+
+def _positions_kind(positions: Tensor, grid: int) -> Any:
+    """Stored positions are fixed ones if they have the values of the formula, otherwise they were learned."""
+    made = sincos_positions(positions.shape[-1], grid, grid, grid)
+    return "sincos" if made.allclose(positions.float(), atol=1e-5) else "learned"
+
+
+def _dit_pairs(config: DiTConfig) -> list[Pair]:
+    pairs = [Pair("positions", ("pos_embed",)), *_patch_pair(config, "x_embedder.proj")]
+    names = {"embedders.0.time.inner": "t_embedder.mlp.0", "embedders.0.time.outer": "t_embedder.mlp.2"}
+    pairs.append(Pair("embedders.0.labels.weight", ("y_embedder.embedding_table.weight",)))
+    for n in range(config.depth):
+        names |= {
+            f"blocks.{n}.modulation.linear": f"blocks.{n}.adaLN_modulation.1",
+            f"blocks.{n}.attention.qkv": f"blocks.{n}.attn.qkv",
+            f"blocks.{n}.attention.out": f"blocks.{n}.attn.proj",
+            f"blocks.{n}.mlp.inner": f"blocks.{n}.mlp.fc1",
+            f"blocks.{n}.mlp.outer": f"blocks.{n}.mlp.fc2",
+        }
+    names |= {"final.modulation.linear": "final_layer.adaLN_modulation.1", "final.linear": "final_layer.linear"}
+    return pairs + pairs_of(names)
+
+
+def _dit_refuses(config: DiTConfig) -> str | None:
+    if not config.num_classes:
+        return "it needs class labels"
+    return _differences(
+        config, modulation="zero", final="zero", text_width=0, pooled_width=0, qk_norm=False,
+        embedder_per_block=False, time_table=False,
+    )  # fmt: skip
+
+
+# --- diffusers DiTTransformer2DModel --------------------------------------------------------------------------------
+
+
+def _diffusers_common(given: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The fields that diffusers' DiT and PixArt configurations share."""
+    if "num_attention_heads" not in given:
+        raise AtollError(f"a {what} checkpoint needs its config.json beside it; give the folder that holds both")
+    heads = given["num_attention_heads"]
+    return {
+        "width": heads * given["attention_head_dim"],
+        "depth": given["num_layers"],
+        "heads": heads,
+        "patch": given["patch_size"],
+        "channels": given["in_channels"],
+        "out_channels": given.get("out_channels") or given["in_channels"],
+        "size": given["sample_size"],
+    }
+
+
+def _diffusers_fields(config: DiTConfig, class_name: str) -> dict[str, Any]:
+    return {
+        "_class_name": class_name,
+        "num_attention_heads": config.heads,
+        "attention_head_dim": config.width // config.heads,
+        "num_layers": config.depth,
+        "patch_size": config.patch,
+        "in_channels": config.channels,
+        "out_channels": config.out_channels,
+        "sample_size": config.size,
+        "attention_bias": True,
+        "activation_fn": "gelu-approximate",
+        "norm_elementwise_affine": False,
+    }
+
+
+def _diffusers_dit_config(state: State, given: Mapping[str, Any], _: int | None) -> DiTConfig:
+    common = _diffusers_common(given, "diffusers DiT")
+    embedder = "transformer_blocks.{}.norm1.emb."
+    names = [key.removeprefix(embedder.format(0)) for key in state if key.startswith(embedder.format(0))]
+    shared = all(
+        state[embedder.format(n) + name].equal(state[embedder.format(0) + name])
+        for n in range(common["depth"])
+        for name in names
+        if embedder.format(n) + name in state
+    )
+    return DiTConfig(
+        **common,
+        modulation="zero",
+        num_classes=given.get("num_embeds_ada_norm", 1000),
+        frequency_shift=1,
+        embedder_per_block=not shared,
+        mlp_norm_eps=given.get("norm_eps", 1e-5),
+    )
+
+
+def _diffusers_block(n: int, text: bool) -> list[Pair]:
+    """What diffusers' DiT and PixArt blocks share: attention and feed-forward."""
+    here, there = f"blocks.{n}", f"transformer_blocks.{n}"
+    pairs = _parts(f"{here}.attention.qkv", *(f"{there}.attn1.to_{part}" for part in "qkv"))
+    names = {
+        f"{here}.attention.out": f"{there}.attn1.to_out.0",
+        f"{here}.mlp.inner": f"{there}.ff.net.0.proj",
+        f"{here}.mlp.outer": f"{there}.ff.net.2",
+    }
+    if text:
+        pairs += _parts(f"{here}.cross.key_value", f"{there}.attn2.to_k", f"{there}.attn2.to_v")
+        names |= {f"{here}.cross.query": f"{there}.attn2.to_q", f"{here}.cross.out": f"{there}.attn2.to_out.0"}
+    return pairs + pairs_of(names)
+
+
+def _diffusers_dit_pairs(config: DiTConfig) -> list[Pair]:
+    pairs = _patch_pair(config, "pos_embed.proj")
+    embedder = {
+        "time.inner.weight": "timestep_embedder.linear_1.weight",
+        "time.inner.bias": "timestep_embedder.linear_1.bias",
+        "time.outer.weight": "timestep_embedder.linear_2.weight",
+        "time.outer.bias": "timestep_embedder.linear_2.bias",
+        "labels.weight": "class_embedder.embedding_table.weight",
+    }
+    for native, foreign in embedder.items():
+        everywhere = tuple(f"transformer_blocks.{n}.norm1.emb.{foreign}" for n in range(config.depth))
+        if config.embedder_per_block:
+            pairs += [Pair(f"embedders.{n}.{native}", (name,)) for n, name in enumerate(everywhere)]
+        else:
+            pairs.append(Pair(f"embedders.0.{native}", everywhere, copies=True))
+    for n in range(config.depth):
+        pairs += _diffusers_block(n, text=False)
+        pairs += pairs_of({f"blocks.{n}.modulation.linear": f"transformer_blocks.{n}.norm1.linear"})
+    return pairs + pairs_of({"final.modulation.linear": "proj_out_1", "final.linear": "proj_out_2"})
+
+
+def _diffusers_dit_refuses(config: DiTConfig) -> str | None:
+    if not config.num_classes:
+        return "it needs class labels"
+    return _differences(
+        config, modulation="zero", final="zero", text_width=0, pooled_width=0, qk_norm=False, positions="sincos",
+        position_scale=1.0, time_table=False, mlp_ratio=4.0,
+    )  # fmt: skip
+
+
+def _diffusers_dit_fields(config: DiTConfig) -> dict[str, Any]:
+    fields = _diffusers_fields(config, "DiTTransformer2DModel")
+    return fields | {
+        "num_embeds_ada_norm": config.num_classes,
+        "norm_type": "ada_norm_zero",
+        "norm_eps": config.mlp_norm_eps,
+    }
+
+
+# --- diffusers PixArtTransformer2DModel -----------------------------------------------------------------------------
+
+
+def _pixart_config(state: State, given: Mapping[str, Any], _: int | None) -> DiTConfig:
+    common = _diffusers_common(given, "diffusers PixArt")
+    if "adaln_single.emb.resolution_embedder.linear_1.weight" in state:
+        raise AtollError(
+            "this PixArt embeds resolution and aspect ratio (its 1024 px kind), which Atoll's DiT does not"
+        )
+    if given.get("norm_eps", 1e-6) != 1e-6:
+        raise AtollError(
+            f"this PixArt has norm_eps {given['norm_eps']}; PixArt-alpha has 1e-06 and so does its final layer"
+        )
+    if given.get("caption_channels") is None:
+        raise AtollError("this PixArt has no caption projection (caption_channels is null); Atoll's DiT needs one")
+    return DiTConfig(
+        **common,
+        text_width=given["caption_channels"],
+        text_projection="mlp",
+        position_scale=given.get("interpolation_scale") or max(given["sample_size"] // 64, 1),
+    )
+
+
+def _pixart_pairs(config: DiTConfig) -> list[Pair]:
+    pairs = _patch_pair(config, "pos_embed.proj")
+    for n in range(config.depth):
+        pairs.append(Pair(f"blocks.{n}.modulation.table", (f"transformer_blocks.{n}.scale_shift_table",)))
+        pairs += _diffusers_block(n, text=True)
+    pairs.append(Pair("final.modulation.table", ("scale_shift_table",)))
+    return pairs + pairs_of(
+        {
+            "embedders.0.time.inner": "adaln_single.emb.timestep_embedder.linear_1",
+            "embedders.0.time.outer": "adaln_single.emb.timestep_embedder.linear_2",
+            "shared_modulation": "adaln_single.linear",
+            "text.inner": "caption_projection.linear_1",
+            "text.outer": "caption_projection.linear_2",
+            "final.linear": "proj_out",
+        }
+    )
+
+
+def _pixart_refuses(config: DiTConfig) -> str | None:
+    if not config.text_width:
+        return "it needs text"
+    return _differences(
+        config, modulation="single", final="single", text_projection="mlp", num_classes=0, pooled_width=0,
+        qk_norm=False, positions="sincos", time_table=False, mlp_ratio=4.0,
+    )  # fmt: skip
+
+
+def _pixart_fields(config: DiTConfig) -> dict[str, Any]:
+    return _diffusers_fields(config, "PixArtTransformer2DModel") | {
+        "caption_channels": config.text_width,
+        "cross_attention_dim": config.width,
+        "interpolation_scale": config.position_scale,
+        "use_additional_conditions": False,
+        "norm_type": "ada_norm_single",
+        "norm_eps": 1e-6,
+    }
+
+
+# --- Paris: experts and router --------------------------------------------------------------------------------------
+
+_PARIS_EPS = 1e-5
+
+
+def _paris_config(state: State, given: Mapping[str, Any], heads: int | None) -> DiTConfig:
+    width, channels, patch, _ = state["patch_embed.weight"].shape
+    grid = round(state["pos_embed"].shape[1] ** 0.5)
+    return DiTConfig(
+        width=width,
+        depth=block_count(state, "layers"),
+        heads=heads_for(width, heads or given.get("num_heads")),
+        patch=patch,
+        channels=channels,
+        out_channels=state["final_layer.linear.weight"].shape[0] // patch**2,
+        size=grid * patch,
+        mlp_ratio=state["layers.0.mlp.0.weight"].shape[0] / width,
+        text_width=state["text_proj.weight"].shape[1],
+        positions=_positions_kind(state["pos_embed"], grid),
+        norm_eps=_PARIS_EPS,
+        mlp_norm_eps=_PARIS_EPS,
+    )
+
+
+def _torch_attention(native: str, foreign: str) -> list[Pair]:
+    """The output projection and the fused input projection as torch.nn.MultiheadAttention names them."""
+    pairs = [Pair(f"{native}.qkv.{part}", (f"{foreign}.in_proj_{part}",)) for part in ("weight", "bias")]
+    return pairs + pairs_of({f"{native}.out": f"{foreign}.out_proj"})
+
+
+def _paris_pairs(config: DiTConfig) -> list[Pair]:
+    pairs = [Pair("positions", ("pos_embed",)), *_patch_pair(config, "patch_embed")]
+    for n in range(config.depth):
+        here, there = f"blocks.{n}", f"layers.{n}"
+        pairs.append(Pair(f"{here}.modulation.table", (f"{there}.scale_shift_table",)))
+        pairs += _torch_attention(f"{here}.attention", f"{there}.attn")
+        for part in ("weight", "bias"):
+            joined = (f"{here}.cross.query.{part}", f"{here}.cross.key_value.{part}")
+            pairs.append(Pair(joined[0], (f"{there}.cross_attn.in_proj_{part}",), joined=joined))
+        pairs += pairs_of(
+            {
+                f"{here}.cross.out": f"{there}.cross_attn.out_proj",
+                f"{here}.mlp.inner": f"{there}.mlp.0",
+                f"{here}.mlp.outer": f"{there}.mlp.2",
+            }
+        )
+    pairs.append(Pair("final.modulation.table", ("final_layer.scale_shift_table",)))
+    return pairs + pairs_of(
+        {
+            "embedders.0.time.inner": "time_embed.mlp.0",
+            "embedders.0.time.outer": "time_embed.mlp.2",
+            "shared_modulation": "t_block.1",
+            "text": "text_proj",
+            "final.linear": "final_layer.linear",
+        }
+    )
+
+
+def _paris_refuses(config: DiTConfig) -> str | None:
+    if not config.text_width:
+        return "it needs text"
+    return _differences(
+        config, modulation="single", final="single", text_projection="linear", num_classes=0, pooled_width=0,
+        qk_norm=False, time_table=False,
+    )  # fmt: skip
+
+
+def _paris_fields(config: DiTConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.width,
+        "num_layers": config.depth,
+        "num_heads": config.heads,
+        "patch_size": config.patch,
+        "mlp_ratio": config.mlp_ratio,
+        "in_channels": config.channels,
+        "out_channels": config.out_channels,
+        "use_adaln_single": True,
+        "text_embed_dim": config.text_width,
+    }
+
+
+def _paris_router_config(state: State, given: Mapping[str, Any], heads: int | None) -> RouterConfig:
+    width, channels, patch, _ = state["patch_embed.weight"].shape
+    return RouterConfig(
+        experts=state["head.4.weight"].shape[0],
+        width=width,
+        depth=block_count(state, "layers"),
+        heads=heads_for(width, heads or given.get("num_heads")),
+        patch=patch,
+        channels=channels,
+        size=round(state["pos_embed"].shape[1] ** 0.5) * patch,
+        mlp_ratio=state["layers.0.mlp.0.weight"].shape[0] / width,
+        norm_eps=_PARIS_EPS,
+    )
+
+
+def _paris_router_pairs(config: RouterConfig) -> list[Pair]:
+    pairs = [Pair("positions", ("pos_embed",)), Pair("cls", ("cls_token",)), *_patch_pair(config, "patch_embed")]
+    names = {
+        "embedder.time.inner": "time_embed.mlp.0",
+        "embedder.time.outer": "time_embed.mlp.2",
+        "head.inner": "head.0",
+        "head.norm": "head.2",
+        "head.outer": "head.4",
+    }
+    for n in range(config.depth):
+        pairs += _torch_attention(f"blocks.{n}.attention", f"layers.{n}.attn")
+        names |= {
+            f"blocks.{n}.modulation.linear": f"layers.{n}.adaLN_modulation.1",
+            f"blocks.{n}.mlp.inner": f"layers.{n}.mlp.0",
+            f"blocks.{n}.mlp.outer": f"layers.{n}.mlp.2",
+        }
+    return pairs + pairs_of(names)
+
+
+def _paris_router_refuses(config: RouterConfig) -> str | None:
+    if config.num_classes or config.pooled_width:
+        return "its router sees neither classes nor text"
+    return None
+
+
+def _paris_router_fields(config: RouterConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.width,
+        "num_layers": config.depth,
+        "num_heads": config.heads,
+        "patch_size": config.patch,
+        "in_channels": config.channels,
+        "num_clusters": config.experts,
+    }
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        Layout(
+            "dit", "original DiT", ("x_embedder.proj.weight", "y_embedder.embedding_table.weight"),
+            _dit_config, _dit_pairs, DiT, _dit_refuses, lambda config: {"heads": config.heads},
+        ),
+        Layout(
+            "diffusers-dit", "diffusers DiT", ("pos_embed.proj.weight", "proj_out_1.weight"),
+            _diffusers_dit_config, _diffusers_dit_pairs, DiT, _diffusers_dit_refuses, _diffusers_dit_fields,
+            optional=("positions",),
+        ),
+        Layout(
+            "diffusers-pixart", "diffusers PixArt", ("pos_embed.proj.weight", "adaln_single.linear.weight"),
+            _pixart_config, _pixart_pairs, DiT, _pixart_refuses, _pixart_fields,
+            optional=("positions", "null_text"),
+        ),
+        Layout(
+            "paris", "Paris expert", ("t_block.1.weight", "text_proj.weight", "patch_embed.weight"),
+            _paris_config, _paris_pairs, DiT, _paris_refuses, _paris_fields, optional=("null_text",),
+        ),
+        Layout(
+            "paris-router", "Paris router", ("cls_token", "head.4.weight", "patch_embed.weight"),
+            _paris_router_config, _paris_router_pairs, Router, _paris_router_refuses, _paris_router_fields,
+            optional=("log_prior", "balanced", "temperature"),
+        ),
+    )
+}  # fmt: skip
+
+
+def layout(name: str) -> Layout:
+    """A layout by name."""
+    if name not in LAYOUTS:
+        raise AtollError(unknown("weight layout", name, LAYOUTS))
+    return LAYOUTS[name]
+
+
+def detect(state: Mapping[str, Tensor]) -> Layout:
+    """The layout these tensors are in, told by their names."""
+    for candidate in LAYOUTS.values():
+        if candidate.matches(state):
+            return candidate
+    first = ", ".join(sorted(state)[:5])
+    raise AtollError(f"these tensors are in no layout known here ({', '.join(LAYOUTS)}); the first are: {first}")
