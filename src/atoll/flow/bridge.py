@@ -118,7 +118,8 @@ class Bridge:
         if self.x0_bound is not None:
             t_wide = broadcast(t.clamp(min=END), x)
             x0 = x - t_wide * v
-            v = v + (x0 - x0.clamp(-self.x0_bound, self.x0_bound)) / t_wide
+            bounded = x0.clamp(-self.x0_bound, self.x0_bound)
+            v = torch.where(x0 == bounded, v, (x - bounded) / t_wide)
         return v.to(x.dtype)
 
     def wrap(self, network: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,0 +1,155 @@
+import json
+
+import pytest
+import torch
+from oracles import FLOAT
+
+from atoll import flow
+from atoll.config import NAMED_OBJECTIVES
+from atoll.flow.objectives import MAX_WEIGHT
+from atoll.vocabulary import OBJECTIVES
+
+BATCH = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_batch_is_a_function_of_seed_and_step(name: str) -> None:
+    objective = flow.objective(name)
+    first, again = (objective.corrupt(BATCH, seed=3, step=5) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for other in (objective.corrupt(BATCH, seed=4, step=5), objective.corrupt(BATCH, seed=3, step=6)):
+        assert not torch.equal(first.eps, other.eps)
+        assert not torch.equal(first.t, other.t)
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_a_sample_gets_the_same_noise_in_any_batch(even: bool) -> None:
+    """What makes two processes equal one: positions 64..127 as one batch of 64 or as two of 32."""
+    objective = flow.objective("ddpm", time_even=even)
+    whole = objective.corrupt(BATCH, seed=1, step=1)
+    halves = [objective.corrupt(BATCH[i : i + 32], seed=1, position=64 + i) for i in (0, 32)]
+    for name in flow.Noised._fields:
+        assert torch.equal(getattr(whole, name), torch.cat([getattr(half, name) for half in halves]))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_perfect_network_has_no_loss_and_its_bridge_gives_the_velocity(name: str) -> None:
+    """The target answered at the noised input, carried over the bridge, is eps - x0 of the same pair."""
+    objective = flow.objective(name)
+    x0 = BATCH.double()
+    noised = objective.corrupt(x0, seed=0, t=torch.linspace(0.05, 0.95, 64, dtype=FLOAT))
+    assert objective.loss(noised.target, noised).max() == 0
+    bridge = objective.bridge(x0_bound=None)
+    t = flow.LINEAR.time_of_log_snr(objective.schedule.log_snr(noised.t))
+    x = flow.LINEAR.add_noise(x0, noised.eps.double(), t)
+    query = bridge.query(x, t)
+    torch.testing.assert_close(query.state, noised.input, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(query.network_time, noised.network_time.double(), rtol=1e-4, atol=1e-2)
+    velocity = bridge.velocity(noised.target, x, t)
+    torch.testing.assert_close(velocity, noised.eps - x0, rtol=1e-6, atol=1e-5)
+
+
+def test_flow_matching_is_the_textbook_batch() -> None:
+    noised = flow.objective("flow-matching").corrupt(BATCH, seed=0)
+    t = noised.t[:, None, None, None]
+    torch.testing.assert_close(noised.input, (1 - t) * BATCH + t * noised.eps)
+    torch.testing.assert_close(noised.target, noised.eps - BATCH)
+    torch.testing.assert_close(noised.network_time, 1000 * noised.t)
+
+
+def test_noise_and_times_are_distributed_as_they_say() -> None:
+    many = torch.zeros(20_000, 4)
+    uniform = flow.objective("flow-matching").corrupt(many, seed=0)
+    assert abs(uniform.eps.mean()) < 4.5 / 80_000**0.5
+    assert abs(uniform.eps.std() - 1) < 4.5 / 160_000**0.5
+    assert abs(uniform.t.mean() - 0.5) < 4.5 * (1 / 12 / 20_000) ** 0.5
+    logit = torch.logit(flow.objective("flow-matching", times="logit-normal", time_mean=-0.5).corrupt(many, seed=0).t)
+    assert logit.mean().item() == pytest.approx(-0.5, abs=0.03)
+    assert logit.std().item() == pytest.approx(1.0, abs=0.03)
+    edm = flow.objective("edm")
+    log_sigma = edm.schedule.sigma(edm.corrupt(many, seed=0).t).log()
+    assert log_sigma.mean().item() == pytest.approx(-1.2, abs=0.04)
+    assert log_sigma.std().item() == pytest.approx(1.2, abs=0.04)
+
+
+def test_even_times_fill_the_interval_evenly_from_any_start() -> None:
+    objective = flow.objective("flow-matching", time_even=True)
+    for position in (0, 12_345, 10**9):
+        t = objective.corrupt(torch.zeros(256, 1), seed=7, position=position).t.sort().values
+        gaps = torch.cat([t, t[:1] + 1]).diff()
+        assert gaps.max() < 3 / 256
+
+
+def test_shift_moves_times_towards_noise() -> None:
+    plain, shifted = (flow.objective("flow-matching", time_shift=s).corrupt(BATCH, seed=0).t for s in (1.0, 3.0))
+    torch.testing.assert_close(shifted, 3 * plain / (1 + 2 * plain))
+
+
+def test_min_snr_weights_are_those_of_the_paper() -> None:
+    t = torch.linspace(0.01, 0.99, 99, dtype=FLOAT)
+    schedule = flow.schedule("cosine")
+    snr = schedule.log_snr(t).exp()
+    capped = snr.clamp(max=5)
+    expected = {"x0": capped, "epsilon": capped / snr, "v_prediction": capped / (snr + 1)}
+    for prediction, weights in expected.items():
+        got = flow.Weighting("min-snr").weights(t, prediction, schedule)
+        torch.testing.assert_close(got, weights.clamp(max=MAX_WEIGHT), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "ddpm-linear"])
+@pytest.mark.parametrize("prediction", ["x0", "epsilon", "v_prediction", "velocity"])
+@pytest.mark.parametrize("other", ["velocity", "epsilon", "x0"])
+def test_as_weightings_measure_the_error_on_the_other_prediction(name: str, prediction: str, other: str) -> None:
+    """Weighted error of one prediction = plain error of the other, both made from the same wrong answer."""
+    objective = flow.objective(schedule=name, prediction=prediction, weighting=f"as-{other}")
+    x0 = BATCH.double()
+    t = torch.linspace(0.1, 0.7, 64, dtype=FLOAT)  # where no weight reaches its cap
+    noised = objective.corrupt(x0, seed=0, t=t)
+    wrong = noised.target + 0.1
+    converted = flow.convert(wrong, noised.input, t, prediction, other, objective.schedule)
+    truth = flow.from_pair(flow.Pair(x0, noised.eps), t, other, objective.schedule)
+    expected = (converted - truth).square().flatten(1).mean(1)
+    torch.testing.assert_close(objective.loss(wrong, noised).double(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_weights_stay_finite_at_the_ends() -> None:
+    ends = torch.tensor([0.0, 1.0])
+    for schedule in ("linear", "cosine", "edm"):
+        for prediction in ("x0", "epsilon", "velocity"):
+            for weighting in ("min-snr", "as-velocity", "as-epsilon", "as-x0"):
+                weights = flow.Weighting(weighting).weights(ends, prediction, flow.schedule(schedule))
+                assert weights.isfinite().all(), (schedule, prediction, weighting)
+                assert weights.max() <= MAX_WEIGHT
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_is_built_again_from_its_spec_through_json(name: str) -> None:
+    objective = flow.objective(name)
+    assert flow.objective(**json.loads(json.dumps(objective.spec))) == objective
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_configuration_speaks_of_the_same_objectives(name: str) -> None:
+    assert flow.objective(**NAMED_OBJECTIVES[name].model_dump()) == flow.objective(name)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: flow.objective("flow-maching"), "did you mean 'flow-matching'"),
+        (lambda: flow.objective(predicton="x0"), "did you mean 'prediction'"),
+        (lambda: flow.objective(times="unifrm"), "did you mean 'uniform'"),
+        (lambda: flow.objective(weighting="min_snr"), "did you mean 'min-snr'"),
+        (lambda: flow.objective(time_std=0.0), "std > 0"),
+        (lambda: flow.objective(min_snr_gamma=-1.0), "gamma > 0"),
+        (lambda: flow.objective().corrupt(torch.zeros(4, 3, dtype=torch.long), seed=0), "floating point batch"),
+        (lambda: flow.objective().corrupt(torch.zeros(4), seed=0), "floating point batch"),
+        (
+            lambda: flow.objective().loss(torch.zeros(2, 5), flow.objective().corrupt(torch.zeros(2, 3), seed=0)),
+            r"output must have shape \(2, 3\), got \(2, 5\)",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()

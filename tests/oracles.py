@@ -1,0 +1,46 @@
+"""Exact answers, written independently of the package: what the mathematics is tested against."""
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
+
+from atoll.flow import GaussianMixture
+
+FLOAT = torch.float64
+
+
+def random_mixture(seed: int = 0, components: int = 6, dimension: int = 3, spread: float = 2.0) -> GaussianMixture:
+    """A mixture with uneven weights and tilted covariances, in double precision."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(components, generator=generator, dtype=FLOAT) + 0.2
+    means = spread * torch.randn(components, dimension, generator=generator, dtype=FLOAT)
+    roots = 0.4 * torch.randn(components, dimension, dimension, generator=generator, dtype=FLOAT)
+    return GaussianMixture(weights, means, roots @ roots.mT + 0.05 * torch.eye(dimension, dtype=FLOAT))
+
+
+def separated_mixture() -> GaussianMixture:
+    """Five far-apart clusters in the plane, so that every sample's cluster is beyond doubt."""
+    angles = 2 * torch.pi * torch.arange(5, dtype=FLOAT) / 5
+    means = 2.5 * torch.stack([angles.cos(), angles.sin()], 1)
+    roots = torch.stack([torch.tensor([[0.30, 0.0], [0.1 * k - 0.2, 0.2 + 0.05 * k]], dtype=FLOAT) for k in range(5)])
+    return GaussianMixture(torch.tensor([0.3, 0.25, 0.2, 0.15, 0.1], dtype=FLOAT), means, roots @ roots.mT)
+
+
+def noisy_distribution(mixture: GaussianMixture, alpha: float, sigma: float) -> MixtureSameFamily:
+    """The law of alpha x0 + sigma eps by torch's own distributions."""
+    identity = torch.eye(mixture.means.shape[1], dtype=FLOAT)
+    covariances = alpha**2 * mixture.covariances + sigma**2 * identity
+    return MixtureSameFamily(Categorical(mixture.weights), MultivariateNormal(alpha * mixture.means, covariances))
+
+
+def score_by_autograd(mixture: GaussianMixture, z: Tensor, alpha: float, sigma: float) -> Tensor:
+    """The gradient of the log-density at z."""
+    z = z.clone().requires_grad_(True)
+    log_density = noisy_distribution(mixture, alpha, sigma).log_prob(z).sum()
+    return torch.autograd.grad(log_density, z)[0]
+
+
+def dataset_flow(x: Tensor, data: Tensor, t: float) -> tuple[Tensor, Tensor]:
+    """Marginal velocity and the weight of every data point for a finite dataset on the linear path (DDM's sum)."""
+    weights = torch.softmax(-((x[:, None] - (1 - t) * data) ** 2).sum(-1) / (2 * t**2), dim=1)
+    return (x - weights @ data) / t, weights
