@@ -1,4 +1,4 @@
-"""The original DiT release, written from its documented tensor names and shapes: a checkpoint and a plain forward pass."""
+"""The original DiT release by its documented tensor names and shapes: a checkpoint and a plain forward pass."""
 
 import math
 

@@ -57,7 +57,7 @@ def test_the_steps_clock_feeds_999_t(release, tmp_path):
 
 
 def test_new_final_layer_answers_zero_and_labels_can_be_kept(release, tmp_path):
-    file, state = release
+    file, _ = release
     options = FlowMatchingOptions(fold=False, keep_labels=True, text_width=0, time="same")
     convert(file, tmp_path / "out", "flow-matching", options, heads=HEADS)
     expert = load_network(tmp_path / "out")
@@ -161,7 +161,7 @@ def test_every_layout_and_back_by_the_command(tmp_path):
 
 def test_what_a_layout_cannot_hold_is_refused_with_the_reason(release, tmp_path):
     file, _ = release
-    with pytest.raises(AtollError, match="modulation must be 'single' and is 'zero'|needs text"):
+    with pytest.raises(AtollError, match=r"modulation must be 'single' and is 'zero'|needs text"):
         convert(file, tmp_path / "out", "paris", heads=HEADS)
     with pytest.raises(AtollError, match="give --heads"):
         convert(file, tmp_path / "out")

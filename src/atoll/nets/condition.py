@@ -26,6 +26,14 @@ class Condition:
         """Replace the condition of the marked samples by the null condition, as training does for guidance."""
         return replace(self, dropped=samples if self.dropped is None else self.dropped | samples)
 
+    def marked(self) -> "Condition":
+        """The same with `dropped` filled in, so that the null condition takes part in every training step.
+
+        Distributed training waits for the gradient of every weight, also in a batch where no sample was dropped.
+        """
+        given = next((part for part in (self.text, self.pooled, self.label) if part is not None), None)
+        return self if given is None else self.drop(torch.zeros(len(given), dtype=torch.bool, device=given.device))
+
     def unconditional(self) -> "Condition":
         """The null condition for every sample of this batch."""
         given = next((part for part in self._parts().values() if part is not None), None)

@@ -227,6 +227,8 @@ class DiT(nn.Module):
         if isinstance(condition, PreparedCondition):
             return condition.embeddings, condition.keys_values or (None,), condition.mask
         condition = condition or Condition()
+        if self.training:
+            condition = condition.marked()
         text, mask = self._text_tokens(condition)
         if text is not None and len(text) == 1:
             text = text.expand(batch, -1, -1)

@@ -108,6 +108,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
         """Logits (batch, experts) under the frequencies of the training batches; `time` as for the experts."""
         condition = condition or Condition()
+        if self.training:
+            condition = condition.marked()
         tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype)) + self._positions_for(x)
         tokens = torch.cat([self.cls.expand(len(x), -1, -1).to(tokens.dtype), tokens], dim=1)
         added = self.embedder.condition(condition.label, condition.pooled, condition.dropped)

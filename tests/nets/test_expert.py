@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from atoll.errors import AtollError
+from atoll.nets import Condition, DiT, DiTConfig, Expert, build, load_network, save_network
+
+SMALL = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "sample_size": 8, "in_channels": 4}
+DESCRIPTIONS = {
+    "PixArtExpert": {**SMALL, "cross_attention_dim": 32, "caption_channels": 10, "out_channels": 8},
+    "DiTExpert": {**SMALL, "num_embeds_ada_norm": 6, "out_channels": 8},
+    "SD3Expert": {
+        **SMALL, "joint_attention_dim": 10, "caption_projection_dim": 32, "pooled_projection_dim": 12,
+        "out_channels": 4, "pos_embed_max_size": 8,
+    },
+    "UNetExpert": {
+        "sample_size": 8, "in_channels": 4, "out_channels": 4, "block_out_channels": (16, 32), "num_class_embeds": 7,
+        "norm_num_groups": 8, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "layers_per_block": 1, "attention_head_dim": 16,
+    },
+}  # fmt: skip
+
+
+def condition():
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    return Condition(
+        torch.randn(2, 3, 10, generator=generator), mask, torch.randn(2, 12, generator=generator), torch.tensor([1, 5])
+    )
+
+
+@pytest.mark.parametrize("kind", DESCRIPTIONS)
+def test_diffusers_models_are_experts(kind, tmp_path):
+    torch.manual_seed(0)
+    expert = build({"_class_name": kind, **DESCRIPTIONS[kind]})
+    assert isinstance(expert, Expert)
+    with torch.no_grad():
+        for parameter in expert.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    expert.train()  # no dice inside the network: training mode changes nothing
+    x, time = torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0])
+    answer = expert(x, time, condition())
+    assert answer.shape == x.shape
+    torch.testing.assert_close(expert(x, time, condition()), answer)
+    null = expert(x, time)
+    assert not answer.allclose(null, atol=1e-4)
+    mixed = expert(x, time, condition().drop(torch.tensor([True, False])))
+    torch.testing.assert_close(mixed[1], answer[1], atol=1e-5, rtol=1e-4)
+    if kind == "SD3Expert":  # joint attention counts its null tokens, so only an equal number of them is the same
+        three = expert(x, time, condition().unconditional())
+        torch.testing.assert_close(mixed[0], three[0], atol=1e-5, rtol=1e-4)
+    else:
+        torch.testing.assert_close(mixed[0], null[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(expert(x, torch.tensor(20.0))[:1], null[:1], atol=1e-5, rtol=1e-4)
+    save_network(expert, tmp_path)
+    torch.testing.assert_close(load_network(tmp_path)(x, time, condition()), answer)
+
+
+def test_a_native_expert_keeps_the_protocol():
+    assert isinstance(DiT(DiTConfig(width=32, depth=1, heads=2, size=8)), Expert)
+
+
+def test_unknown_kinds_and_damaged_weights_are_refused(tmp_path):
+    with pytest.raises(AtollError, match="did you mean 'PixArtExpert'"):
+        build({"_class_name": "PixArtExprt"})
+    expert = DiT(DiTConfig(width=32, depth=1, heads=2, size=8))
+    save_network(expert, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"depth": 1', '"depth": 2'))
+    with pytest.raises(AtollError, match=r"missing blocks\.1\.attention\.qkv\.weight"):
+        load_network(tmp_path)

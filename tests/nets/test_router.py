@@ -1,0 +1,89 @@
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from atoll.nets import Condition, Router, RouterConfig, count_parameters, load_network, save_network
+
+TINY = {"experts": 3, "width": 48, "depth": 2, "heads": 2, "size": 8, "channels": 1}
+
+
+def test_parameters_of_the_paris_router():
+    with torch.device("meta"):
+        assert count_parameters(Router(RouterConfig.named("DiT-B/2", experts=8))) == 129_136_904
+
+
+def train(router, draw, steps=250):
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(router.parameters(), lr=1e-3)
+    for _ in range(steps):
+        x, cluster, time, condition = draw(generator)
+        loss = functional.cross_entropy(router(x, time, condition), cluster)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return router.eval()
+
+
+def test_balanced_batches_and_prior_give_the_posterior():
+    """Two clusters, each one image, at a noise where they overlap: the posterior is known."""
+    torch.manual_seed(0)
+    images = torch.stack([torch.full((1, 4, 4), 0.25), torch.full((1, 4, 4), -0.25)])
+    t, counts = 0.5, [9, 1]
+
+    def draw(generator):
+        cluster = torch.randint(2, (128,), generator=generator)
+        x = (1 - t) * images[cluster] + t * torch.randn(128, 1, 4, 4, generator=generator)
+        return x, cluster, torch.full((128,), 1000 * t), None
+
+    router = train(Router(RouterConfig(2, 32, 1, 2, size=4, channels=1)), draw)
+    router.set_prior(counts, balanced=True)
+    x, *_ = draw(torch.Generator().manual_seed(1))
+    log_likelihood = -((x[:, None] - (1 - t) * images).square().sum((2, 3, 4))) / (2 * t**2)
+    exact = (log_likelihood + torch.tensor(counts).log()).softmax(-1)[:, 0]
+    with torch.no_grad():
+        ours = router.logits(x, torch.tensor(1000 * t)).softmax(-1)[:, 0]
+        uncorrected = router(x, torch.tensor(1000 * t)).softmax(-1)[:, 0]
+    assert float((ours - exact).abs().mean()) < 0.04
+    assert float((uncorrected - exact).abs().mean()) > 0.1
+
+
+def test_natural_batches_carry_their_prior_already():
+    router = Router(RouterConfig(**TINY))
+    x, time = torch.randn(2, 1, 8, 8), torch.tensor([5.0, 700.0])
+    router.set_prior([10, 20, 70], balanced=False)
+    assert router.logits(x, time).equal(router(x, time))
+    router.set_prior([10, 20, 70], balanced=True)
+    expected = router(x, time) + torch.tensor([0.1, 0.2, 0.7]).log()
+    torch.testing.assert_close(router.logits(x, time), expected)
+    router.temperature.fill_(2.0)
+    torch.testing.assert_close(router.logits(x, time), expected - router(x, time) / 2)
+    with pytest.raises(ValueError, match="3 positive cluster sizes"):
+        router.set_prior([1, 2], balanced=True)
+
+
+def test_router_can_be_told_class_and_pooled_text():
+    torch.manual_seed(0)
+    router = Router(RouterConfig(**TINY, num_classes=4, pooled_width=6))
+    for part in router.modules():
+        if isinstance(part, torch.nn.Linear):
+            torch.nn.init.normal_(part.weight, std=0.1)
+    x, time = torch.randn(2, 1, 8, 8), torch.tensor([5.0, 700.0])
+    told = Condition(pooled=torch.randn(2, 6), label=torch.tensor([1, 3]))
+    answer = router(x, time, told)
+    assert not answer.allclose(router(x, time), atol=1e-4)
+    assert not answer.allclose(router(x, time, Condition(pooled=told.pooled)), atol=1e-4)
+    torch.testing.assert_close(router(x, time, told.unconditional()), router(x, time))
+
+
+def test_save_and_load_keep_prior_and_calibration(tmp_path):
+    router = Router(RouterConfig(**TINY))
+    router.set_prior([1, 1, 2], balanced=True)
+    router.temperature.fill_(1.5)
+    save_network(router, tmp_path)
+    loaded = load_network(tmp_path)
+    x, time = torch.randn(2, 1, 8, 8), torch.tensor(3.0)
+    assert loaded.logits(x, time).equal(router.logits(x, time))
+    assert float(loaded.log_prior[2]) == pytest.approx(math.log(0.5))
+    assert router(torch.randn(2, 1, 12, 12), time).shape == (2, 3)

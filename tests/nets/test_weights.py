@@ -1,0 +1,243 @@
+import pytest
+import torch
+from diffusers import DiTTransformer2DModel, PixArtTransformer2DModel
+from dit_release import positions, release_forward, release_state
+from torch import nn
+from torch.nn import functional
+
+from atoll.errors import AtollError
+from atoll.nets import Condition, Router, RouterConfig
+from atoll.nets.convert import read_source
+from atoll.nets.layers import sincos_positions
+from atoll.nets.weights import LAYOUTS, detect, layout, read_weights
+
+
+def native(state, config=None, heads=None):
+    """The native network of foreign tensors, and its configuration."""
+    found = detect(state)
+    translated = found.read_config(state, config or {}, heads)
+    network = found.build(translated)
+    network.load_state_dict(found.to_native(state, translated))
+    return network.eval(), translated
+
+
+def assert_round_trip(name, network, config, state):
+    back = layout(name).from_native(network.state_dict(), config)
+    assert sorted(back) == sorted(state)
+    for key, tensor in state.items():
+        assert back[key].equal(tensor), key
+
+
+def randomise(module, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return module.eval()
+
+
+def pixart(**changes):
+    fields = {
+        "num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 4, "out_channels": 8, "num_layers": 3,
+        "cross_attention_dim": 48, "sample_size": 16, "patch_size": 2, "caption_channels": 20,
+    }  # fmt: skip
+    return randomise(PixArtTransformer2DModel(**fields | changes))
+
+
+@pytest.mark.parametrize(("native_size", "size"), [(16, (16, 16)), (16, (24, 24)), (16, (8, 20)), (128, (32, 32))])
+@torch.no_grad()
+def test_pixart_answers_alike_and_survives_the_round_trip(native_size, size):
+    model = pixart(sample_size=native_size, use_additional_conditions=False)
+    network, config = native(model.state_dict(), dict(model.config))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 4, *size, generator=generator)
+    time, text = torch.tensor([0.0, 37.5, 999.0]), torch.randn(3, 9, 20, generator=generator)
+    mask = torch.rand(3, 9, generator=generator) > 0.4
+    mask[0] = False  # a text without tokens
+    mask[1] = True
+    theirs = model(x, encoder_hidden_states=text, timestep=time, encoder_attention_mask=mask).sample
+    ours = network(x, time, Condition(text, mask))
+    torch.testing.assert_close(ours[1:], theirs[1:], atol=1e-5, rtol=0)
+    assert bool(ours.isfinite().all())
+    assert theirs.abs().max() > 0.3
+    assert_round_trip("diffusers-pixart", network, config, model.state_dict())
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["one embedder", "an embedder per block"])
+@torch.no_grad()
+def test_diffusers_dit_answers_alike_and_survives_the_round_trip(tied):
+    model = randomise(
+        DiTTransformer2DModel(
+            num_attention_heads=2, attention_head_dim=24, out_channels=8, num_layers=3, sample_size=16,
+            num_embeds_ada_norm=10,
+        )
+    )  # fmt: skip
+    if tied:
+        for block in model.transformer_blocks:
+            block.norm1.emb.load_state_dict(model.transformer_blocks[0].norm1.emb.state_dict())
+    network, config = native(model.state_dict(), dict(model.config))
+    assert config.embedder_per_block is not tied
+    x = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(1))
+    time, label = torch.tensor([0.0, 37.5, 999.0]), torch.tensor([3, 0, 10])
+    theirs = model(x, timestep=time, class_labels=label).sample
+    torch.testing.assert_close(network(x, time, Condition(label=label)), theirs, atol=1e-5, rtol=0)
+    assert theirs.abs().max() > 0.3
+    assert_round_trip("diffusers-dit", network, config, model.state_dict())
+
+
+@torch.no_grad()
+def test_the_original_dit_layout_answers_alike_and_survives_the_round_trip():
+    state = release_state(width=48, depth=3, patch=2, grid=8, classes=10, seed=2)
+    network, config = native(state, heads=2)
+    assert config.positions == "sincos"
+    x = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(1))
+    time, label = torch.tensor([0.0, 37.5, 999.0]), torch.tensor([3, 0, 10])
+    theirs = release_forward(state, x, time, label, heads=2)
+    torch.testing.assert_close(network(x, time, Condition(label=label)), theirs, atol=1e-5, rtol=0)
+    assert_round_trip("dit", network, config, state)
+
+
+class ParisBlock(nn.Module):
+    """One block of a Paris expert or router by its published structure, on torch's own attention."""
+
+    def __init__(self, width, heads, single):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(width, heads, batch_first=True)
+        if single:
+            self.scale_shift_table = nn.Parameter(torch.zeros(6, width))
+            self.cross_attn = nn.MultiheadAttention(width, heads, batch_first=True)
+        else:
+            self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+
+    def forward(self, x, time, text):
+        vectors = self.scale_shift_table + time if text is not None else self.adaLN_modulation(time).view(len(x), 6, -1)
+        shift, scale, gate, shift2, scale2, gate2 = vectors.split(1, dim=1)
+        y = functional.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
+        x = x + gate * self.attn(y, y, y)[0]
+        if text is not None:
+            x = x + self.cross_attn(x, text, text)[0]
+        return x + gate2 * self.mlp(functional.layer_norm(x, x.shape[-1:]) * (1 + scale2) + shift2)
+
+
+class Paris(nn.Module):
+    """A Paris expert (text given) or router, with the tensor names of the release."""
+
+    def __init__(self, width, heads, depth, grid, text_width=None, experts=None):
+        super().__init__()
+        self.patch_embed = nn.Conv2d(4, width, 2, 2)
+        self.pos_embed = nn.Parameter(torch.zeros(1, grid * grid, width))
+        self.time_embed = nn.Module()
+        self.time_embed.mlp = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
+        self.layers = nn.ModuleList(ParisBlock(width, heads, bool(text_width)) for _ in range(depth))
+        if text_width:
+            self.text_proj = nn.Linear(text_width, width)
+            self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+            self.final_layer = nn.Module()
+            self.final_layer.linear = nn.Linear(width, 16)
+            self.final_layer.scale_shift_table = nn.Parameter(torch.zeros(2, width))
+        else:
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+            tail = (nn.GELU("tanh"), nn.LayerNorm(width), nn.GELU("tanh"), nn.Linear(width, experts))
+            self.head = nn.Sequential(nn.Linear(width, width), *tail)
+
+    def forward(self, x, time, text=None):
+        tokens = self.patch_embed(x).flatten(2).transpose(1, 2) + self.pos_embed
+        angles = time[:, None] * 10000 ** (-torch.arange(128) / 128)
+        c = self.time_embed.mlp(torch.cat([angles.cos(), angles.sin()], -1))
+        if text is None:
+            tokens = torch.cat([self.cls_token.expand(len(x), 1, -1), tokens], dim=1)
+            for layer in self.layers:
+                tokens = layer(tokens, c, None)
+            return self.head(tokens[:, 0])
+        shared, text = self.t_block(c).view(len(x), 6, -1), self.text_proj(text)
+        for layer in self.layers:
+            tokens = layer(tokens, shared, text)
+        shift, scale = (self.final_layer.scale_shift_table + c[:, None]).chunk(2, 1)
+        pixels = self.final_layer.linear(functional.layer_norm(tokens, tokens.shape[-1:]) * (1 + scale) + shift)
+        grid = x.shape[-1] // 2
+        return pixels.view(len(x), grid, grid, 2, 2, 4).permute(0, 5, 1, 3, 2, 4).reshape(x.shape)
+
+
+@torch.no_grad()
+def test_paris_experts_answer_alike_and_survive_the_round_trip():
+    model = randomise(Paris(48, 2, 3, 8, text_width=20))
+    network, config = native(model.state_dict(), heads=2)
+    assert config.positions == "learned"
+    generator = torch.Generator().manual_seed(1)
+    x, text = torch.randn(2, 4, 16, 16, generator=generator), torch.randn(2, 7, 20, generator=generator)
+    time = torch.tensor([37.5, 999.0])
+    torch.testing.assert_close(network(x, time, Condition(text)), model(x, time, text), atol=3e-5, rtol=0)
+    assert network(torch.randn(1, 4, 24, 32), torch.tensor(5.0)).shape == (1, 4, 24, 32)
+    assert_round_trip("paris", network, config, model.state_dict())
+
+
+@torch.no_grad()
+def test_paris_routers_answer_alike_and_survive_the_round_trip():
+    model = randomise(Paris(48, 2, 3, 8, experts=5))
+    network, config = native(model.state_dict(), heads=2)
+    assert isinstance(network, Router)
+    x, time = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(1)), torch.tensor([37.5, 999.0])
+    torch.testing.assert_close(network.logits(x, time), model(x, time), atol=3e-5, rtol=0)
+    assert_round_trip("paris-router", network, config, model.state_dict())
+
+
+def test_what_does_not_fit_is_listed_by_name():
+    state = release_state(width=48, depth=2, patch=2, grid=8, classes=10, seed=2)
+    del state["blocks.1.attn.qkv.bias"]
+    state["blocks.0.mlp.fc2.weight"] = torch.zeros(3, 3)
+    state["surplus"] = torch.zeros(1)
+    with pytest.raises(AtollError) as error:
+        native(state, heads=2)
+    for line in (
+        "missing blocks.1.attn.qkv.bias (144,)",
+        "not expected surplus (1,)",
+        "blocks.0.mlp.fc2.weight has shape (3, 3), expected (48, 192)",
+        "nothing was loaded",
+    ):
+        assert line in str(error.value)
+
+
+def test_a_layout_nobody_knows_is_refused():
+    with pytest.raises(AtollError, match="in no layout known here"):
+        detect({"conv.weight": torch.zeros(1)})
+    with pytest.raises(AtollError, match="did you mean 'paris'"):
+        layout("pari")
+    assert set(LAYOUTS) == {"dit", "diffusers-dit", "diffusers-pixart", "paris", "paris-router"}
+
+
+def test_pt_files_are_read_without_running_code(tmp_path):
+    state = {"a": torch.arange(3.0)}
+    torch.save({"ema": state, "model": {"a": torch.zeros(3)}}, tmp_path / "trained.pt")
+    assert read_weights(tmp_path / "trained.pt")["a"].equal(state["a"])
+    torch.save({"model": state, "args": Router}, tmp_path / "code.pt")
+    with pytest.raises(AtollError, match="could run code"):
+        read_weights(tmp_path / "code.pt")
+    (tmp_path / "broken.safetensors").write_bytes(b"no")
+    with pytest.raises(AtollError, match="not a safetensors file"):
+        read_weights(tmp_path / "broken.safetensors")
+    with pytest.raises(AtollError, match="no such file"):
+        read_weights(tmp_path / "absent.pt")
+
+
+@torch.no_grad()
+def test_a_diffusers_folder_is_read_with_its_configuration(tmp_path):
+    model = pixart(use_additional_conditions=False)
+    model.save_pretrained(tmp_path)
+    source = read_source(tmp_path)
+    assert source.layout == "diffusers-pixart"
+    x, time, text = torch.randn(1, 4, 16, 16), torch.tensor([5.0]), torch.randn(1, 3, 20)
+    theirs = model(x, encoder_hidden_states=text, timestep=time).sample
+    torch.testing.assert_close(source.network()(x, time, Condition(text)), theirs, atol=1e-5, rtol=0)
+    with pytest.raises(AtollError, match="resolution and aspect ratio"):
+        native(pixart(use_additional_conditions=True).state_dict(), dict(model.config))
+
+
+def test_positions_are_those_of_mae():
+    torch.testing.assert_close(sincos_positions(32, 5, 5, 5), positions(32, 5), atol=1e-6, rtol=0)
+
+
+def test_router_config_is_read_from_shapes():
+    router = Router(RouterConfig(experts=3, width=48, depth=2, heads=2, size=8, norm_eps=1e-5))
+    foreign = layout("paris-router").from_native(router.state_dict(), router.config)
+    assert layout("paris-router").read_config(foreign, {}, 2) == router.config
