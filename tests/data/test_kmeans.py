@@ -1,0 +1,148 @@
+from itertools import product
+from typing import NoReturn
+
+import numpy as np
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+
+from atoll.data.kmeans import Floats, Integers, fine_count, fit_fine, merge, nearest_centre, separation
+from atoll.errors import AtollError
+
+
+def blobs(sizes: list[int], dimensions: int = 32, noise: float = 0.5, seed: int = 0) -> tuple[Floats, Integers]:
+    generator = np.random.default_rng(seed)
+    centres = generator.normal(size=(len(sizes), dimensions))
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    rows = centres[labels] + noise * generator.normal(size=(len(labels), dimensions))
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32), labels
+
+
+def fine_sums(rows: Floats, count: int, seed: int = 0) -> tuple[Floats, Integers, Integers]:
+    fine, _ = nearest_centre(rows, fit_fine(rows, count, 20, seed))
+    sums = np.zeros((count, rows.shape[1]))
+    np.add.at(sums, fine, rows)
+    return sums, np.bincount(fine, minlength=count), fine
+
+
+def reject_unless(hard: bool) -> NoReturn:
+    assert hard
+    reject()
+
+
+def test_fine_centres_find_the_blobs() -> None:
+    rows, labels = blobs([200, 300, 400], noise=0.2)
+    centres = fit_fine(rows, 3, 20, seed=0)
+    assert_allclose(np.linalg.norm(centres, axis=1), 1, atol=1e-5)
+    fine, distance = nearest_centre(rows, centres)
+    assert len({(a, b) for a, b in zip(fine.tolist(), labels.tolist(), strict=True)}) == 3
+    assert_allclose(distance, 1 - (rows * centres[fine]).sum(1), atol=1e-5)
+
+
+def test_the_same_seed_gives_the_same_centres() -> None:
+    rows, _ = blobs([300, 300])
+    assert np.array_equal(fit_fine(rows, 8, 10, seed=4), fit_fine(rows, 8, 10, seed=4))
+    assert not np.array_equal(fit_fine(rows, 8, 10, seed=4), fit_fine(rows, 8, 10, seed=5))
+
+
+def test_the_merge_finds_the_best_partition_there_is() -> None:
+    """Against trying every way to put 8 fine clusters into 3."""
+    generator = np.random.default_rng(1)
+    for case in range(6):
+        sums = generator.normal(size=(8, 5)) * generator.uniform(5, 30, size=(8, 1))
+        sizes = generator.integers(10, 40, size=8)
+        limit = 1.4
+        best = 0.0
+        for groups in map(np.array, product(range(3), repeat=8)):
+            loads = np.bincount(groups, weights=sizes, minlength=3)
+            if loads.max() <= limit * sizes.sum() / 3 and loads.min() > 0:
+                best = max(best, sum(np.linalg.norm(sums[groups == k].sum(0)) for k in range(3)))
+        merged = merge(sums, sizes, 3, limit, seed=case)
+        assert merged.cosine * sizes.sum() >= 0.97 * best
+        assert merged.cosine * sizes.sum() <= best + 1e-9
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(20, 300), min_size=2, max_size=6),
+    clusters=st.integers(2, 6),
+    limit=st.sampled_from([1.1, 1.25, 2.0]),
+    seed=st.integers(0, 5),
+)
+def test_the_limit_holds_and_no_cluster_is_empty(sizes: list[int], clusters: int, limit: float, seed: int) -> None:
+    rows, _ = blobs(sizes, dimensions=8, seed=seed)
+    count = fine_count(len(rows), clusters, 1024)
+    sums, fine_sizes, fine = fine_sums(rows, count, seed)
+    used = np.flatnonzero(fine_sizes)
+    try:
+        merged = merge(sums[used], fine_sizes[used], clusters, limit, seed)
+    except AtollError:
+        # Only where it is hard: a limit that leaves less room than the largest fine cluster takes.
+        reject_unless(fine_sizes.max() > (limit - 1) * len(rows) / clusters)
+    table = np.full(count, -1)
+    table[used] = merged.coarse_of_fine
+    counts = np.bincount(table[fine], minlength=clusters)
+    assert counts.sum() == len(rows)
+    assert counts.min() > 0
+    assert counts.max() <= limit * len(rows) / clusters
+    assert_allclose(merged.imbalance, counts.max() / counts.mean())
+
+
+def test_a_catch_all_cluster_is_divided() -> None:
+    rows, _ = blobs([2000, 100, 100, 100])
+    sums, sizes, _ = fine_sums(rows, 128)
+    free, bounded = merge(sums, sizes, 4, 100.0, seed=0), merge(sums, sizes, 4, 1.25, seed=0)
+    assert free.imbalance > 2
+    assert bounded.imbalance <= 1.25
+    assert bounded.cosine <= free.cosine + 1e-9
+
+
+def test_equal_blobs_are_kept_whole() -> None:
+    rows, labels = blobs([300] * 4, noise=0.3)
+    sums, sizes, fine = fine_sums(rows, 32)
+    coarse = merge(sums, sizes, 4, 1.25, seed=0).coarse_of_fine[fine]
+    assert len(set(zip(coarse.tolist(), labels.tolist(), strict=True))) == 4
+
+
+def test_a_fine_cluster_beyond_the_limit_is_refused_with_what_to_do() -> None:
+    sums, sizes = np.eye(4) * 10, np.array([97, 1, 1, 1])
+    with pytest.raises(AtollError, match=r"one fine cluster holds 97 of 100 samples.*raise clusters.fine"):
+        merge(sums, sizes, 2, 1.25, seed=0)
+    with pytest.raises(AtollError, match="too coarse to fill 2 clusters"):
+        merge(np.eye(3), np.array([10, 10, 10]), 2, 1.25, seed=0)
+
+
+def test_one_cluster_is_the_whole() -> None:
+    merged = merge(np.eye(3), np.array([5, 6, 7]), 1, 1.25, seed=0)
+    assert merged.coarse_of_fine.tolist() == [0, 0, 0]
+    assert merged.imbalance == 1
+
+
+def test_the_number_of_fine_clusters_fits_the_data() -> None:
+    assert fine_count(10_000_000, 8, 1024) == 1024
+    assert fine_count(6_400, 8, 1024) == 200
+    assert fine_count(500, 8, 1024) == 64
+    assert fine_count(10, 8, 1024) == 10
+    assert fine_count(10_000_000, 8, 4) == 8
+
+
+def test_separation_knows_good_from_random() -> None:
+    rows, labels = blobs([150] * 3, noise=0.2)
+    good = separation(rows, labels)
+    random = separation(rows, np.random.default_rng(0).permutation(labels))
+    assert good["neighbours"] == 1.0
+    assert good["silhouette"] > 0.7
+    assert abs(random["neighbours"] - 1 / 3) < 0.05
+    assert abs(random["silhouette"]) < 0.1
+    assert random["explained"] < 0.05 < 0.8 < good["explained"]
+
+
+def test_explained_is_the_share_of_the_spread() -> None:
+    rows = np.array([[1.0, 0], [1, 0], [0, 1], [0, 1]])
+    assert separation(rows, np.array([0, 0, 1, 1]), neighbours=1) == {
+        "neighbours": 1.0,
+        "explained": pytest.approx(1.0),
+        "silhouette": pytest.approx(1.0),
+    }
+    assert separation(rows, np.zeros(4, int), neighbours=1)["explained"] == pytest.approx(0.0)

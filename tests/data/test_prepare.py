@@ -1,0 +1,271 @@
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from safetensors.torch import load_file, save_file
+
+from atoll import cli
+from atoll.data.chunks import Share
+from atoll.data.clusters import Assigner
+from atoll.data.prepare import STAGES, Preparation, prepare
+from atoll.errors import AtollError
+from shapes import write_run, write_shapes
+
+
+def files(run: Path) -> dict[str, bytes]:
+    return {path.relative_to(run).as_posix(): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_good_samples_are_listed_and_bad_ones_with_the_reason(prepared: Path) -> None:
+    samples = pq.read_table(prepared / "data/ingest/samples.parquet").to_pydict()
+    rejected = pq.read_table(prepared / "data/ingest/rejected.parquet").to_pylist()
+    assert len(samples["id"]) == len(set(samples["id"])) == 99
+    assert [row["id"] for row in rejected] == ["broken"]
+    assert "0 bytes" in rejected[0]["reason"]
+    assert set(samples["split"]) == {"train", "held-out"}
+    assert samples["caption"][samples["id"].index("circle-003")] == "a circle with the number 3"
+
+
+def test_too_many_bad_pictures_stop_it(tmp_path: Path, shapes: Path) -> None:
+    config = write_run(tmp_path / "run", shapes, data={"max_rejects": 0.005})
+    with pytest.raises(AtollError, match=r"1 of 100 pictures are bad, more than data.max_rejects = 0.005 allows: 1x"):
+        prepare(tmp_path / "run", config, ["ingest"])
+    assert pq.read_table(tmp_path / "run/data/ingest/rejected.parquet")["id"].to_pylist() == ["broken"]
+    prepare(
+        tmp_path / "run",
+        config.model_copy(update={"data": config.data.model_copy(update={"max_rejects": 0.01})}),
+        ["ingest"],
+    )
+    assert (tmp_path / "run/data/ingest/manifest.json").is_file()
+
+
+def test_clusters_are_the_kinds_that_a_person_sees(prepared: Path) -> None:
+    rows = pq.read_table(prepared / "data/clusters/assignments.parquet").to_pylist()
+    pairs = {(row["coarse"], row["id"].split("-")[0]) for row in rows}
+    assert len(pairs) == 3
+    report = json.loads((prepared / "data/clusters/report.json").read_text())
+    assert report["imbalance"] <= 1.25
+    assert sum(report["sizes"]["train"]) + sum(report["sizes"]["held-out"]) == 99
+    assert report["separation"]["clusters"]["neighbours"] > 0.95 > 0.5 > report["separation"]["random"]["neighbours"]
+
+
+def test_the_saved_rule_gives_the_saved_assignment(prepared: Path) -> None:
+    rows = pq.read_table(prepared / "data/clusters/assignments.parquet").to_pydict()
+    features = torch.cat(
+        [load_file(file)["features"] for file in sorted(prepared.glob("data/features/0*.safetensors"))]
+    )
+    fine, coarse, distance = Assigner.open(prepared)(features)
+    assert fine.tolist() == rows["fine"]
+    assert coarse.tolist() == rows["coarse"]
+    assert_allclose(distance, rows["distance"], atol=1e-5)
+    centres = load_file(prepared / "data/clusters/centroids.safetensors")
+    brute = (features.float() @ centres["fine"].T).argmax(1)
+    assert brute.tolist() == fine.tolist()
+
+
+def test_there_is_a_contact_sheet_for_each_cluster(prepared: Path) -> None:
+    from PIL import Image
+
+    for cluster in range(3):
+        page = np.asarray(Image.open(prepared / f"data/clusters/cluster_{cluster:03d}.png"))
+        assert page.shape[1] == 8 * 36 + 4
+        inked = page[np.ptp(page.astype(int), axis=2) > 100]
+        assert len(set(inked.argmax(1).tolist())) == 1  # red, green or blue, like the kind
+
+
+def test_latent_statistics_are_those_of_all_training_samples(prepared: Path) -> None:
+    splits = pq.read_table(prepared / "data/ingest/samples.parquet")["split"].to_pylist()
+    latents = torch.cat([load_file(file)["mean"] for file in sorted(prepared.glob("data/latents/0*.safetensors"))])
+    train = latents[torch.tensor([split == "train" for split in splits])].double()
+    for cluster in range(3):
+        facts = json.loads((prepared / f"data/shards/cluster_{cluster:03d}/manifest.json").read_text())["facts"]
+        assert_allclose(facts["statistics"]["mean"], train.mean((0, 2, 3)), rtol=1e-12)
+        assert_allclose(facts["statistics"]["std"], train.std((0, 2, 3), correction=0), rtol=1e-9)
+
+
+def test_doing_it_again_changes_nothing(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(prepared)
+    assert cli.main(["prepare", str(prepared)]) == 0
+    assert files(prepared) == before
+    assert capsys.readouterr().out.splitlines() == [f"{stage}: done before" for stage in STAGES]
+
+
+def test_jobs_that_share_the_work_give_the_same_bytes(prepared: Path, tmp_path: Path, shapes: Path) -> None:
+    run = tmp_path / "run"
+    config = write_run(run, shapes)
+    prepare(run, config, ["ingest"])
+    for stage in ("features", "latents", "text"):
+        for index in (2, 0, 1):
+            assert not Preparation(run, config).done(stage)  # type: ignore[arg-type]
+            prepare(run, config, [stage], Share(index, 3))  # type: ignore[list-item]
+    prepare(run, config)
+    assert {name: data for name, data in files(run).items() if name != "atoll.yaml"} == {
+        name: data for name, data in files(prepared).items() if name != "atoll.yaml"
+    }
+
+
+def test_shares_are_checked() -> None:
+    assert Share.parse("2/4") == Share(2, 4)
+    for text in ("4/4", "x", "1", "-1/2", "1/0"):
+        with pytest.raises(AtollError, match="is not i/n with i from 0 to n-1"):
+            Share.parse(text)
+
+
+def test_a_share_needs_a_stage_that_can_be_shared(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["prepare", str(prepared), "--shard", "0/2"]) == 2
+    assert "--shard divides the stages features, latents, text" in capsys.readouterr().err
+
+
+def test_a_stage_without_the_one_before_it_says_so(
+    tmp_path: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run", shapes)
+    assert cli.main(["prepare", str(tmp_path / "run"), "--stage", "latents"]) == 2
+    assert "needs the stage 'ingest' first" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_the_source_and_does_nothing(
+    tmp_path: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    write_run(run, shapes)
+    before = files(run)
+    assert cli.main(["prepare", str(run), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "100 samples" in shown
+    assert shown.count("to do") == 6
+    assert cli.main(["prepare", str(run), "--dry-run", "--json", "--text.encoder", "none"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [(step["stage"], step["state"]) for step in plan][-2:] == [("text", "not needed"), ("shards", "to do")]
+    assert files(run) == before
+
+
+STALE = {
+    "features.resolution": ("72", "data/features is stale: resolution was 64, now 72"),
+    "clusters.count": ("2", "data/clusters is stale: clusters.count was 3, now 2"),
+    "latents.dtype": ("float32", "data/latents is stale: dtype was float16, now float32"),
+    "text.max_tokens": ("9", "data/text is stale: max_tokens was 12, now 9"),
+    "data.resolution": ("48", "data/ingest is stale: resolution was 32, now 48"),
+    "data.shard_rows": ("50", "data/shards/cluster_000 is stale: shard_rows was 20, now 50"),
+}
+
+
+@pytest.mark.parametrize("key", STALE)
+def test_a_stale_stage_says_what_changed(prepared: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    value, message = STALE[key]
+    before = files(prepared)
+    assert cli.main(["prepare", str(prepared), f"--{key}", value]) == 2
+    assert message in capsys.readouterr().err
+    assert files(prepared) == before
+
+
+def test_a_changed_source_is_noticed(tmp_path: Path) -> None:
+    source, run = write_shapes(tmp_path / "shapes", 30), tmp_path / "run"
+    config = write_run(run, source, text={"encoder": "none"})
+    prepare(run, config)
+    (source / "circle-000.txt").write_text("another caption")
+    with pytest.raises(AtollError, match="data/ingest is stale: fingerprint was"):
+        prepare(run, config)
+
+
+def test_changed_weights_are_noticed(tmp_path: Path, shapes: Path) -> None:
+    from diffusers import AutoencoderTiny
+
+    from atoll.data.models import fingerprint
+
+    run, network = tmp_path / "run", tmp_path / "network"
+    blocks = {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8)}
+    layers = {"num_encoder_blocks": (1, 1), "num_decoder_blocks": (1, 1)}
+    AutoencoderTiny(latent_channels=4, **blocks, **layers).save_pretrained(network)
+    config = write_run(run, shapes, latents={"autoencoder": str(network)})
+    prepare(run, config, ["ingest", "latents"])
+    weights = load_file(network / "diffusion_pytorch_model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, network / "diffusion_pytorch_model.safetensors")
+    fingerprint.cache_clear()
+    with pytest.raises(AtollError, match=r"data/latents is stale: weights was .*…, now .*…"):
+        prepare(run, config, ["latents"])
+
+
+@pytest.mark.parametrize("method", ["features", "random", "labels"])
+def test_one_cluster_needs_no_features(tmp_path: Path, shapes: Path, method: str) -> None:
+    run = tmp_path / "run"
+    prepare(run, write_run(run, shapes, clusters={"count": 1, "method": method}, text={"encoder": "none"}))
+    assert not (run / "data/features").exists()
+    assert not (run / "data/text").exists()
+    facts = json.loads((run / "data/shards/cluster_000/manifest.json").read_text())["facts"]
+    assert facts["rows"]["train"] + facts["rows"]["held-out"] == 99
+    assert facts["text"] is None
+
+
+def test_random_clusters_are_even_and_come_with_a_warning(tmp_path: Path, shapes: Path) -> None:
+    run = tmp_path / "run"
+    config = write_run(run, shapes, clusters={"method": "random"})
+    with pytest.warns(UserWarning, match="no router can learn"):
+        prepare(run, config, ["ingest", "clusters"])
+    coarse = pq.read_table(run / "data/clusters/assignments.parquet")["coarse"].to_numpy()
+    assert np.bincount(coarse).tolist() == [33, 33, 33]
+
+
+@pytest.fixture
+def classes(tmp_path: Path, shapes: Path) -> Path:
+    """The same pictures in a folder for each class."""
+    for picture in shapes.glob("*-*.png"):
+        kind, number = picture.stem.split("-")
+        folder = tmp_path / "classes" / (kind if kind != "circle" or int(number) % 2 else "disc")
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, folder / picture.name)
+    return tmp_path / "classes"
+
+
+def by_class(run: Path) -> dict[str, set[int]]:
+    rows = pq.read_table(run / "data/clusters/assignments.parquet").to_pylist()
+    labels = pq.read_table(run / "data/ingest/samples.parquet")["label"].to_pylist()
+    found: dict[str, set[int]] = {}
+    for row, label in zip(rows, labels, strict=True):
+        found.setdefault(label, set()).add(row["coarse"])
+    return found
+
+
+def test_as_many_classes_as_clusters_are_taken_as_they_are(tmp_path: Path, classes: Path) -> None:
+    run = tmp_path / "run"
+    config = write_run(run, classes, clusters={"method": "labels", "count": 4}, text={"encoder": "none"})
+    prepare(run, config, ["ingest", "features", "clusters"])
+    assert not (run / "data/features").exists()
+    assert by_class(run) == {"circle": {0}, "disc": {1}, "square": {2}, "triangle": {3}}
+
+
+def test_more_classes_than_clusters_are_merged_by_their_features(tmp_path: Path, classes: Path) -> None:
+    run = tmp_path / "run"
+    prepare(run, write_run(run, classes, clusters={"method": "labels"}), ["ingest", "features", "clusters"])
+    found = by_class(run)
+    assert found["circle"] == found["disc"]
+    assert len(found["circle"] | found["square"] | found["triangle"]) == 3
+
+
+def test_fewer_classes_than_clusters_are_refused(tmp_path: Path, classes: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(AtollError, match="there are 4 classes for 5 clusters"):
+        prepare(run, write_run(run, classes, clusters={"method": "labels", "count": 5}), ["ingest", "clusters"])
+
+
+def test_memory_of_clustering_is_bounded_by_the_sample(tmp_path: Path, shapes: Path) -> None:
+    """Fitting to a few rows still assigns all of them."""
+    run = tmp_path / "run"
+    prepare(run, write_run(run, shapes, clusters={"sample_rows": 30}), ["ingest", "features", "clusters"])
+    facts = json.loads((run / "data/clusters/manifest.json").read_text())["facts"]
+    assert facts["fine"] <= 30
+    assert facts["imbalance"] <= 1.25
+    assert len(pq.read_table(run / "data/clusters/assignments.parquet")) == 99
+
+
+def test_the_help_does_not_load_torch() -> None:
+    import subprocess
+
+    script = "import sys; from atoll.cli import main; main(['--help']); assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0

@@ -1,0 +1,176 @@
+import shutil
+import threading
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from PIL import Image
+
+from atoll.data.reader import Batch, Shards
+from atoll.data.text import open_text_encoder
+from atoll.errors import AtollError
+
+ALL = [0, 1, 2]
+
+
+def first(shards: Shards, count: int, **options: int) -> list[Batch]:
+    return list(islice(shards.stream(**{"batch": 12, "seed": 5, **options}), count))
+
+
+def test_every_sample_is_in_one_cluster_and_split(prepared: Path, shapes: Path) -> None:
+    ids = [
+        id
+        for cluster in ALL
+        for split in ("train", "held-out")
+        for id in Shards.open(prepared, [cluster], split).ids()  # type: ignore[arg-type]
+    ]
+    stems = {path.stem for path in shapes.glob("*.png")} - {"broken"}
+    assert sorted(ids) == sorted(stems)
+    assert len(Shards.open(prepared, ALL)) + len(Shards.open(prepared, ALL, "held-out")) == 99
+
+
+def test_a_row_is_the_picture_and_the_caption_it_says(prepared: Path, shapes: Path) -> None:
+    """Straight from the files of the source, without any stage of the preparation."""
+    shards = Shards.open(prepared, ALL)
+    chosen = np.array([3, 70, 0, 41, 3])
+    batch, ids, captions = shards.read(chosen), shards.ids(chosen.tolist()), shards.captions(chosen.tolist())
+    encoder = open_text_encoder("minilm", 12)
+    states, mask, pooled = encoder(captions)
+    for row, id in enumerate(ids):
+        picture = Image.open(shapes / f"{id}.png").resize((32, 32), Image.Resampling.LANCZOS)
+        expected = torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 127.5 - 1
+        assert_allclose(batch.mean[row].float(), expected, atol=1e-3)
+        assert (shapes / f"{id}.txt").read_text() == captions[row]
+    assert batch.text is not None
+    assert batch.mask is not None
+    assert batch.pooled is not None
+    assert torch.equal(batch.mask, mask)
+    assert_allclose(batch.text.float(), states, atol=5e-3)
+    assert_allclose(batch.pooled.float(), pooled, atol=1e-3)
+    assert batch.std is None
+    assert batch.index.tolist() == chosen.tolist()
+
+
+def test_an_epoch_has_every_sample_once_and_epochs_differ(prepared: Path) -> None:
+    shards = Shards.open(prepared, ALL)
+    count = len(shards)
+    order = [shards.order(np.arange(epoch * count, (epoch + 1) * count, dtype=np.uint64), seed=5) for epoch in (0, 1)]
+    assert np.array_equal(np.sort(order[0]), np.arange(count))
+    assert np.array_equal(np.sort(order[1]), np.arange(count))
+    assert not np.array_equal(order[0], order[1])
+    seen = torch.cat([batch.index for batch in first(shards, -(-2 * count // 12))])[: 2 * count]
+    assert np.array_equal(seen.numpy(), np.concatenate(order))
+
+
+def test_the_stream_starts_at_any_position(prepared: Path) -> None:
+    shards = Shards.open(prepared, [1])
+    whole = torch.cat([batch.index for batch in first(shards, 10)])
+    for start in (0, 1, 12, 37):
+        later = torch.cat([batch.index for batch in first(shards, 3, start=start)])
+        assert torch.equal(later, whole[start : start + 36])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_any_number_of_processes_sees_the_same_batches(prepared: Path, world: int) -> None:
+    shards = Shards.open(prepared, ALL)
+    alone = [batch.index for batch in first(shards, 5)]
+    ranks = [first(shards, 5, rank=rank, world=world) for rank in range(world)]
+    for step, expected in enumerate(alone):
+        assert torch.equal(torch.cat([batches[step].index for batches in ranks]), expected)
+
+
+def test_workers_change_nothing(prepared: Path) -> None:
+    shards = Shards.open(prepared, ALL)
+    for one, four in zip(first(shards, 8), first(shards, 8, workers=4), strict=True):
+        assert torch.equal(one.index, four.index)
+        assert torch.equal(one.mean, four.mean)
+
+
+def test_a_stream_that_is_dropped_leaves_no_thread(prepared: Path) -> None:
+    before = threading.active_count()
+    stream = Shards.open(prepared, ALL).stream(batch=4, seed=0, workers=3)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
+
+
+def test_the_posterior_is_sampled_and_normalised(prepared: Path) -> None:
+    shards = Shards.open(prepared, ALL)
+    pixels = torch.cat([shards.read(np.array([row])).latents(shards.statistics) for row in range(len(shards))])
+    assert_allclose(pixels.mean((0, 2, 3)), torch.zeros(3), atol=2e-3)
+    assert_allclose(pixels.std((0, 2, 3)), torch.ones(3), atol=2e-3)
+    numbers = torch.zeros(2, dtype=torch.long)
+    mean, std = torch.full((2, 3, 40, 40), 3.0), torch.full((2, 3, 40, 40), 2.0)
+    batch = Batch(numbers, numbers, numbers, mean, std, None, None, None)
+    one, two = (batch.latents(shards.statistics, torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    raw = shards.statistics.restore(one)
+    assert abs(raw.mean() - 3) < 0.1
+    assert abs(raw.std() - 2) < 0.1
+    assert not torch.equal(one, two)
+
+
+def test_only_its_own_folder_is_needed(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared / "data/shards/cluster_001", tmp_path / "data/shards/cluster_001")
+    alone, at_home = Shards.open(tmp_path, [1], verify=True), Shards.open(prepared, [1])
+    assert alone.statistics == at_home.statistics
+    for ours, theirs in zip(first(alone, 4), first(at_home, 4), strict=True):
+        assert torch.equal(ours.mean, theirs.mean)
+        assert torch.equal(ours.text, theirs.text)  # type: ignore[arg-type]
+        assert (ours.cluster == 1).all()
+    with pytest.raises(AtollError, match="cluster_000 is not there"):
+        Shards.open(tmp_path, [0])
+
+
+def test_the_empty_caption_is_there_for_guidance(prepared: Path) -> None:
+    text, mask, pooled = Shards.open(prepared, [0]).empty_text
+    expected = open_text_encoder("minilm", 12)([""])
+    assert mask.tolist() == [True, True] + [False] * 10
+    assert_allclose(text.float(), expected[0][0], atol=5e-3)
+    assert_allclose(pooled.float(), expected[2][0], atol=1e-3)
+
+
+def test_the_facts_tell_an_expert_what_it_is_made_of(prepared: Path) -> None:
+    facts = Shards.open(prepared, [2]).facts
+    assert facts["cluster"] == 2
+    assert facts["clusters"] == 3
+    assert facts["latents"]["shape"] == [3, 32, 32]
+    assert facts["text"]["dimensions"] == 384
+    assert facts["text"]["max_tokens"] == 12
+    assert len(facts["statistics"]["mean"]) == 3
+
+
+def test_no_file_is_larger_than_asked(prepared: Path) -> None:
+    rows = [pq.ParquetFile(file).metadata.num_rows for file in prepared.glob("data/shards/*/train-*.parquet")]
+    assert max(rows) == 20
+    assert len(rows) > 3
+
+
+def test_damage_is_found_when_asked(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared / "data/shards/cluster_000", tmp_path / "data/shards/cluster_000")
+    file = tmp_path / "data/shards/cluster_000/train-000000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    Shards.open(tmp_path, [0])
+    with pytest.raises(AtollError, match="SHA-256 differs"):
+        Shards.open(tmp_path, [0], verify=True)
+
+
+def test_shards_of_two_preparations_are_not_mixed(prepared: Path, tmp_path: Path) -> None:
+    for cluster in (0, 1):
+        shutil.copytree(
+            prepared / f"data/shards/cluster_{cluster:03d}", tmp_path / f"data/shards/cluster_{cluster:03d}"
+        )
+    manifest = tmp_path / "data/shards/cluster_001/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"resolution": 32', '"resolution": 48'))
+    with pytest.raises(AtollError, match="differ in latents; prepare them together"):
+        Shards.open(tmp_path, [0, 1])
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(prepared: Path) -> None:
+    with pytest.raises(ValueError, match="rank 0 of 5 cannot take its share of a batch of 12"):
+        Shards.open(prepared, [0]).stream(batch=12, seed=0, world=5)

@@ -1,0 +1,55 @@
+"""A small data set of real files, and the configuration of a run on it."""
+
+import random
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from atoll import config as configuration
+
+SETTINGS = {
+    "data": {"resolution": 32, "chunk": 16, "shard_rows": 20, "held_out": 0.15, "max_rejects": 0.05},
+    "features": {"resolution": 64, "batch": 8},
+    "clusters": {"count": 3},
+    "latents": {"autoencoder": "pixels", "batch": 8},
+    "text": {"max_tokens": 12, "batch": 8},
+}
+COLOURS = {"circle": "crimson", "square": "seagreen", "triangle": "royalblue"}
+
+
+def draw(kind: str, chance: random.Random) -> Image.Image:
+    picture = Image.new("RGB", (40, 40), "white")
+    pen = ImageDraw.Draw(picture)
+    x, y, side = chance.randint(2, 12), chance.randint(2, 12), chance.randint(14, 24)
+    box = (x, y, x + side, y + side)
+    if kind == "circle":
+        pen.ellipse(box, fill=COLOURS[kind])
+    elif kind == "square":
+        pen.rectangle(box, fill=COLOURS[kind])
+    else:
+        pen.polygon([(x, y + side), (x + side, y + side), (x + side / 2, y)], fill=COLOURS[kind])
+    return picture
+
+
+def write_shapes(folder: Path, count: int = 99) -> Path:
+    """Pictures of three kinds, each with its caption beside it; one of them is broken."""
+    folder.mkdir(parents=True)
+    chance = random.Random(0)
+    for number in range(count):
+        kind = list(COLOURS)[number % 3]
+        stem = folder / f"{kind}-{number:03d}"
+        draw(kind, chance).save(stem.with_suffix(".png"))
+        stem.with_suffix(".txt").write_text(f"a {kind} with the number {number}")
+    (folder / "broken.png").write_bytes(b"")
+    (folder / "broken.txt").write_text("nothing to see")
+    return folder
+
+
+def write_run(run: Path, source: Path, **changes: dict[str, object]) -> configuration.Config:
+    """Write a run's configuration for the shapes."""
+    values = {section: {**SETTINGS.get(section, {}), **changes.get(section, {})} for section in {*SETTINGS, *changes}}
+    values["data"]["source"] = str(source)
+    config = configuration.resolve(values)
+    run.mkdir(parents=True)
+    (run / configuration.CONFIG_FILE).write_text(configuration.to_yaml(config))
+    return config
