@@ -1,6 +1,6 @@
 """The one shape of a benchmark: rows of ratios measured in interleaved repeats, a table, and with --json one object.
 
-    python benchmarks/NAME.py [--quick] [--json]
+python benchmarks/NAME.py [--quick] [--json]
 """
 
 import argparse

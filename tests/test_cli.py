@@ -1,0 +1,92 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from atoll import __version__, cli, config
+from atoll.config import PRESETS
+
+
+def atoll(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "atoll.cli", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_help_lists_the_verbs_in_pipeline_order_and_never_imports_torch() -> None:
+    code = (
+        "import sys; from atoll.cli import main; main(['--help']); "
+        "heavy = {'torch', 'numpy', 'diffusers', 'transformers', 'datasets', 'faiss'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    listed = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")]
+    assert listed == list(cli.VERBS)
+    journey = ["demo", "init", "config", "prepare", "train", "launch", "join", "status", "sample", "evaluate", "report"]
+    journey += ["convert", "export", "serve"]
+    assert [verb for verb in journey if verb in listed] == listed
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([verb, "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert f"usage: atoll {verb}" in text
+    assert "overrides" not in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"atoll {__version__}"
+
+
+def test_unknown_verb_names_the_nearest() -> None:
+    result = atoll("inti")
+    assert result.returncode == 2
+    assert "unknown verb 'inti' (did you mean 'init'?)" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_init_writes_what_config_reads(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert cli.main(["init", str(run), "--preset", preset]) == 0
+    assert config.load(run) == config.resolve(PRESETS[preset])
+    capsys.readouterr()
+    assert cli.main(["config", str(run), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert config.resolve(printed) == config.load(run)
+    assert cli.main(["config", str(run)]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == printed
+
+
+def test_init_does_not_overwrite_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", str(tmp_path)]) == 0
+    assert cli.main(["init", str(tmp_path), "--clusters.count", "3"]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert cli.main(["init", str(tmp_path), "--clusters.count", "3", "--force"]) == 0
+    assert config.load(tmp_path).clusters.count == 3
+
+
+def test_dotted_options_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["init", str(tmp_path), "--preset", "hddm"])
+    capsys.readouterr()
+    cli.main(["config", "--json", "--clusters.count=5", str(tmp_path), "--experts.1.schedule", "cosine"])
+    resolved = json.loads(capsys.readouterr().out)
+    assert resolved["clusters"]["count"] == 5
+    assert resolved["experts"]["1"]["schedule"] == "cosine"
+    assert resolved["experts"]["3"]["prediction"] == "epsilon"
+
+
+def test_an_option_without_its_value_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", str(tmp_path), "--clusters.count"]) == 2
+    assert "--clusters.count needs a value" in capsys.readouterr().err
+
+
+def test_a_run_without_a_file_says_how_to_make_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", str(tmp_path)]) == 2
+    assert f"atoll init {tmp_path}" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+from pathlib import Path
+
+import pytest
+
+from atoll import config
+from atoll.errors import AtollError
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"clusters": {"cuont": 4}}, "unknown key 'clusters.cuont'; did you mean 'clusters.count'?"),
+        ({"cluster": {"count": 4}}, "unknown key 'cluster'; did you mean 'clusters'?"),
+        ({"clusters": {"zzzz": 4}}, "unknown key 'clusters.zzzz'; known: count"),
+        ({"clusters": {"count": 0}}, "clusters.count: Input should be greater than or equal to 1, got 0"),
+        ({"clusters": {"count": "many"}}, "clusters.count: .*got 'many'"),
+        ({"experts": {"default": "flow-maching"}}, "experts.default: unknown objective .*did you mean 'flow-matching'"),
+        ({"experts": {"one": "ddpm"}}, "unknown key 'experts.one'; expected 'default' or the number of an expert"),
+        ({"experts": {0: {"schedul": "cosine"}}}, "'experts.0.schedul'; did you mean 'experts.0.schedule'"),
+        ({"experts": {0: {"schedule": "cosin"}}}, "experts.0.schedule: .*got 'cosin'"),
+        (["clusters"], "expected sections with keys, got list"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(values: object, words: str) -> None:
+    with pytest.raises(AtollError, match=words):
+        config.resolve(values, source="file.yaml")
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(AtollError) as refusal:
+        config.resolve({"clusters": {"cuont": 1, "count": -1}, "nets": {}})
+    assert len(str(refusal.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("text", ["clusters: [", "\xff\xfe", "- 1"])
+def test_files_that_are_no_settings_are_refused_with_their_name(text: str, tmp_path: Path) -> None:
+    (tmp_path / "atoll.yaml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(AtollError, match=r"atoll\.yaml"):
+        config.load(tmp_path)
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    (tmp_path / "atoll.yaml").write_text("")
+    assert config.load(tmp_path) == config.Config()
+
+
+def test_single_experts_differ_from_the_default() -> None:
+    resolved = config.resolve({"clusters": {"count": 4}, "experts": {"default": "flow-matching", 3: "ddpm"}})
+    assert resolved.objective(0).prediction == "velocity"
+    assert resolved.objective(3).prediction == "epsilon"
+    with pytest.raises(AtollError, match="no expert 4: this run has experts 0 to 3"):
+        resolved.objective(4)
+
+
+def test_the_written_file_comments_every_key() -> None:
+    text = config.to_yaml(config.Config())
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("  default:"):
+            assert "#" in line, line
