@@ -1,7 +1,7 @@
 """The built-in source: about 11,700 captioned emoji in three drawing styles, from pip packages alone.
 
 Twemoji and OpenMoji arrive as SVG, Noto as a bitmap font; each is drawn on white when it is read. One concept recurs in
-three styles and up to 25 skin tones, so the held-out split goes by concept: what is held out is held out in all of them.
+three styles and up to 25 skin tones, so the held-out split goes by concept: what is held out is so in all of them.
 """
 
 import io
@@ -226,8 +226,8 @@ def draw(style: str, code: str) -> bytes:
         return _draw_glyph(_text_of(code))
     import resvg_py
 
-    size = {"width": SIDE, "height": SIDE}
-    return bytes(resvg_py.svg_to_bytes(svg_path=str(file), background="white", skip_system_fonts=True, **size))
+    svg = str(file)
+    return resvg_py.svg_to_bytes(svg_path=svg, width=SIDE, height=SIDE, background="white", skip_system_fonts=True)
 
 
 def _draw_glyph(text: str) -> bytes:

@@ -6,7 +6,7 @@ import zlib
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 """Formats that are read. Others are left out on purpose: some of Pillow's readers start outside programs."""
@@ -56,7 +56,7 @@ def decode(data: bytes, resolution: int, *, largest: int = LARGEST, smallest: in
         raise BadPicture("the file is empty (0 bytes)")
     try:
         picture = Image.open(io.BytesIO(data), formats=FORMATS)
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise BadPicture(f"not a picture in a known format; it starts with {data[:12]!r}") from None
     except _DAMAGE as error:
         raise BadPicture(f"damaged header: {error}") from error

@@ -1,0 +1,96 @@
+"""What all kinds of source share: from a row of named values to a sample."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from atoll.data.pictures import SUFFIXES, BadPicture
+from atoll.data.source import Options, Sample, bad_sample, digest, split_of
+from atoll.errors import AtollError, unknown
+
+CAPTIONS = ("caption", "text", "captions", "prompt", "description", "title")
+LABELS = ("label", "class", "cls", "label_name", "class_name")
+IDS = ("id", "key", "__key__", "image_id", "file_name", "filename", "path")
+
+
+def make_sample(
+    id: str, row: Mapping[str, Any], read: Callable[[], bytes], options: Options, label: str | None = None
+) -> Sample:
+    """A sample from its row; one that `read` refuses if the row is bad. `label` is for rows that name no class."""
+    try:
+        caption_name = pick(row, options.caption, CAPTIONS)
+        label_name = pick(row, options.label, LABELS)
+        caption = as_text(row[caption_name]) if caption_name else None
+        label = (as_text(row[label_name]) if label_name else None) or label
+    except BadPicture as bad:
+        return bad_sample(id, bad.reason)
+    used = {caption_name, label_name}
+    attributes = {
+        name: str(value)
+        for name, value in row.items()
+        if name not in used and isinstance(value, str | int | float) and value != ""
+    }
+    return Sample(id, caption, label, attributes, split_of(caption or id, options.held_out), read)
+
+
+def pick(row: Mapping[str, Any], wanted: str | None, usual: Iterable[str]) -> str | None:
+    """The name to take: the wanted one, which has to be there, or the first of the usual ones that is."""
+    if wanted is None:
+        return next((name for name in usual if name in row), None)
+    if wanted not in row:
+        raise BadPicture(f"it has no {wanted!r}; it has {', '.join(map(str, row)) or 'nothing'}")
+    return wanted
+
+
+def pick_column(columns: list[str], wanted: str | None, usual: Iterable[str], where: str) -> str | None:
+    """As `pick`, for a table, where a missing column is the whole table's fault."""
+    if wanted is not None and wanted not in columns:
+        raise AtollError(f"{where}: {unknown('column', wanted, columns)}")
+    return wanted or next((name for name in usual if name in columns), None)
+
+
+def as_text(value: object) -> str | None:
+    """A caption or label as text: the first, if there are several; None if there is nothing in it."""
+    if isinstance(value, list | tuple):
+        value = next((item for item in value if item), None)
+    if isinstance(value, bytes):
+        try:
+            value = value.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise BadPicture(f"its caption is not UTF-8: {error.reason} at byte {error.start}") from error
+    if value is None:
+        return None
+    text = str(value).strip()
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise BadPicture(f"its caption is not UTF-8: {text.encode('utf-8', 'surrogateescape')[:60]!r}")
+    return text or None
+
+
+def key_of(path: str) -> str:
+    """A relative path without a picture's suffix; of an absolute path only the name, since folders move."""
+    pure = PurePosixPath(path.replace("\\", "/"))
+    if pure.is_absolute() or ".." in pure.parts:
+        pure = PurePosixPath(pure.name)
+    return str(pure.with_suffix("")) if pure.suffix.lower() in SUFFIXES else str(pure)
+
+
+class Ids:
+    """Ids given out so far: a key met again gets a mark of where it was found, so that no sample is lost."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def unique(self, key: str, mark: str) -> str:
+        """The key itself the first time, `key@mark` from then on."""
+        id = key
+        while id in self._seen:
+            id = f"{id}@{mark}"
+        self._seen.add(id)
+        return id
+
+
+def fingerprint_of(kind: str, root: Path, files: Iterable[Path], options: Options) -> str:
+    """Hash of names below `root` and sizes, and of the options that change what is read."""
+    names = (f"{file.relative_to(root).as_posix()} {file.stat().st_size}" for file in files)
+    chosen = (options.image, options.caption, options.label, options.id, options.held_out)
+    return digest(kind, repr(chosen), *names)

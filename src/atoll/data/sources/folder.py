@@ -1,0 +1,165 @@
+"""Pictures in folders: classes by subfolder, captions in .txt files beside them, or an imagefolder's metadata."""
+
+import csv
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from atoll.data.pictures import SUFFIXES, BadPicture
+from atoll.data.source import Options, Sample, bad_sample, digest
+from atoll.data.sources.fields import as_text, key_of, make_sample
+from atoll.errors import AtollError
+
+METADATA = ("metadata.jsonl", "metadata.csv")
+
+Rows = dict[str, dict[str, Any]]
+"""Rows of metadata by the picture's path below the root."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A picture with its path below the root and what is known of it."""
+
+    path: str
+    file: Path
+    row: Mapping[str, Any]
+    caption_file: Path | None
+
+
+class FolderSource:
+    """A folder, however deep. A sample's id is its path below the folder, without the suffix.
+
+    Its caption comes from metadata.jsonl or metadata.csv (`file_name` is relative to that file), else from the .txt
+    file of the same stem. Its class is what the metadata say, else the name of the subfolder that holds it.
+    """
+
+    def __init__(self, root: Path, options: Options) -> None:
+        self.root = root
+        self.options = options
+
+    @property
+    def kind(self) -> str:
+        """How captions and classes are given here."""
+        return self._survey[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all names and sizes, and of the metadata's content."""
+        return self._survey[1]
+
+    @cached_property
+    def _survey(self) -> tuple[str, str]:
+        captions = classes = metadata = False
+        parts = [repr((self.options.caption, self.options.label, self.options.held_out))]
+        for folder, files in _folders(self.root):
+            for file in files:
+                parts.append(f"{file.relative_to(self.root).as_posix()} {file.stat().st_size}")
+                if file.name in METADATA:
+                    metadata = True
+                    parts.append(digest(file.read_bytes()))
+                if _is_picture(file):
+                    captions = captions or file.with_suffix(".txt") in files
+                    classes = classes or folder != self.root
+        how = (
+            "metadata"
+            if metadata
+            else ".txt captions"
+            if captions
+            else "class subfolders"
+            if classes
+            else "no captions"
+        )
+        return f"folder of pictures with {how}", digest("folder", *parts)
+
+    def samples(self) -> Iterator[Sample]:
+        """Every picture, folder by folder, by name; metadata of pictures that are not there are listed as bad."""
+        rows: Rows = {}
+        for folder, files in _folders(self.root):
+            rows.update(self._metadata(folder, files))
+            taken: set[str] = set()
+            names = {file.name for file in files}
+            for file in files:
+                path = file.relative_to(self.root).as_posix()
+                if not _is_picture(file) and path not in rows:
+                    continue
+                caption_file = file.with_suffix(".txt") if f"{file.stem}.txt" in names else None
+                entry = _Entry(path, file, rows.pop(path, {}), caption_file)
+                # a.png beside a.jpg: the first takes the key, the second keeps its suffix
+                id = key_of(path) if key_of(path) not in taken else path
+                taken.add(id)
+                yield self._sample(id, entry)
+        for path, row in rows.items():
+            yield bad_sample(key_of(path), f"listed in {row['metadata']}, but there is no such file")
+
+    def _metadata(self, folder: Path, files: list[Path]) -> Rows:
+        """The metadata that lie in one folder, by path below the root."""
+        rows: Rows = {}
+        below = folder.relative_to(self.root)
+        for file in files:
+            if file.name in METADATA:
+                source = file.relative_to(self.root).as_posix()
+                for name, row in _read_metadata(file):
+                    rows[os.path.normpath(below / name).replace(os.sep, "/")] = {**row, "metadata": source}
+        return rows
+
+    def _sample(self, id: str, entry: _Entry) -> Sample:
+        row = {name: value for name, value in entry.row.items() if name != "metadata"}
+        if not entry.row and entry.caption_file is not None:
+            try:
+                row["text"] = as_text(entry.caption_file.read_bytes())
+            except BadPicture as bad:
+                return bad_sample(id, bad.reason)
+        holder = entry.file.parent.name if entry.file.parent != self.root else None
+        return make_sample(id, row, partial(_read, str(entry.file)), self.options, label=holder)
+
+
+def _folders(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[tuple[Path, list[Path]]]:
+    """Each folder with its files, all in order of name; links are followed, but never in a circle."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    entries = sorted(
+        (entry for entry in os.scandir(folder) if not _is_hidden(entry.name)), key=lambda entry: entry.name
+    )
+    yield folder, [folder / entry.name for entry in entries if entry.is_file()]
+    for entry in entries:
+        if entry.is_dir():
+            yield from _folders(folder / entry.name, above | {real})
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _is_picture(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES
+
+
+def _read(file: str) -> bytes:
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise BadPicture(f"cannot be read: {error.strerror}") from error
+
+
+def _read_metadata(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and row of every picture. Bytes that are not UTF-8 stay as surrogates, so that just their row is refused."""
+    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        rows: Iterator[Any] = csv.DictReader(lines) if file.suffix == ".csv" else _json_lines(file, lines)
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row, dict) or not row.get("file_name"):
+                raise AtollError(f"{file}, row {number}: expected a file_name, got {str(row)[:80]}")
+            yield row.pop("file_name"), row
+
+
+def _json_lines(file: Path, lines: Iterator[str]) -> Iterator[Any]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise AtollError(f"{file}, line {number}: not JSON: {error}") from error
