@@ -33,7 +33,7 @@ from atoll.run import Artifact, Manifest, to_json
 NAME = "data/clusters"
 KIND = "clusters"
 ASSIGNMENTS, CENTROIDS, REPORT = "assignments.parquet", "centroids.safetensors", "report.json"
-_FINE, _SUMS = ".fine.parquet", ".sums.safetensors"
+_CENTRES, _FINE, _SUMS = ".centres.safetensors", ".fine.parquet", ".sums.safetensors"
 _REPORT_ROWS = 4096
 
 _SCHEMA = pa.schema([("id", pa.string()), ("fine", pa.int32()), ("coarse", pa.int32()), ("distance", pa.float32())])
@@ -64,22 +64,16 @@ def partition(run: Path, config: Config, source: Source) -> Manifest:
             "clusters.method is random: no router can learn which expert fits, so use it only for comparison",
             stacklevel=2,
         )
-    stage = _Partition(artifact, index, settings, index.chunks(Artifact(run, features.NAME)))
-    if needs_features(settings, index):
-        stage.fit()
-        stage.assign_fine()
-        coarse_of_fine = stage.merge_fine()
-        stage.write_assignments(stage.rows_by_table(coarse_of_fine))
-    else:
-        stage.write_assignments(stage.rows_without_features())
+    stage = Partition(artifact, index, settings, index.chunks(Artifact(run, features.NAME)))
+    stage.assign()
     report = stage.report()
     artifact.write(REPORT, to_json(report))
-    contact_sheets(artifact, index, source, stage.examples())
+    contact_sheets(artifact, index, source, report["examples"])
     return artifact.commit({key: report[key] for key in ("method", "sizes", "imbalance", "fine")})
 
 
 @dataclass(frozen=True)
-class _Partition:
+class Partition:
     """The steps of one partition; each leaves a file, so that a killed job goes on with the next step."""
 
     artifact: Artifact
@@ -87,25 +81,37 @@ class _Partition:
     settings: Clusters
     features: Chunks
 
+    def assign(self) -> None:
+        """Write the table of assignments and, where there are any, the centres."""
+        if needs_features(self.settings, self.index):
+            self.fit()
+            self.assign_fine()
+            self.write_assignments(self.rows_by_table(self.merge_fine()))
+        else:
+            self.write_assignments(self.rows_without_features())
+
     def fit(self) -> None:
         """Fine centres, from a sample of the training features that fits in memory."""
-        if self.artifact.path(CENTROIDS).is_file() or self.artifact.path(".fine.safetensors").is_file():
-            return
-        if self.settings.method == "labels":
+        if self.settings.method == "labels" or self.artifact.path(_CENTRES).is_file():
             return
         rows = self._sample(self.settings.sample_rows)
         count = fine_count(len(rows), self.settings.count, self.settings.fine)
         print(f"clusters: fitting {count:,} fine centres to {len(rows):,} samples", flush=True)
         centres = fit_fine(rows, count, self.settings.iterations, self.settings.seed)
-        self.artifact.write_tensors(".fine.safetensors", {"fine": torch.from_numpy(np.asarray(centres))})
+        self.artifact.write_tensors(_CENTRES, {"fine": torch.from_numpy(centres)})
 
     def _sample(self, at_most: int) -> Floats:
         """Features of evenly drawn training samples, at most so many."""
-        return np.concatenate([chunk[rows].float().numpy() for chunk, rows in self._drawn(at_most)])
+        drawn = list(self.draw(at_most))
+        result = np.empty((sum(len(rows) for _, rows in drawn), self._dimensions()), dtype=np.float32)
+        filled = 0
+        for chunk, rows in drawn:
+            result[filled : filled + len(rows)] = features.read_chunk(self.features, chunk)[rows].numpy()
+            filled += len(rows)
+        return result
 
-    def _drawn(self, at_most: int) -> Iterator[tuple[Tensor, Integers]]:
-        for number, rows in self.draw(at_most):
-            yield features.read_chunk(self.features, number), rows
+    def _dimensions(self) -> int:
+        return int(features.read_chunk(self.features, 0).shape[1])
 
     def draw(self, at_most: int) -> Iterator[tuple[int, Integers]]:
         """(chunk, rows of it) such that about `at_most` training samples are drawn, evenly from all chunks."""
@@ -129,9 +135,9 @@ class _Partition:
         if self.artifact.path(_SUMS).is_file():
             return
         by_label = self.settings.method == "labels"
-        centres = None if by_label else load_file(self.artifact.path(".fine.safetensors"))["fine"].numpy()
+        centres = None if by_label else load_file(self.artifact.path(_CENTRES))["fine"].numpy()
         count = len(self.index.labels) if centres is None else len(centres)
-        sums, sizes = np.zeros((count, 0)), np.zeros(count, dtype=np.int64)
+        sums, sizes = torch.zeros(count, self._dimensions(), dtype=torch.float64), np.zeros(count, dtype=np.int64)
         with (
             self.artifact.writing(_FINE) as path,
             pq.ParquetWriter(path, _FINE_SCHEMA) as writer,
@@ -144,13 +150,11 @@ class _Partition:
                 else:
                     fine, distance = nearest_centre(rows, centres)
                 train = self._is_train(chunk)
-                if not sums.size:
-                    sums = np.zeros((count, rows.shape[1]))
-                np.add.at(sums, fine[train], rows[train])
+                sums.index_add_(0, torch.from_numpy(fine[train]), torch.from_numpy(rows[train]).double())
                 sizes += np.bincount(fine[train], minlength=count)
                 writer.write_table(pa.table([fine, distance.astype(np.float32)], schema=_FINE_SCHEMA))
                 bar.update(len(rows))
-        self.artifact.write_tensors(_SUMS, {"sums": torch.from_numpy(sums), "sizes": torch.from_numpy(sizes)})
+        self.artifact.write_tensors(_SUMS, {"sums": sums, "sizes": torch.from_numpy(sizes)})
 
     def label_numbers(self, chunk: int) -> Integers:
         """The number of the class of every sample of a chunk."""
@@ -174,7 +178,7 @@ class _Partition:
         if settings.method == "labels":
             fine = torch.nn.functional.normalize(torch.from_numpy(sums), dim=1).float()
         else:
-            fine = load_file(self.artifact.path(".fine.safetensors"))["fine"]
+            fine = load_file(self.artifact.path(_CENTRES))["fine"]
         table = (fine @ coarse.T).argmax(1).to(torch.int32).numpy()  # for a fine cluster that no training sample is in
         table[used] = merged.coarse_of_fine
         tensors = {"fine": fine, "coarse": coarse, "coarse_of_fine": torch.from_numpy(table)}
