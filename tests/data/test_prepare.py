@@ -1,6 +1,5 @@
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -262,10 +261,3 @@ def test_memory_of_clustering_is_bounded_by_the_sample(tmp_path: Path, shapes: P
     assert facts["fine"] <= 30
     assert facts["imbalance"] <= 1.25
     assert len(pq.read_table(run / "data/clusters/assignments.parquet")) == 99
-
-
-def test_the_help_does_not_load_torch() -> None:
-    import subprocess
-
-    script = "import sys; from atoll.cli import main; main(['--help']); assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0

@@ -30,7 +30,7 @@ _PARTS = ".parts"
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
-_SCHEMA = pa.schema(
+SCHEMA = pa.schema(
     [
         ("id", pa.string()),
         ("caption", pa.string()),
@@ -40,7 +40,7 @@ _SCHEMA = pa.schema(
     ]
 )
 _REJECTED = pa.schema([("id", pa.string()), ("reason", pa.string())])
-_PART = pa.schema([*_SCHEMA, ("reason", pa.string())])
+_PART = pa.schema([*SCHEMA, ("reason", pa.string())])
 
 
 def open_configured(data: Data) -> Source:
@@ -122,16 +122,16 @@ def _combine(artifact: Artifact, chunk: int) -> dict[str, Any]:
     with (
         artifact.writing(SAMPLES) as good_path,
         artifact.writing(REJECTED) as bad_path,
-        pq.ParquetWriter(good_path, _SCHEMA) as good,
+        pq.ParquetWriter(good_path, SCHEMA) as good,
         pq.ParquetWriter(bad_path, _REJECTED) as bad,
     ):
-        waiting = _SCHEMA.empty_table()
+        waiting = SCHEMA.empty_table()
         for path in sorted(artifact.path(_PARTS).glob("[0-9]*.parquet")):
             part = pq.read_table(path)
             is_bad = part["reason"].is_valid()
             bad.write_table(part.filter(is_bad).select(_REJECTED.names))
             rejected += sum(is_bad.to_pylist())
-            fine = part.filter(part["reason"].is_null()).select(_SCHEMA.names)
+            fine = part.filter(part["reason"].is_null()).select(SCHEMA.names)
             splits.update(fine["split"].to_pylist())
             labels.update(label for label in fine["label"].to_pylist() if label is not None)
             captions += len(fine) - fine["caption"].null_count

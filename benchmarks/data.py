@@ -1,0 +1,298 @@
+"""What preparing and reading data costs beside the networks, and how the clustering does beside its peers.
+
+Rates of preparation are taken with the network already loaded, over pictures on disk, with everything that happens to
+them: reading, decoding, the network, writing, hashing. Clusterings run in processes of their own, one after the other,
+over the same feature files; their time includes assigning every row, and their memory is what the process holds at
+most above what it held before the first row was read.
+"""
+
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Literal
+
+import faiss
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from PIL import Image, ImageFilter
+from sklearn.cluster import MiniBatchKMeans
+from torch import Tensor
+
+from atoll import config as configuration
+from atoll.data import clusters, features, ingest, kmeans, latents, shards
+from atoll.data.chunks import Chunks
+from atoll.data.prepare import prepare
+from atoll.data.reader import Batch, Shards
+from atoll.data.source import Source
+from atoll.nets import Condition, DiT, DiTConfig
+from atoll.run import Artifact
+from harness import Row, interleave, run
+
+DIMENSIONS = 384
+CLUSTERS = 8
+
+
+def measure(quick: bool) -> list[Row]:
+    folder = Path(tempfile.mkdtemp(prefix="atoll-bench-"))
+    try:
+        return [*preparing(folder, quick), *reading(folder, quick), *clustering(folder, quick)]
+    finally:
+        shutil.rmtree(folder)
+
+
+# Preparing
+
+
+def write_pictures(folder: Path, count: int, side: int) -> Path:
+    """JPEG pictures with the soft structure of photographs, each with a caption."""
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        noise = Image.fromarray(generator.integers(0, 255, (side // 8, side // 8, 3), dtype=np.uint8))
+        picture = noise.resize((side, side), Image.Resampling.BICUBIC).filter(ImageFilter.DETAIL)
+        picture.save(folder / f"{number:05d}.jpg", quality=90)
+        (folder / f"{number:05d}.txt").write_text(f"picture number {number}")
+    return folder
+
+
+def preparing(folder: Path, quick: bool) -> Iterator[Row]:
+    """Rate of the stages features and latents over the bare forward rate of their network."""
+    count = 96 if quick else 512
+    source_folder = write_pictures(folder / "pictures", count, 256)
+    values = {"data": {"source": str(source_folder), "resolution": 64, "chunk": 64, "held_out": 0.0}}
+    config = configuration.resolve(values)
+    run = folder / "run"
+    prepare(run, config, ["ingest"])
+    source, index = ingest.open_configured(config.data), ingest.Index.open(run)
+    extractor, codec = (
+        features.open_extractor("efficientnet-lite0", 128 if quick else None),
+        latents.open_codec("emoji"),
+    )
+
+    def encode(pixels: ingest.Pixels) -> dict[str, Tensor]:
+        return {"features": extractor(pixels).half()}
+
+    for name, side, work in (("features", extractor.side, encode), ("latents", 64, codec.encode)):
+        batches = [pixels for _, pixels in ingest.picture_batches(index, source, all_chunks(index), side, 32, 2)]
+        stage = stage_over(folder / name, index, source, side, work)
+        forward = forward_over(batches, work)
+        times = interleave({"stage": stage, "forward": forward}, repeats=3 if quick else 7, warmup=0 if quick else 1)
+        yield Row(f"prepare {name}: rate / bare forward rate", times["forward"] / times["stage"], 0.9)
+        yield Row(f"prepare {name}: pictures a second", count / times["stage"])
+
+
+def all_chunks(index: ingest.Index) -> list[int]:
+    return list(range(-(-index.rows // index.chunk)))
+
+
+def stage_over(
+    folder: Path, index: ingest.Index, source: Source, side: int, work: Callable[[ingest.Pixels], dict[str, Tensor]]
+) -> Callable[[], None]:
+    """One pass of a stage into a fresh folder, from pictures on disk to the committed artifact."""
+
+    def once() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        artifact = Artifact(folder, "stage")
+        artifact.begin("stage", {})
+        pictures = ingest.picture_batches(index, source, all_chunks(index), side, 32, workers=2)
+        index.chunks(artifact).fill("bench", all_chunks(index), ((c, len(p), work(p)) for c, p in pictures))
+        artifact.commit({})
+
+    return once
+
+
+def forward_over(batches: list[ingest.Pixels], work: Callable[[ingest.Pixels], object]) -> Callable[[], None]:
+    def once() -> None:
+        for pixels in batches:
+            work(pixels)
+
+    return once
+
+
+# Reading
+
+
+def reading(folder: Path, quick: bool) -> Iterator[Row]:
+    """Training steps fed by the reader over the same steps fed from tensors in memory."""
+    batch, rows = 32, 2_000 if quick else 20_000
+    write_shards(folder / "shards", rows)
+    data = Shards.open(folder / "shards", [0])
+    torch.manual_seed(0)
+    config = DiTConfig.named("DiT-S/2", channels=8, out_channels=8, size=8, text_width=DIMENSIONS)
+    network = DiT(config)
+    optimizer = torch.optim.AdamW(network.parameters())
+    held = [data.read(data.order(np.arange(i * batch, (i + 1) * batch, dtype=np.uint64), 0)) for i in range(16)]
+    in_memory, stream = cycle(held), data.stream(batch, seed=0, workers=1)
+
+    def step(given: Batch) -> None:
+        x0 = given.latents(data.statistics)
+        condition = Condition(text=given.text.float(), text_mask=given.mask)  # type: ignore[union-attr]
+        loss = (network(x0, torch.rand(batch) * 1000, condition) - x0).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    sides = {"memory": lambda: step(next(in_memory)), "reader": lambda: step(next(stream))}
+    times = interleave(sides, seconds=8 if quick else 60, warmup=2)
+    yield Row("reader: training rate / from memory", times["memory"] / times["reader"], 0.97)
+    start = time.perf_counter()
+    for _ in islice(stream, 50):
+        pass
+    alone = (time.perf_counter() - start) / 50
+    yield Row("reader alone: samples a second", batch / alone)
+    yield Row("reader alone: time of a step / time to read its batch", times["memory"] / alone)
+
+
+def write_shards(run: Path, rows: int) -> None:
+    """Shards of latents 8 x 8 x 8 and captions of 4 to 16 tokens, as the emoji data has them."""
+    generator = torch.Generator().manual_seed(0)
+    artifact = Artifact(run, shards.name(0))
+    artifact.begin(shards.KIND, {})
+    for number, start in enumerate(range(0, rows, 4096)):
+        count = min(4096, rows - start)
+        lengths = torch.randint(4, 17, (count,), generator=generator, dtype=torch.int32)
+        tokens = torch.randn(int(lengths.sum()), DIMENSIONS, generator=generator).half()
+        latent = torch.randn(2, count, 8, 8, 8, generator=generator).half()
+        tensors = {"mean": latent[0], "std": latent[1].abs(), "label": torch.zeros(count, dtype=torch.int32)}
+        tensors |= {"tokens": tokens, "lengths": lengths, "pooled": torch.zeros(count, DIMENSIONS).half()}
+        artifact.write_tensors(f"train-{number:06d}.safetensors", tensors)
+    facts = {"statistics": {"mean": [0.0] * 8, "std": [1.0] * 8}, "text": {"max_tokens": 16}, "cluster": 0}
+    artifact.commit({**facts, "labels": [], "latents": {}, "fingerprint": ""})
+
+
+# Clustering
+
+
+def write_features(run: Path, rows: int) -> None:
+    """Unit vectors around 2000 centres of very different sizes, as an index and feature chunks of a run."""
+    chunk = 8192
+    generator = np.random.default_rng(0)
+    centres = generator.normal(size=(2000, DIMENSIONS)).astype(np.float32)
+    weights = generator.pareto(1.5, 2000) + 0.1
+    artifact = Artifact(run, ingest.NAME)
+    artifact.begin(ingest.KIND, {"chunk": chunk, "resolution": 64})
+    target = Artifact(run, features.NAME)
+    target.begin(features.KIND, {})
+    chunks = Chunks(target, rows, chunk)
+    with artifact.writing(ingest.SAMPLES) as path, pq.ParquetWriter(path, ingest.SCHEMA) as writer:
+        for number in range(chunks.count):
+            count = chunks.length(number)
+            kind = generator.choice(len(centres), count, p=weights / weights.sum())
+            vectors = torch.from_numpy(centres[kind] + generator.normal(size=(count, DIMENSIONS)).astype(np.float32))
+            target.write_tensors(
+                chunks.file(number), {"features": torch.nn.functional.normalize(vectors, dim=1).half()}
+            )
+            ids = [f"{number}-{row}" for row in range(count)]
+            table = {"id": ids, "caption": ids, "label": [None] * count, "split": ["train"] * count}
+            writer.write_table(pa.table({**table, "attributes": ids}, schema=ingest.SCHEMA))
+    artifact.commit({"rows": rows, "splits": {"train": rows}, "labels": {}})
+    target.commit({"rows": rows})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one clustering took and gave."""
+
+    seconds: float
+    megabytes: float
+    """Peak above the start."""
+    fine_cosine: float
+    """Mean cosine of all rows to the nearest of the fine centres."""
+    imbalance: float = 0.0
+
+
+def ours(run: Path, fine: int) -> Outcome:
+    """Atoll: fine centres from a bounded sample, streamed assignment, balanced merge, table of assignments."""
+    artifact, index = Artifact(run, "ours"), ingest.Index.open(run)
+    shutil.rmtree(artifact.folder, ignore_errors=True)
+    artifact.begin(clusters.KIND, {})
+    settings = configuration.Clusters(count=CLUSTERS, fine=fine)
+    before, start = memory("VmRSS"), time.perf_counter()
+    clusters.Partition(artifact, index, settings, index.chunks(Artifact(run, features.NAME))).assign()
+    seconds = time.perf_counter() - start
+    table = pq.read_table(artifact.path(clusters.ASSIGNMENTS))
+    sizes = np.bincount(table["coarse"].to_numpy(), minlength=CLUSTERS)
+    cosine = 1 - float(table["distance"].to_numpy().mean())
+    return Outcome(seconds, memory("VmHWM") - before, cosine, float(sizes.max() / sizes.mean()))
+
+
+def plain_faiss(run: Path, fine: int) -> Outcome:
+    """faiss as its manual shows it: everything in memory, k-means with its own defaults, then search."""
+    before, start = memory("VmRSS"), time.perf_counter()
+    rows = all_rows(run)
+    solver = faiss.Kmeans(DIMENSIONS, fine, niter=25, spherical=True, seed=0)
+    solver.train(rows)
+    cosine, _ = solver.index.search(rows, 1)
+    return Outcome(time.perf_counter() - start, memory("VmHWM") - before, float(cosine.mean()))
+
+
+def minibatch(run: Path, fine: int) -> Outcome:
+    """scikit-learn: everything in memory, MiniBatchKMeans, then predict. Centres are normalised for the comparison."""
+    before, start = memory("VmRSS"), time.perf_counter()
+    rows = all_rows(run)
+    solver = MiniBatchKMeans(fine, batch_size=8192, n_init=1, random_state=0).fit(rows)
+    seconds = time.perf_counter() - start
+    units = solver.cluster_centers_ / np.linalg.norm(solver.cluster_centers_, axis=1, keepdims=True)
+    _, distance = kmeans.nearest_centre(rows, units)
+    return Outcome(seconds, memory("VmHWM") - before, 1 - float(distance.mean()))
+
+
+def all_rows(run: Path) -> np.ndarray:
+    index = ingest.Index.open(run)
+    chunks = index.chunks(Artifact(run, features.NAME))
+    rows = np.empty((index.rows, DIMENSIONS), dtype=np.float32)
+    for number in range(chunks.count):
+        start = number * chunks.size
+        rows[start : start + chunks.length(number)] = features.read_chunk(chunks, number).numpy()
+    return rows
+
+
+def memory(what: Literal["VmRSS", "VmHWM"]) -> float:
+    """Megabytes that this process holds now or held at most, as Linux tells them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
+
+
+def apart(work: Callable[[Path, int], Outcome], run: Path, fine: int) -> Outcome:
+    """Do it in a fresh process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, (run, fine))
+
+
+def clustering(folder: Path, quick: bool) -> Iterator[Row]:
+    sides = {"ours": ours, "faiss": plain_faiss, "minibatch": minibatch}
+    counts = (4_000, 16_000) if quick else (10_000, 100_000, 1_000_000)
+    fine = 128 if quick else 1024
+    found: dict[tuple[str, int], Outcome] = {}
+    for rows in counts:
+        run = folder / f"features-{rows}"
+        write_features(run, rows)
+        for name, work in sides.items():
+            # As many fine centres for the peers as Atoll takes for so few rows.
+            found[name, rows] = apart(work, run, kmeans.fine_count(rows, CLUSTERS, fine))
+        shutil.rmtree(run)
+    large = counts[-1]
+    for peer in ("faiss", "minibatch"):
+        us, them = found["ours", large], found[peer, large]
+        yield Row(f"clustering {large:,} rows: time of {peer} / ours", them.seconds / us.seconds, 1.0)
+        yield Row(f"clustering {large:,} rows: our cosine / {peer}", us.fine_cosine / them.fine_cosine, 0.99)
+        yield Row(f"clustering {large:,} rows: our memory / {peer}", us.megabytes / them.megabytes, 1.0, "lower")
+    yield Row("clustering: largest / mean cluster", found["ours", large].imbalance, 1.25, "lower")
+    for name in sides:
+        for rows in counts:
+            outcome = found[name, rows]
+            yield Row(f"{name}, {rows:,} rows: seconds", outcome.seconds, None, "lower")
+            yield Row(f"{name}, {rows:,} rows: peak MB", outcome.megabytes, None, "lower")
+        growth = found[name, counts[-1]].megabytes / found[name, counts[-2]].megabytes
+        yield Row(f"{name}: memory at {counts[-1]:,} rows / at {counts[-2]:,}", growth, None, "lower")
+
+
+if __name__ == "__main__":
+    run("atoll.data", measure)
