@@ -14,8 +14,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm", ".pgm"})
 """How the names of picture files end; what a file really holds is told by its content."""
 
-LARGEST = 100_000_000
-"""More pixels than this is taken for a decompression bomb."""
+LARGEST = 89_478_485
+"""More pixels than this is taken for a decompression bomb; Pillow warns from here on."""
 
 SMALLEST = 8
 """Fewer pixels than this on a side is no picture (web data is full of 1x1 spacers)."""
@@ -27,12 +27,12 @@ _DAMAGE = (
     ValueError,
     EOFError,
     OverflowError,
+    RuntimeError,
     IndexError,
     KeyError,
     TypeError,
     struct.error,
     zlib.error,
-    Image.DecompressionBombError,
 )
 
 
@@ -58,6 +58,8 @@ def decode(data: bytes, resolution: int, *, largest: int = LARGEST, smallest: in
         picture = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise BadPicture(f"not a picture in a known format; it starts with {data[:12]!r}") from None
+    except Image.DecompressionBombError as error:
+        raise BadPicture(f"taken for a decompression bomb: {error}") from error
     except _DAMAGE as error:
         raise BadPicture(f"damaged header: {error}") from error
     width, height = picture.size
@@ -98,6 +100,6 @@ def _eight_bits(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _square(picture: Image.Image, resolution: int) -> Image.Image:
     width, height = picture.size
     side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    box = (left, top, left + side, top + side)
-    return picture.resize((resolution, resolution), Image.Resampling.LANCZOS, box=box)
+    left, top = (width - side) // 2, (height - side) // 2
+    centre = picture.crop((left, top, left + side, top + side))
+    return centre.resize((resolution, resolution), Image.Resampling.LANCZOS)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from atoll.data.pictures import SUFFIXES
 from atoll.data.source import Kind, Options, Source
+from atoll.data.sources.folder import FolderSource, folders
 from atoll.errors import AtollError
 
 _EXPECTED = (
@@ -25,8 +26,6 @@ def detect(spec: str, options: Options) -> Source:
 
         return DatasetsSource(spec, options)
     if kind == "folder":
-        from atoll.data.sources.folder import FolderSource
-
         return FolderSource(_existing(spec), options)
     suffix = ".tar" if kind == "webdataset" else ".parquet"
     root, files = files_of(spec, suffix)
@@ -63,15 +62,14 @@ def _kind_of_folder(folder: Path) -> Kind:
         return "datasets"
     if any(name.endswith(".tar") for name in names):
         return "webdataset"
-    pictures = tars = parquets = False
-    for file in folder.rglob("*"):
-        pictures = pictures or file.suffix.lower() in SUFFIXES
-        tars = tars or file.suffix == ".tar"
-        parquets = parquets or file.suffix == ".parquet"
-        if pictures:
+    found: Kind | None = None
+    for _, files in folders(folder):
+        suffixes = {file.suffix.lower() for file in files}
+        if suffixes & SUFFIXES:
             return "folder"
-    if tars or parquets:
-        return "webdataset" if tars else "parquet"
+        found = found or ("webdataset" if ".tar" in suffixes else "parquet" if ".parquet" in suffixes else None)
+    if found:
+        return found
     raise AtollError(f"{folder}: no picture in it, nor a tar or parquet file; {_EXPECTED}")
 
 

@@ -55,7 +55,7 @@ class FolderSource:
     def _survey(self) -> tuple[str, str]:
         captions = classes = metadata = False
         parts = [repr((self.options.caption, self.options.label, self.options.held_out))]
-        for folder, files in _folders(self.root):
+        for folder, files in folders(self.root):
             for file in files:
                 parts.append(f"{file.relative_to(self.root).as_posix()} {file.stat().st_size}")
                 if file.name in METADATA:
@@ -78,7 +78,7 @@ class FolderSource:
     def samples(self) -> Iterator[Sample]:
         """Every picture, folder by folder, by name; metadata of pictures that are not there are listed as bad."""
         rows: Rows = {}
-        for folder, files in _folders(self.root):
+        for folder, files in folders(self.root):
             rows.update(self._metadata(folder, files))
             taken: set[str] = set()
             names = {file.name for file in files}
@@ -117,7 +117,7 @@ class FolderSource:
         return make_sample(id, row, partial(_read, str(entry.file)), self.options, label=holder)
 
 
-def _folders(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[tuple[Path, list[Path]]]:
+def folders(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[tuple[Path, list[Path]]]:
     """Each folder with its files, all in order of name; links are followed, but never in a circle."""
     real = os.path.realpath(folder)
     if real in above:
@@ -128,7 +128,7 @@ def _folders(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[tupl
     yield folder, [folder / entry.name for entry in entries if entry.is_file()]
     for entry in entries:
         if entry.is_dir():
-            yield from _folders(folder / entry.name, above | {real})
+            yield from folders(folder / entry.name, above | {real})
 
 
 def _is_hidden(name: str) -> bool:

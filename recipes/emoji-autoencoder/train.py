@@ -1,0 +1,279 @@
+"""Train the small autoencoder that Atoll ships: 64x64 emoji to 8x8 latents and back.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 recipes/emoji-autoencoder/train.py --work runs/emoji-autoencoder
+
+One process a core, one thread a process: on a shared machine this waits less than two threads do. It can be stopped at
+any moment and started again with the same command. When the last step is done it writes the weights (half precision),
+the figures and a picture of reconstructions into the work folder.
+"""
+
+import json
+import math
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from diffusers import AutoencoderKL
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional
+
+from atoll.data.source import Options, Sample, decode, open_source
+
+RESOLUTION = 64
+HELD_OUT = 0.1
+"""Twice the share that the emoji source holds out by default; its held-out captions are all among these."""
+
+
+@dataclass
+class Recipe:
+    """Settings; the defaults made the shipped weights."""
+
+    work: Annotated[Path, tyro.conf.arg(aliases=["-w"])]
+    """Folder for checkpoints and results."""
+    steps: int = 4800
+    batch: int = 16
+    """Pictures a step, over all processes."""
+    lr: float = 1.5e-3
+    warmup: int = 200
+    ema: float = 0.998
+    kl: float = 1e-4
+    """Weight of the KL term, a mean over latent numbers: keeps latents near a unit Gaussian, hardly costs detail."""
+    latents: int = 8
+    channels: tuple[int, ...] = (12, 24, 48, 112)
+    seed: int = 0
+    checkpoint_every: int = 200
+
+
+def main(recipe: Recipe) -> None:
+    """Draw the pictures, train, export, measure."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    recipe.work.mkdir(parents=True, exist_ok=True)
+    if dist.get_rank() == 0:
+        draw_pictures(recipe.work)
+    dist.barrier()
+    train, held_out = pictures(recipe.work)
+    say(f"{len(train)} pictures to train on, {len(held_out)} held out")
+    averaged, seconds = fit(recipe, train, held_out)
+    if dist.get_rank() == 0:
+        finish(recipe, averaged, train, held_out, seconds)
+    dist.destroy_process_group()
+
+
+def say(text: str) -> None:
+    """Print once, not once a process."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def finish(recipe: Recipe, averaged: AutoencoderKL, train: Tensor, held_out: Tensor, seconds: float) -> None:
+    """Write weights, figures and reconstructions."""
+    shipped = AutoencoderKL.from_pretrained(export(averaged, train, recipe.work / "model"))
+    machine = {"processor": platform.processor() or platform.machine(), "processes": dist.get_world_size()}
+    report = {
+        "figures": measure(shipped, held_out),
+        "seconds": round(seconds),
+        "settings": {key: value for key, value in asdict(recipe).items() if key != "work"},
+        "machine": {**machine, "torch": torch.__version__},
+    }
+    (recipe.work / "figures.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    reconstructions(shipped, held_out).save(recipe.work / "reconstructions.png")
+    say(json.dumps(report, indent=2))
+
+
+def draw_pictures(work: Path) -> None:
+    """Draw every emoji once; the work folder keeps them as uint8 (N, 3, 64, 64)."""
+    file = work / "pictures.npz"
+    if file.exists():
+        return
+    samples = list(open_source("emoji", Options(held_out=HELD_OUT)).samples())
+    partial = file.with_suffix(".partial.npz")
+    np.savez(partial, **{split: _drawn([s for s in samples if s.split == split]) for split in ("train", "held-out")})
+    partial.rename(file)
+
+
+def pictures(work: Path) -> tuple[Tensor, Tensor]:
+    """Pictures to train on, and those held out."""
+    with np.load(work / "pictures.npz") as arrays:
+        return torch.from_numpy(arrays["train"]), torch.from_numpy(arrays["held-out"])
+
+
+def _drawn(samples: list[Sample]) -> np.ndarray[Any, Any]:
+    arrays = [np.asarray(decode(sample.read(), RESOLUTION)) for sample in samples]
+    return np.stack(arrays).transpose(0, 3, 1, 2).copy()
+
+
+def build(recipe: Recipe) -> AutoencoderKL:
+    """Few channels where the picture is large, many where it is small: parameters where they cost no time."""
+    blocks = len(recipe.channels)
+    return AutoencoderKL(
+        block_out_channels=recipe.channels,
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        layers_per_block=1,
+        latent_channels=recipe.latents,
+        norm_num_groups=4,
+        sample_size=RESOLUTION,
+        mid_block_add_attention=False,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+def fit(recipe: Recipe, train: Tensor, held_out: Tensor) -> tuple[AutoencoderKL, float]:
+    """The averaged model after all steps, and the seconds it took over all starts."""
+    torch.manual_seed(recipe.seed)
+    model = build(recipe).to(memory_format=torch.channels_last)
+    averaged = build(recipe)
+    averaged.load_state_dict(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=1e-4)
+    say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    step, spent = resume(recipe, model, averaged, optimizer)
+    started = time.monotonic()
+    while step < recipe.steps:
+        loss = train_step(recipe, step, batch_of(recipe, train, step), model, optimizer)
+        step += 1
+        average(averaged, model, min(recipe.ema, (1 + step) / (10 + step)))
+        if step % recipe.checkpoint_every == 0 or step == recipe.steps:
+            seconds = spent + time.monotonic() - started
+            say(f"step {step} loss {loss:.4f} after {seconds:.0f} s")
+            if dist.get_rank() == 0:
+                save(recipe, step, seconds, model, averaged, optimizer)
+            if step % (5 * recipe.checkpoint_every) == 0:
+                say(f"  held-out PSNR {measure(averaged, held_out[::8])['psnr_mean']:.2f} dB")
+    return averaged, spent + time.monotonic() - started
+
+
+def batch_of(recipe: Recipe, train: Tensor, step: int) -> Tensor:
+    """The batch of a step: a function of seed and step alone, so that a restart sees what an unbroken run sees."""
+    per_epoch = len(train) // recipe.batch
+    epoch, place = divmod(step, per_epoch)
+    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + epoch)
+    rows = torch.randperm(len(train), generator=generator)[place * recipe.batch : (place + 1) * recipe.batch]
+    torch.manual_seed(recipe.seed * 1_000_003 + step * dist.get_world_size() + dist.get_rank())
+    pictures = as_input(train[rows[dist.get_rank() :: dist.get_world_size()]])
+    mirrored = torch.rand(len(pictures), 1, 1, 1) < 0.5
+    return torch.where(mirrored, pictures.flip(3), pictures).contiguous(memory_format=torch.channels_last)
+
+
+def as_input(pixels: Tensor) -> Tensor:
+    """From bytes to [-1, 1]."""
+    return pixels.float() / 127.5 - 1
+
+
+def train_step(recipe: Recipe, step: int, x: Tensor, model: AutoencoderKL, optimizer: torch.optim.Optimizer) -> float:
+    """One update. Root of the squared error of each picture: between MSE, which sees hard pictures only, and PSNR."""
+    progress = step / recipe.steps
+    rate = recipe.lr * min(1.0, (step + 1) / recipe.warmup) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    posterior = model.encode(x).latent_dist
+    error = functional.mse_loss(model.decode(posterior.sample()).sample, x, reduction="none").mean(dim=(1, 2, 3))
+    loss = (error + 1e-5).sqrt().mean() + recipe.kl * posterior.kl().mean() / posterior.mean[0].numel()
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    share_gradients(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.detach())
+
+
+def share_gradients(model: nn.Module) -> None:
+    """The mean of all processes' gradients, in one message."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+@torch.no_grad()
+def average(averaged: nn.Module, model: nn.Module, decay: float) -> None:
+    """Exponential moving average of the weights."""
+    for old, new in zip(averaged.parameters(), model.parameters(), strict=True):
+        old.lerp_(new, 1 - decay)
+
+
+def save(
+    recipe: Recipe, step: int, seconds: float, model: nn.Module, averaged: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """A checkpoint, put in place in one move."""
+    states = {"model": model.state_dict(), "averaged": averaged.state_dict(), "optimizer": optimizer.state_dict()}
+    partial = recipe.work / "checkpoint.partial"
+    torch.save({"step": step, "seconds": seconds, **states}, partial)
+    partial.rename(recipe.work / "checkpoint.pt")
+
+
+def resume(
+    recipe: Recipe, model: nn.Module, averaged: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, float]:
+    """Step and seconds of the last checkpoint, if there is one."""
+    file = recipe.work / "checkpoint.pt"
+    if not file.exists():
+        return 0, 0.0
+    checkpoint = torch.load(file, weights_only=True)
+    model.load_state_dict(checkpoint["model"])
+    averaged.load_state_dict(checkpoint["averaged"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return int(checkpoint["step"]), float(checkpoint["seconds"])
+
+
+@torch.no_grad()
+def export(averaged: AutoencoderKL, train: Tensor, folder: Path) -> Path:
+    """Write the diffusers folder, with the latents' mean and spread in its config, in half precision."""
+    means = torch.cat([averaged.encode(as_input(part)).latent_dist.mean for part in train[::8].split(64)])
+    averaged.register_to_config(
+        scaling_factor=round(float(1 / means.std()), 4), shift_factor=round(float(means.mean()), 4)
+    )
+    averaged.half().save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def measure(model: AutoencoderKL, pixels: Tensor) -> dict[str, float]:
+    """PSNR of reconstructions from the posterior mean, pixels in [0, 1]; and how the latents are spread."""
+    errors, means, stds = [], [], []
+    for part in pixels.split(64):
+        posterior = model.encode(as_input(part)).latent_dist
+        restored = (model.decode(posterior.mean).sample.clamp(-1, 1) + 1) / 2
+        errors.append(functional.mse_loss(restored, part / 255, reduction="none").mean(dim=(1, 2, 3)))
+        means.append(posterior.mean)
+        stds.append(posterior.std)
+    error, mean = torch.cat(errors), torch.cat(means)
+    return {
+        "pictures": len(pixels),
+        "psnr_mean": round(float(-10 * error.log10().mean()), 2),
+        "psnr_of_mean_error": round(float(-10 * error.mean().log10()), 2),
+        "psnr_worst_tenth": round(float((-10 * error.log10()).quantile(0.1)), 2),
+        "latent_std": round(float(mean.std()), 3),
+        "latent_std_least_channel": round(float(mean.std(dim=(0, 2, 3)).min()), 3),
+        "latent_std_most_channel": round(float(mean.std(dim=(0, 2, 3)).max()), 3),
+        "posterior_std": round(float(torch.cat(stds).mean()), 4),
+    }
+
+
+@torch.no_grad()
+def reconstructions(model: AutoencoderKL, pixels: Tensor, columns: int = 16, rows: int = 4) -> Image.Image:
+    """Held-out pictures, each above its reconstruction."""
+    chosen = pixels[torch.linspace(0, len(pixels) - 1, columns * rows).long()]
+    restored = model.decode(model.encode(as_input(chosen)).latent_dist.mean).sample.clamp(-1, 1)
+    restored = ((restored + 1) * 127.5).round().byte()
+    sheet = Image.new("RGB", (columns * (RESOLUTION + 2), rows * 2 * (RESOLUTION + 2)), "grey")
+    for index in range(len(chosen)):
+        row, column = divmod(index, columns)
+        for below, picture in enumerate((chosen[index], restored[index])):
+            place = (column * (RESOLUTION + 2), (2 * row + below) * (RESOLUTION + 2))
+            sheet.paste(Image.fromarray(picture.permute(1, 2, 0).numpy()), place)
+    return sheet
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Recipe))
