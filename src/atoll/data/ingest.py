@@ -51,13 +51,8 @@ def open_configured(data: Data) -> Source:
 
 def made_from(config: Config, source: Source) -> dict[str, Any]:
     """What the index is made from."""
-    data = config.data
-    return {
-        "source": source.kind,
-        "fingerprint": source.fingerprint,
-        "resolution": data.resolution,
-        "chunk": data.chunk,
-    }
+    reading = {"kind", "image", "caption", "label", "id", "split", "held_out", "resolution", "chunk"}
+    return {"source": source.kind, **config.data.model_dump(include=reading), "fingerprint": source.fingerprint}
 
 
 def ingest(run: Path, config: Config, source: Source) -> Manifest:
