@@ -1,0 +1,63 @@
+"""The shipped autoencoder keeps its promise on pictures that it never saw."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
+
+from atoll.data import autoencoder
+from atoll.data.source import decode, open_source
+
+
+@pytest.fixture(scope="module")
+def network() -> AutoencoderKL:
+    return AutoencoderKL.from_pretrained(autoencoder.path()).eval()
+
+
+@pytest.fixture(scope="module")
+def held_out() -> Tensor:
+    """Every third held-out emoji, from -1 to 1."""
+    samples = [sample for sample in open_source("emoji").samples() if sample.split == "held-out"]
+    pictures = [np.asarray(decode(sample.read(), 64)) for sample in samples[::3]]
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2) / 127.5 - 1
+
+
+def batches(pictures: Tensor) -> Iterator[Tensor]:
+    return iter(pictures.split(34))
+
+
+def test_it_is_small_and_plain() -> None:
+    files = {file.name: file.stat().st_size for file in autoencoder.path().iterdir() if file.is_file()}
+    assert {"config.json", "diffusion_pytorch_model.safetensors"} <= files.keys()
+    assert sum(files.values()) < 4_000_000
+
+
+@torch.inference_mode()
+def test_reconstruction_of_held_out_captions(network: AutoencoderKL, held_out: Tensor) -> None:
+    """At least 26 dB, as the mean of each picture's PSNR, from the posterior's mean."""
+    psnr = []
+    for x in batches(held_out):
+        restored = network.decode(network.encode(x).latent_dist.mean).sample.clamp(-1, 1)
+        error = ((restored - x) / 2).square().mean(dim=(1, 2, 3))
+        psnr.append(-10 * error.log10())
+    assert len(torch.cat(psnr)) == 170
+    assert torch.cat(psnr).mean() >= 26
+
+
+@torch.inference_mode()
+def test_latents_suit_a_diffusion_model(network: AutoencoderKL, held_out: Tensor) -> None:
+    """8x8 with 8 channels; of about unit spread as the config scales them, no channel dead; noise well below signal."""
+    posteriors = [network.encode(x).latent_dist for x in batches(held_out)]
+    latents = torch.cat([posterior.mean for posterior in posteriors])
+    assert latents.dtype == torch.float32
+    assert latents.shape[1:] == (8, 8, 8)
+    scaled = (latents - network.config.shift_factor) * network.config.scaling_factor
+    spread = scaled.std(dim=(0, 2, 3))
+    assert 0.9 < scaled.std() < 1.1
+    assert spread.min() > 0.5
+    assert spread.max() < 2
+    noise = torch.cat([posterior.std for posterior in posteriors]).mean()
+    assert noise < 0.1 * latents.std()
