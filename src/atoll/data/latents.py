@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.config import Config
+from atoll.data import autoencoder as shipped
 from atoll.data.chunks import Chunks, Share
 from atoll.data.ingest import Index, Pixels, picture_batches
 from atoll.data.models import device, fingerprint, folder_of, repeatable
@@ -106,15 +107,11 @@ def open_codec(autoencoder: str) -> Codec | Pixel:
         raise AtollError(f"{file}: {unknown('autoencoder class', name, _CLASSES)}")
     import diffusers
 
-    return Codec(getattr(diffusers, name).from_pretrained(folder, use_safetensors=True))
+    return Codec(getattr(diffusers, name).from_pretrained(folder, use_safetensors=True, low_cpu_mem_usage=False))
 
 
 def _folder(autoencoder: str) -> Path:
-    if autoencoder == "emoji":
-        from atoll.data import autoencoder as shipped
-
-        return shipped.path()
-    return folder_of(autoencoder)
+    return shipped.path() if autoencoder == "emoji" else folder_of(autoencoder)
 
 
 def made_from(config: Config, index: Manifest) -> dict[str, Any]:
