@@ -61,8 +61,11 @@ def as_text(value: object) -> str | None:
     if value is None:
         return None
     text = str(value).strip()
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise BadPicture(f"its caption is not UTF-8: {text.encode('utf-8', 'surrogateescape')[:60]!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        given = text.encode("utf-8", "backslashreplace")[:60]
+        raise BadPicture(f"its caption is not UTF-8: {given!r}") from error
     return text or None
 
 

@@ -16,15 +16,14 @@ from atoll.errors import AtollError
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 
-Rows = dict[str, dict[str, Any]]
-"""Rows of metadata by the picture's path below the root."""
+Rows = dict[str, tuple[str, dict[str, Any]]]
+"""By the picture's path below the root: the file of metadata that has it, and its row."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A picture with its path below the root and what is known of it."""
+    """A picture's file and what is known of it."""
 
-    path: str
     file: Path
     row: Mapping[str, Any]
     caption_file: Path | None
@@ -56,13 +55,14 @@ class FolderSource:
         captions = classes = metadata = False
         parts = [repr((self.options.caption, self.options.label, self.options.held_out))]
         for folder, files in folders(self.root):
+            names = {file.name for file in files}
             for file in files:
                 parts.append(f"{file.relative_to(self.root).as_posix()} {file.stat().st_size}")
                 if file.name in METADATA:
                     metadata = True
                     parts.append(digest(file.read_bytes()))
                 if _is_picture(file):
-                    captions = captions or file.with_suffix(".txt") in files
+                    captions = captions or f"{file.stem}.txt" in names
                     classes = classes or folder != self.root
         how = (
             "metadata"
@@ -87,13 +87,14 @@ class FolderSource:
                 if not _is_picture(file) and path not in rows:
                     continue
                 caption_file = file.with_suffix(".txt") if f"{file.stem}.txt" in names else None
-                entry = _Entry(path, file, rows.pop(path, {}), caption_file)
+                _, row = rows.pop(path, ("", {}))
+                entry = _Entry(file, row, caption_file)
                 # a.png beside a.jpg: the first takes the key, the second keeps its suffix
                 id = key_of(path) if key_of(path) not in taken else path
                 taken.add(id)
                 yield self._sample(id, entry)
-        for path, row in rows.items():
-            yield bad_sample(key_of(path), f"listed in {row['metadata']}, but there is no such file")
+        for path, (listed, _) in rows.items():
+            yield bad_sample(key_of(path), f"listed in {listed}, but there is no such file")
 
     def _metadata(self, folder: Path, files: list[Path]) -> Rows:
         """The metadata that lie in one folder, by path below the root."""
@@ -101,14 +102,14 @@ class FolderSource:
         below = folder.relative_to(self.root)
         for file in files:
             if file.name in METADATA:
-                source = file.relative_to(self.root).as_posix()
+                listed = file.relative_to(self.root).as_posix()
                 for name, row in _read_metadata(file):
-                    rows[os.path.normpath(below / name).replace(os.sep, "/")] = {**row, "metadata": source}
+                    rows[os.path.normpath(below / name).replace(os.sep, "/")] = (listed, row)
         return rows
 
     def _sample(self, id: str, entry: _Entry) -> Sample:
-        row = {name: value for name, value in entry.row.items() if name != "metadata"}
-        if not entry.row and entry.caption_file is not None:
+        row = dict(entry.row)
+        if not row and entry.caption_file is not None:
             try:
                 row["text"] = as_text(entry.caption_file.read_bytes())
             except BadPicture as bad:
