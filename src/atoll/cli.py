@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, cast
 
 import tyro
 import yaml
@@ -112,6 +112,50 @@ class Prepare:
 
 
 @dataclass
+class Train:
+    """Train one expert, the router, the dense monolith or a distilled student; again, it resumes."""
+
+    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    expert: int | None = None
+    """The expert of this cluster, from its own shards alone."""
+    router: bool = False
+    """The router, from the data of all clusters."""
+    monolith: bool = False
+    """The dense model that an ensemble is measured against: all data, one network."""
+    student: bool = False
+    """A dense model that learns from the finished experts."""
+    match_flops: Annotated[Path | None, arg(metavar="RUN")] = None
+    """Train for as many FLOPs as all experts of this run together."""
+    dry_run: bool = False
+    """Print what it would cost in memory, FLOPs and time, and do nothing."""
+    json: bool = False
+    """With --dry-run: print JSON."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Train, or tell the cost."""
+        jobs = [name for name in ("router", "monolith", "student") if getattr(self, name)]
+        jobs += ["expert"] if self.expert is not None else []
+        if len(jobs) != 1:
+            raise AtollError("say what to train: one of --expert K, --router, --monolith, --student")
+        config = configuration.load(self.folder, self.overrides)
+        from atoll.train.estimate import show_estimate
+        from atoll.train.jobs import Job, run_job
+        from atoll.train.loop import REQUEUE, Requeue
+
+        job = Job(self.folder, config, cast(Any, jobs[0]), self.expert, self.match_flops)
+        if self.dry_run:
+            show_estimate(job, self.json)
+            return
+        try:
+            run_job(job)
+        except Requeue as stop:
+            print(f"atoll: {stop}", file=sys.stderr)
+            sys.exit(REQUEUE)
+
+
+@dataclass
 class Convert:
     """Bring other people's checkpoints in, or write an expert in someone else's layout."""
 
@@ -161,6 +205,7 @@ VERBS: dict[str, type[Verb]] = {
     "init": Init,
     "config": Config,
     "prepare": Prepare,
+    "train": Train,
     "convert": Convert,
 }
 

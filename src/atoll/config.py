@@ -8,10 +8,10 @@ and a command line are checked by the same code and fail with the same words.
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from atoll.errors import AtollError, nearest, unknown
 from atoll.vocabulary import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName
@@ -51,6 +51,7 @@ def _objective_by_name(value: object) -> object:
 
 
 ExpertKey = Literal["default"] | int
+NetworkChoice = str | dict[str, Any]
 NamedObjective = Annotated[Objective, BeforeValidator(_objective_by_name)]
 
 
@@ -117,6 +118,67 @@ class Text(Section):
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="as stored")
 
 
+class Train(Section):
+    """How every job trains; router and student may differ in their own sections."""
+
+    samples: int = Field(500_000, ge=1, description="samples that training sees; progress is counted in them")
+    batch: int = Field(64, ge=1, description="samples of one step, over all processes")
+    accumulate: int = Field(1, ge=1, description="parts a step is made in, to save memory")
+    lr: float = Field(3e-4, gt=0, description="learning rate")
+    warmup: int = Field(10_000, ge=0, description="samples over which the learning rate rises")
+    decay: Literal["constant", "cosine"] = Field("constant", description="learning rate after the warm-up")
+    beta2: float = Field(0.99, gt=0, lt=1, description="of AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
+    clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    precision: Literal["float32", "bfloat16"] = Field("float32", description="of the arithmetic; weights are float32")
+    ema: dict[str, float] = Field(
+        {"ema": 25_000.0}, min_length=1, description="averages of the weights: half-life in samples; the first is used"
+    )
+    condition: Literal["auto", "text", "label", "both", "none"] = Field(
+        "auto", description="what experts are told; auto is text if there is, else the label if there is"
+    )
+    condition_dropout: float = Field(0.1, ge=0, le=1, description="share of samples trained without, for guidance")
+    init: str | None = Field(None, description="folder of a network to start from, as atoll convert or train write it")
+    checkpointing: bool = Field(False, description="compute activations twice to save memory")
+    compile: bool = Field(False, description="torch.compile")
+    parallel: Literal["ddp", "fsdp2"] = Field("ddp", description="how processes under torchrun share the work")
+    save_every: int = Field(50_000, ge=1, description="samples between two checkpoints")
+    keep_last: int = Field(2, ge=1, description="checkpoints that are kept")
+    log_every: int = Field(2_000, ge=1, description="samples between two lines of metrics.jsonl")
+    grid_every: int = Field(100_000, ge=0, description="samples between two grids of pictures; 0 is never")
+    grid_size: int = Field(16, ge=0, description="pictures in a grid")
+    grid_guidance: float = Field(3.0, ge=0, description="guidance in the grids; 1 is none")
+    workers: int = Field(2, ge=1, description="threads that read batches ahead")
+    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field([], description="besides metrics.jsonl")
+    seed: int = Field(0, ge=0, description="of weights, order, times and noise")
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.batch % self.accumulate:
+            raise ValueError(f"batch {self.batch} is not a multiple of accumulate {self.accumulate}")
+        return self
+
+
+class Router(Section):
+    """The router's training, where it differs from `train`."""
+
+    network: str = Field("DiT-B/2", description="a named size")
+    told: Literal["nothing", "pooled", "label"] = Field("nothing", description="what it sees besides the noisy latent")
+    samples: int | None = Field(None, ge=1, description="null is train.samples")
+    batch: int | None = Field(None, ge=1, description="null is train.batch")
+    lr: float | None = Field(None, gt=0, description="null is train.lr")
+
+
+class Student(Section):
+    """The distilled dense model's training, where it differs from `train`."""
+
+    network: NetworkChoice | None = Field(None, description="null is networks.default")
+    samples: int | None = Field(None, ge=1, description="null is train.samples")
+    batch: int | None = Field(None, ge=1, description="null is train.batch")
+    lr: float | None = Field(None, gt=0, description="null is train.lr")
+    block: int = Field(8192, ge=1, description="samples whose targets are computed at once, expert after expert")
+
+
 class Config(Section):
     """Everything a run needs to know."""
 
@@ -130,6 +192,19 @@ class Config(Section):
         description="objective of every expert (default) and of single ones by number; a name or its parts",
     )
 
+    networks: dict[ExpertKey, NetworkChoice] = Field(
+        {"default": "DiT-XS/2"},
+        description="network of every expert (default) and of single ones by number; a named size or its parts",
+    )
+    train: Train = Train()
+    router: Router = Router()
+    student: Student = Student()
+
+    @field_validator("networks")
+    @classmethod
+    def _default_network_is_there(cls, networks: dict[ExpertKey, NetworkChoice]) -> dict[ExpertKey, NetworkChoice]:
+        return {"default": "DiT-XS/2", **networks}
+
     @field_validator("experts")
     @classmethod
     def _default_is_there(cls, experts: dict[ExpertKey, Objective]) -> dict[ExpertKey, Objective]:
@@ -140,6 +215,10 @@ class Config(Section):
         if not 0 <= expert < self.clusters.count:
             raise AtollError(f"there is no expert {expert}: this run has experts 0 to {self.clusters.count - 1}")
         return self.experts.get(expert, self.experts["default"])
+
+    def network(self, expert: int) -> NetworkChoice:
+        """The network of one expert."""
+        return self.networks.get(expert, self.networks["default"])
 
 
 _LATENT_DIFFUSION: dict[str, Any] = {

@@ -82,7 +82,7 @@ class Shards:
         _check_alike(artifacts, manifests)
         self.facts = manifests[0].facts
         self.statistics = Statistics.from_facts(self.facts)
-        self._artifacts = artifacts
+        self.artifacts = artifacts
         self._files = [
             _File(artifact.path(file), manifest.facts["cluster"])
             for artifact, manifest in zip(artifacts, manifests, strict=True)
@@ -100,6 +100,13 @@ class Shards:
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
+
+    def cluster_sizes(self) -> list[int]:
+        """Samples of each cluster that is open here, in the order of the clusters."""
+        sizes: dict[int, int] = {}
+        for file in self._files:
+            sizes[file.cluster] = sizes.get(file.cluster, 0) + file.rows
+        return [sizes[cluster] for cluster in sorted(sizes)]
 
     def read(self, indices: np.ndarray[Any, Any]) -> Batch:
         """The samples with these numbers, in this order."""
@@ -138,7 +145,7 @@ class Shards:
         if batch % world or not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world} cannot take its share of a batch of {batch}")
         if not len(self):
-            raise AtollError(f"{self._artifacts[0].folder}: there is no sample in this split")
+            raise AtollError(f"{self.artifacts[0].folder}: there is no sample in this split")
         share = batch // world
 
         def positions() -> Iterator[np.ndarray[Any, Any]]:
@@ -176,8 +183,8 @@ class Shards:
     def empty_text(self) -> tuple[Tensor, Tensor, Tensor]:
         """Text (L, D), mask (L) and pooled vector of the empty caption, for guidance."""
         if self.facts["text"] is None:
-            raise AtollError(f"{self._artifacts[0].folder} has no text; set text.encoder")
-        stored = load_file(self._artifacts[0].path(text.EMPTY))
+            raise AtollError(f"{self.artifacts[0].folder} has no text; set text.encoder")
+        stored = load_file(self.artifacts[0].path(text.EMPTY))
         padding = self.facts["text"]["max_tokens"] - len(stored["tokens"])
         states = torch.nn.functional.pad(stored["tokens"], (0, 0, 0, padding))
         return states, torch.arange(len(states)) < len(stored["tokens"]), stored["pooled"][0]

@@ -1,0 +1,148 @@
+"""Checkpoints: everything that resuming needs, through torch.distributed.checkpoint, in safetensors and JSON.
+
+A checkpoint is an artifact `JOB/checkpoints/SAMPLES` of weights, averages and optimizer state. Every process writes its
+own part and any number of processes can read it. Its manifest, written last, holds the hash of every file, so the
+newest good checkpoint is the newest one that verifies. Randomness is a function of position: it has no state to save.
+"""
+
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from atoll.errors import AtollError
+from atoll.run import Artifact
+from atoll.train.ema import Averages
+from atoll.train.world import World
+
+KIND = "checkpoint"
+
+
+@dataclass(frozen=True)
+class State:
+    """What training changes."""
+
+    network: nn.Module
+    averages: Averages
+    optimizer: torch.optim.Optimizer
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it by name, as the very tensors that training works on. The step count follows from the position."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.network.named_parameters():
+            tensors[f"network.{name}"] = parameter.detach()
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[f"optimizer.{key}.{name}"] = self._moments(parameter)[key]
+        for average, weights in self.averages.weights.items():
+            tensors |= {f"average.{average}.{name}": weight for name, weight in weights.items()}
+        return tensors
+
+    def at_step(self, step: int) -> None:
+        """Tell the optimizer how many steps it has made."""
+        for parameter in self.network.parameters():
+            self._moments(parameter)["step"].fill_(step)
+
+    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The optimizer's state of one parameter, made before the first step if need be."""
+        state: dict[str, Tensor] = self.optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one job."""
+
+    run: Path
+    job: str
+    made_from: Mapping[str, Any]
+    world: World
+    keep_last: int = 2
+
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        return self.run / self.job / "checkpoints"
+
+    def save(self, state: State, samples: int, facts: Mapping[str, Any]) -> None:
+        """Write a checkpoint; all processes take part, and it counts once the first has committed it."""
+        artifact = self._artifact(samples)
+        if self.world.first and artifact.manifest() is None:
+            shutil.rmtree(artifact.folder, ignore_errors=True)
+            artifact.begin(KIND, self.made_from)
+        self.world.wait()
+        if artifact.manifest() is None:
+            writer = HuggingFaceStorageWriter(str(artifact.folder), save_distributed=True)
+            with _quiet():
+                save(state.tensors(), storage_writer=writer, no_dist=self.world.size == 1)
+        self.world.wait()
+        if self.world.first:
+            artifact.commit({"samples": samples, **facts})
+            self._forget_old()
+        self.world.wait()
+
+    def load_newest(self, state: State) -> tuple[int, Mapping[str, Any]]:
+        """Fill the state from the newest good checkpoint; how many samples it had seen, and its facts."""
+        samples = self.world.tell(self._newest_good() if self.world.first else 0)
+        if samples == 0:
+            return 0, {}
+        artifact = self._artifact(samples)
+        tensors = state.tensors()
+        with _quiet():
+            reader = HuggingFaceStorageReader(str(artifact.folder))
+            load(tensors, storage_reader=reader, no_dist=self.world.size == 1)
+        return samples, artifact.open(KIND).facts
+
+    def newest(self) -> str:
+        """The name of the newest committed checkpoint, for messages."""
+        committed = [samples for samples in self._all() if self._artifact(samples).manifest()]
+        return str(self._artifact(max(committed)).folder) if committed else "none"
+
+    def clear(self) -> None:
+        """Remove them all, once the job's result is committed."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _newest_good(self) -> int:
+        for samples in sorted(self._all(), reverse=True):
+            artifact = self._artifact(samples)
+            try:
+                if artifact.manifest() is None:
+                    continue
+                artifact.open(KIND, verify=True)
+            except AtollError as error:
+                print(f"{artifact.folder} is damaged and passed over: {error}", flush=True)
+                continue
+            artifact.check(KIND, self.made_from)
+            return samples
+        return 0
+
+    def _all(self) -> Iterator[int]:
+        if self.folder.is_dir():
+            yield from (int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+
+    def _artifact(self, samples: int) -> Artifact:
+        return Artifact(self.run, f"{self.job}/checkpoints/{samples:012d}")
+
+    def _forget_old(self) -> None:
+        committed = sorted(samples for samples in self._all() if self._artifact(samples).manifest())
+        for samples in committed[: -self.keep_last]:
+            # The manifest goes first: what is half removed must not look whole.
+            (self._artifact(samples).folder / "manifest.json").unlink()
+            shutil.rmtree(self._artifact(samples).folder)
+
+
+def _quiet() -> AbstractContextManager[object]:
+    """torch warns that it assumes a single process when it is told that there is one."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)

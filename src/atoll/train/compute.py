@@ -1,0 +1,75 @@
+"""What training costs: FLOPs and memory of a network, counted on the meta device without running it."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from atoll.nets import Condition, build, count_parameters
+
+BACKWARD = 2
+"""The backward pass costs twice the forward pass."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one network, for one sample."""
+
+    parameters: int
+    forward_flops: int
+    activation_bytes: int
+
+    def training_flops(self, checkpointing: bool = False) -> int:
+        """Of one training step for one sample: forward, backward and, with checkpointing, forward again."""
+        return self.forward_flops * (1 + BACKWARD + checkpointing)
+
+
+def cost(description: dict[str, Any], shape: tuple[int, ...], text: tuple[int, int] | None) -> Cost:
+    """Count one forward pass of the network that a description names, on a sample of that shape."""
+    with torch.device("meta"):
+        network = build(description)
+        x, at = torch.zeros(1, *shape), torch.zeros(1)
+        condition = _condition(description, text)
+    saved: dict[int, int] = {}
+    weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        network(x, at, condition)
+    return Cost(count_parameters(network), counter.get_total_flops(), sum(saved.values()))
+
+
+def _condition(description: dict[str, Any], text: tuple[int, int] | None) -> Condition:
+    """A condition of the right shapes for a network; text is (tokens, width)."""
+    wide = description.get("text_width") or description.get("caption_channels")
+    pooled = description.get("pooled_width") or description.get("pooled_projection_dim")
+    return Condition(
+        text=torch.zeros(1, *text) if text and (wide or "joint_attention_dim" in description) else None,
+        pooled=torch.zeros(1, pooled) if pooled else None,
+        label=torch.zeros(1, dtype=torch.long) if description.get("num_classes") else None,
+    )
+
+
+def training_bytes(cost: Cost, batch: int, averages: int, half: bool) -> int:
+    """Weights, gradients, two moments and averages in float32, and the activations of one micro-batch."""
+    activations = cost.activation_bytes * batch // (2 if half else 1)
+    return 4 * cost.parameters * (4 + averages) + activations
+
+
+def measured_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
+    """FLOPs a second of a matrix product on this device: what no network exceeds."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        float((a @ b)[0, 0])
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,287 @@
+"""From a run and its settings to a finished job: build the task, train it, commit the result.
+
+    RUN/experts/003/            (also RUN/router, RUN/monolith, RUN/student)
+        metrics.jsonl, grids/   what a person looks at
+        checkpoints/            what resuming needs; removed once the result is committed
+        final/                  the result: config.json, weights, manifest.json with everything it declares
+
+An expert's job reads `atoll.yaml` and its own cluster's shards, and writes only its own folder.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from atoll import flow
+from atoll.config import Config, NetworkChoice, Train
+from atoll.data.models import device as pick_device
+from atoll.data.reader import Shards
+from atoll.errors import AtollError, unknown
+from atoll.nets import NAMES, Router, build, load_network, save_network
+from atoll.run import Artifact, Manifest
+from atoll.train.checkpoints import Checkpoints
+from atoll.train.compute import Cost, cost
+from atoll.train.loop import Outcome, train
+from atoll.train.student import EXPERT_KIND, StudentTask
+from atoll.train.tasks import ExpertTask, RouterTask, Task
+from atoll.train.world import World, join, whole
+
+ROUTER_KIND = "router"
+Kind = Literal["expert", "router", "monolith", "student"]
+_NO_EFFECT = {"samples", "save_every", "keep_last", "log_every", "grid_every", "grid_size", "grid_guidance"}
+_NO_EFFECT |= {"workers", "trackers", "parallel", "compile", "checkpointing", "accumulate"}
+"""Settings of training that do not change its result beyond rounding: a job may resume with others."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing to train in a run."""
+
+    run: Path
+    config: Config
+    kind: Kind
+    expert: int | None = None
+    match_flops: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the expert exists."""
+        if self.kind == "expert":
+            assert self.expert is not None
+            self.config.objective(self.expert)
+
+    @property
+    def name(self) -> str:
+        """The job's folder in the run."""
+        return f"experts/{self.expert:03d}" if self.kind == "expert" else self.kind
+
+    @property
+    def result(self) -> Artifact:
+        """Where the result goes."""
+        return Artifact(self.run, f"{self.name}/final")
+
+    @cached_property
+    def clusters(self) -> list[int]:
+        """The clusters whose data the job needs."""
+        return [self.expert] if self.expert is not None else list(range(self.config.clusters.count))
+
+    @cached_property
+    def shards(self) -> Shards:
+        """The training data."""
+        return Shards.open(self.run, self.clusters)
+
+    @cached_property
+    def settings(self) -> Train:
+        """How this job trains: `train`, with the job's own section on top, in whole steps."""
+        own = {"router": self.config.router, "student": self.config.student}.get(self.kind)
+        changes = {
+            key: getattr(own, key) for key in ("samples", "batch", "lr") if own and getattr(own, key) is not None
+        }
+        settings = self.config.train.model_copy(update=changes)
+        samples = settings.samples
+        if self.match_flops is not None:
+            samples = expert_flops(self.match_flops) // self.cost.training_flops(settings.checkpointing)
+        steps = max(1, -(-samples // settings.batch))
+        return Train.model_validate({**settings.model_dump(), "samples": steps * settings.batch})
+
+    @cached_property
+    def told(self) -> frozenset[str]:
+        """What the network is told: any of text, pooled and label."""
+        facts = self.shards.facts
+        if self.kind == "router":
+            wish = {"nothing": set(), "pooled": {"pooled"}, "label": {"label"}}[self.config.router.told]
+        else:
+            auto = "text" if facts["text"] else "label" if facts["labels"] else "none"
+            choice = self.config.train.condition
+            wish = {"both": {"text", "label"}, "none": set()}.get(
+                auto if choice == "auto" else choice, {auto if choice == "auto" else choice}
+            )
+        if wish & {"text", "pooled"} and not facts["text"]:
+            raise AtollError(f"{self.name} is to be told text, but {self.run} was prepared without; set text.encoder")
+        if "label" in wish and not facts["labels"]:
+            raise AtollError(f"{self.name} is to be told labels, but the data of {self.run} has none")
+        return frozenset(wish)
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """The network, in the plain values of its manifest."""
+        facts = self.shards.facts
+        channels, size = facts["latents"]["shape"][0], facts["latents"]["shape"][-1]
+        fitting: dict[str, Any] = {"channels": channels, "size": size}
+        if "label" in self.told:
+            fitting["num_classes"] = len(facts["labels"])
+        if self.kind == "router":
+            fitting["experts"] = self.config.clusters.count
+            if "pooled" in self.told:
+                fitting["pooled_width"] = facts["text"]["pooled"]
+            return _named("Router", self.config.router.network, fitting)
+        fitting["out_channels"] = channels
+        if "text" in self.told:
+            fitting["text_width"] = facts["text"]["dimensions"]
+        if self.config.train.init is not None:
+            return _adopted(self.config.train.init, fitting)
+        return _named("DiT", self._choice, fitting)
+
+    @property
+    def _choice(self) -> NetworkChoice:
+        if self.kind == "expert":
+            assert self.expert is not None
+            return self.config.network(self.expert)
+        student = self.config.student.network if self.kind == "student" else None
+        return student or self.config.networks["default"]
+
+    @cached_property
+    def objective(self) -> flow.Objective:
+        """How the expert or the monolith is trained."""
+        chosen = self.config.experts["default"] if self.expert is None else self.config.objective(self.expert)
+        return flow.objective(**chosen.model_dump())
+
+    @cached_property
+    def cost(self) -> Cost:
+        """FLOPs and memory of one sample."""
+        facts = self.shards.facts
+        text = (facts["text"]["max_tokens"], facts["text"]["dimensions"]) if facts["text"] else None
+        return cost(self.description, tuple(facts["latents"]["shape"]), text)
+
+    @property
+    def made_from(self) -> dict[str, Any]:
+        """What the result is made from; a job that resumes must agree with its checkpoints on all of it."""
+        settings = self.settings.model_dump()
+        if settings["decay"] == "constant":
+            settings.pop("decay")
+        else:
+            settings["cosine_samples"] = settings["samples"]
+        return {
+            "job": self.name,
+            "data": [artifact.open("shards").digest for artifact in self.shards.artifacts],
+            "network": self.description,
+            "objective": self.objective.spec if self.kind in ("expert", "monolith") else self.kind,
+            "train": {key: value for key, value in settings.items() if key not in _NO_EFFECT},
+        }
+
+    def task(self) -> Task:
+        """The task, with its network freshly made or adopted."""
+        torch.manual_seed(self.settings.seed)
+        network: nn.Module = build(self.description)
+        if self.config.train.init is not None and self.kind != "router":
+            network.load_state_dict(load_network(self.config.train.init).state_dict())
+        if self.settings.checkpointing:
+            network.checkpointing = True  # type: ignore[assignment]
+        held_out = Shards.open(self.run, self.clusters, "held-out")
+        base = (self.name, network, self.shards, held_out, self.settings.seed)
+        dropout = self.settings.condition_dropout
+        if self.kind == "router":
+            assert isinstance(network, Router)
+            network.set_prior(self.shards.cluster_sizes(), balanced=False)
+            return RouterTask(*base, self.told)
+        if self.kind == "student":
+            return StudentTask(*base, self.told, dropout, self.run, self.settings.batch, self.config.student.block)
+        return ExpertTask(*base, self.objective, self.told, dropout)
+
+
+def run_job(job: Job) -> Manifest:
+    """Train a job to its end, or do nothing if its result is there."""
+    kind = ROUTER_KIND if job.kind == "router" else EXPERT_KIND
+    goal = {**job.made_from, "samples": job.settings.samples}
+    if job.result.check(kind, goal):
+        print(f"{job.result.folder} is there already", flush=True)
+        return job.result.open(kind)
+    with join(pick_device()) as world:
+        task = job.task()
+        checkpoints = Checkpoints(job.run, job.name, job.made_from, world, job.settings.keep_last)
+        outcome = train(task, job.settings, checkpoints, world)
+        return commit(job, task, outcome, world, kind, goal)
+
+
+def commit(job: Job, task: Task, outcome: Outcome, world: World, kind: str, goal: dict[str, Any]) -> Manifest:
+    """Write the result: averaged weights in plain safetensors, and a manifest that declares everything."""
+    name, *others = outcome.averages.weights
+    averages = {
+        average: {key: whole(value) for key, value in outcome.averages.weights[average].items()}
+        for average in (name, *others)
+    }
+    if world.first:
+        network = build(job.description)
+        network.load_state_dict({**dict(task.network.named_buffers()), **averages[name]})
+        figures = replace(task, network=network.to(world.device).eval()).finish()
+        job.result.begin(kind, goal)
+        save_network(network, job.result.folder)
+        for other in others:
+            job.result.write_tensors(f"average-{other}.safetensors", averages[other])
+        made = job.result.commit({**declaration(job, task), **figures, "compute": compute(job, outcome)})
+        Checkpoints(job.run, job.name, {}, world).clear()
+        print(f"{task.name}: done, {job.result.folder}", flush=True)
+    world.wait()
+    return job.result.open(kind) if not world.first else made
+
+
+def declaration(job: Job, task: Task) -> dict[str, Any]:
+    """What a network says of itself, so that the ensemble needs no other knowledge."""
+    facts = job.shards.facts
+    about = {key: facts[key] for key in ("labels", "source", "fingerprint", "latents", "statistics", "text")}
+    return {"job": job.name, "clusters": job.clusters, "network": job.description, **task.facts(), **about}
+
+
+def compute(job: Job, outcome: Outcome) -> dict[str, Any]:
+    """Fair accounting: what the job cost."""
+    per_sample = job.cost.training_flops(job.settings.checkpointing)
+    teacher = teacher_flops(job) if job.kind == "student" else 0
+    return {
+        "samples": job.settings.samples,
+        "parameters": job.cost.parameters,
+        "flops": (per_sample + teacher) * job.settings.samples,
+        "seconds": outcome.seconds,
+    }
+
+
+def teacher_flops(job: Job) -> int:
+    """Forward FLOPs of the teachers for one sample, on average over the clusters."""
+    sizes = job.shards.cluster_sizes()
+    facts = job.shards.facts
+    text = (facts["text"]["max_tokens"], facts["text"]["dimensions"]) if facts["text"] else None
+    total = 0
+    for expert, size in enumerate(sizes):
+        network = Artifact(job.run, f"experts/{expert:03d}/final").open(EXPERT_KIND).facts["network"]
+        total += size * cost(network, tuple(facts["latents"]["shape"]), text).forward_flops
+    return total // sum(sizes)
+
+
+def expert_flops(run: Path) -> int:
+    """Training FLOPs of all finished experts of a run."""
+    finals = sorted((run / "experts").glob("*/final")) if (run / "experts").is_dir() else []
+    spent = [
+        manifest.facts["compute"]["flops"]
+        for folder in finals
+        if (manifest := Artifact(run, folder.relative_to(run).as_posix()).manifest())
+    ]
+    if not spent:
+        raise AtollError(f"{run} has no finished expert whose FLOPs could be matched; train them first")
+    return int(sum(spent))
+
+
+def _named(kind: str, choice: NetworkChoice, fitting: dict[str, Any]) -> dict[str, Any]:
+    """A full description from a named size or its parts, fitted to the data."""
+    parts = {"name": choice} if isinstance(choice, str) else dict(choice)
+    if "_class_name" in parts:
+        return parts
+    name = parts.pop("name", "DiT-XS/2")
+    if name not in NAMES:
+        raise AtollError(unknown("network size", name, NAMES))
+    with torch.device("meta"):
+        return build({"_class_name": kind, **NAMES[name], **fitting, **parts}).describe()
+
+
+def _adopted(folder: str, fitting: dict[str, Any]) -> dict[str, Any]:
+    """The description of a network to start from; at another resolution it resizes its positions by itself."""
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise AtollError(f"{folder} has no config.json; expected a network as atoll convert or atoll train write it")
+    described: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    for key in ("channels", "text_width", "num_classes"):
+        if key in described and described[key] != fitting.get(key, 0):
+            raise AtollError(f"{file}: {key} is {described[key]}, this run's data needs {fitting.get(key, 0)}")
+    return described

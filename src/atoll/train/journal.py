@@ -1,0 +1,161 @@
+"""What a person sees of a job: a progress bar, metrics.jsonl, grids of samples, and trackers if asked for."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from atoll.errors import AtollError
+from atoll.progress import progress
+from atoll.train.tasks import TIME_BINS, Losses
+from atoll.train.world import World
+
+METRICS = "metrics.jsonl"
+Tracker = Callable[[dict[str, float], int], None]
+
+
+class Journal:
+    """Collects losses between two lines of the journal, and writes the lines."""
+
+    def __init__(
+        self, folder: Path, name: str, world: World, total: int, done: int, trackers: Sequence[str], seconds: float
+    ) -> None:
+        self.folder, self.world, self.done, self.seconds_before = folder, world, done, seconds
+        self._sums: Tensor | None = None
+        self._names: list[str] = []
+        self._stack = ExitStack()
+        self._trackers: list[Tracker] = []
+        self._start = self._last = time.monotonic()
+        self._last_samples = done
+        if world.first:
+            folder.mkdir(parents=True, exist_ok=True)
+            forget_after(folder / METRICS, done)
+            self._lines = self._stack.enter_context((folder / METRICS).open("a", encoding="utf-8"))
+            self._trackers = [open_tracker(kind, folder, name, self._stack) for kind in trackers]
+            self._bar = self._stack.enter_context(progress(name, total, done))
+
+    def __enter__(self) -> Self:
+        """Open for writing."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files, the bar and the trackers."""
+        self._stack.close()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the whole job so far, earlier attempts included."""
+        return self.seconds_before + time.monotonic() - self._start
+
+    @torch.no_grad()
+    def add(self, losses: Losses) -> None:
+        """Take in the losses of a batch: sums and counts by time, nothing that waits for the device."""
+        values = {"loss": losses.loss, **losses.extra}
+        self._names = list(values)
+        bins = (losses.t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
+        rows = torch.stack([value.detach().float() for value in values.values()] + [torch.ones_like(losses.loss)])
+        sums = torch.zeros(len(rows), TIME_BINS, device=rows.device).index_add_(1, bins, rows.detach())
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def advance(self, samples: int, batch: int) -> None:
+        """Move the bar."""
+        self.done = samples
+        if self.world.first:
+            self._bar.update(batch)
+
+    def write(self, step: int, lr: float, gradient: float) -> None:
+        """One line: means since the last one, whole and by time."""
+        assert self._sums is not None
+        sums = self.world.total(self._sums).cpu()
+        self._sums = None
+        if not self.world.first:
+            return
+        now = time.monotonic()
+        rate = (self.done - self._last_samples) / max(now - self._last, 1e-9)
+        self._last, self._last_samples = now, self.done
+        counts = sums[-1]
+        figures = {name: (row.sum() / counts.sum()).item() for name, row in zip(self._names, sums, strict=False)}
+        line: dict[str, Any] = {"samples": self.done, "step": step, **figures, "lr": lr, "gradient_norm": gradient}
+        line |= {"samples_per_second": rate, "seconds": self.seconds}
+        for track in self._trackers:
+            track({key: float(value) for key, value in line.items()}, self.done)
+        for name, row in zip(self._names, sums, strict=False):
+            pairs = zip(row.tolist(), counts.tolist(), strict=True)
+            line[f"{name}_by_time"] = [value / count if count else None for value, count in pairs]
+        self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+        if isinstance(self._bar, tqdm):
+            self._bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{lr:.1e}", refresh=False)
+
+    def picture(self, pixels: "np.ndarray[Any, Any]") -> None:
+        """Save a grid of samples (N, side, side, 3) of eight bits."""
+        if self.world.first:
+            target = self.folder / "grids" / f"{self.done:012d}.png"
+            target.parent.mkdir(exist_ok=True)
+            grid(pixels).save(target)
+
+
+def forget_after(file: Path, samples: int) -> None:
+    """Cut a metrics file back to the checkpoint that training resumes from, and drop a half-written last line."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["samples"] <= samples:
+                kept.append(line)
+        except json.JSONDecodeError:
+            break
+    file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
+def grid(pixels: "np.ndarray[Any, Any]") -> Image.Image:
+    """Pictures side by side, as square a sheet as their number allows."""
+    count, height, width, _ = pixels.shape
+    columns = int(np.ceil(np.sqrt(count)))
+    rows = -(-count // columns)
+    sheet = np.full((rows * height, columns * width, 3), 255, dtype=np.uint8)
+    for i, picture in enumerate(pixels):
+        top, left = i // columns * height, i % columns * width
+        sheet[top : top + height, left : left + width] = picture
+    return Image.fromarray(sheet)
+
+
+def open_tracker(kind: str, folder: Path, name: str, stack: ExitStack) -> Tracker:
+    """A tracker by name; it is imported only if asked for."""
+    try:
+        if kind == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = stack.enter_context(SummaryWriter(str(folder / "tensorboard")))
+
+            def to_tensorboard(figures: dict[str, float], samples: int) -> None:
+                for key, value in figures.items():
+                    writer.add_scalar(key, value, samples)
+
+            return to_tensorboard
+        import importlib
+
+        module = importlib.import_module(kind)
+    except ImportError as error:
+        raise AtollError(f"{kind} is not installed; pip install {kind}, or take it out of train.trackers") from error
+    module.init(project="atoll", name=name, dir=str(folder)) if kind == "wandb" else module.init(
+        project="atoll", name=name
+    )
+    stack.callback(module.finish)
+
+    def track(figures: dict[str, float], samples: int) -> None:
+        module.log(figures, step=samples)
+
+    return track

@@ -1,0 +1,151 @@
+"""The loop: forward, loss, backward, step, average, save. One for expert, router, monolith and student."""
+
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch import nn
+
+from atoll.config import Train
+from atoll.data.reader import Batch
+from atoll.errors import AtollError
+from atoll.train.checkpoints import Checkpoints, State
+from atoll.train.ema import Averages
+from atoll.train.journal import Journal
+from atoll.train.samples import draw_grid
+from atoll.train.tasks import Task
+from atoll.train.world import World, whole
+
+REQUEUE = 75
+"""Exit code of a job that was asked to stop and saved: run the same command again (EX_TEMPFAIL)."""
+
+
+class Requeue(Exception):  # noqa: N818 - not an error
+    """The job was told to stop; everything is saved."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is left after the last step."""
+
+    averages: Averages
+    seconds: float
+
+
+def train(task: Task, settings: Train, checkpoints: Checkpoints, world: World) -> Outcome:
+    """Train until `settings.samples`, from the newest checkpoint if there is one."""
+    precision = getattr(torch, settings.precision)
+    wrapped = world.wrap(task.network, settings.parallel, precision)
+    forward = torch.compile(wrapped) if settings.compile else wrapped
+    state = State(task.network, Averages(task.network, settings.ema), make_optimizer(task.network, settings))
+    samples, facts = checkpoints.load_newest(state)
+    state.at_step(samples // settings.batch)
+    micro = settings.batch // settings.accumulate
+    stream = task.shards.stream(micro, task.seed, samples, world.rank, world.size, settings.workers)
+    journal = Journal(
+        checkpoints.run / task.name,
+        task.name,
+        world,
+        settings.samples,
+        samples,
+        settings.trackers,
+        facts.get("seconds", 0),
+    )
+    autocast = torch.autocast(world.device.type, precision, enabled=precision != torch.float32)
+    with journal, stop_signals() as stop:
+        while samples < settings.samples:
+            lr = learning_rate(samples, settings)
+            for part in range(settings.accumulate):
+                batch = next(stream).to(world.device)
+                position = samples + part * micro + world.rank * (micro // world.size)
+                with world.gradients(wrapped, last=part == settings.accumulate - 1):
+                    with autocast:
+                        losses = task.losses(forward, batch, position)
+                    check_finite(losses.loss, batch, task, checkpoints)
+                    torch.autograd.backward(losses.loss.mean() / settings.accumulate)
+                journal.add(losses)
+            for group in state.optimizer.param_groups:
+                group["lr"] = lr
+            norm = float(whole(nn.utils.clip_grad_norm_(task.network.parameters(), settings.clip)))
+            if not math.isfinite(norm):
+                raise_not_finite("gradient", batch, task, checkpoints)
+            state.optimizer.step()
+            state.optimizer.zero_grad(set_to_none=True)
+            samples += settings.batch
+            state.averages.update(samples, settings.batch)
+
+            journal.advance(samples, settings.batch)
+            done, stopped = samples >= settings.samples, world.agree(bool(stop))
+            if done or stopped or due(samples, settings.log_every, settings.batch):
+                journal.write(samples // settings.batch, lr, norm)
+            if settings.grid_every and (done or due(samples, settings.grid_every, settings.batch)):
+                draw_grid(task, state.averages, journal, settings)
+            if done or stopped or due(samples, settings.save_every, settings.batch):
+                checkpoints.save(state, samples, {"seconds": journal.seconds})
+            if stopped and not done:
+                raise Requeue(f"{task.name}: stopped at {samples:,} samples and saved; the same command continues")
+    return Outcome(state.averages, journal.seconds)
+
+
+def make_optimizer(network: nn.Module, settings: Train) -> torch.optim.AdamW:
+    """AdamW, fused."""
+    return torch.optim.AdamW(
+        network.parameters(),
+        lr=settings.lr,
+        betas=(0.9, settings.beta2),
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+
+def learning_rate(samples: int, settings: Train) -> float:
+    """Linear warm-up, then constant or a cosine to 0; a function of the samples seen, so it needs no state."""
+    warm = min(1.0, (samples + settings.batch) / settings.warmup) if settings.warmup else 1.0
+    if settings.decay == "constant":
+        return settings.lr * warm
+    return settings.lr * warm * 0.5 * (1 + math.cos(math.pi * min(1.0, samples / settings.samples)))
+
+
+def due(samples: int, every: int, batch: int) -> bool:
+    """Whether this step crossed a multiple of `every` samples."""
+    return samples // every > (samples - batch) // every
+
+
+def check_finite(loss: torch.Tensor, batch: Batch, task: Task, checkpoints: Checkpoints) -> None:
+    """Stop before a loss that is not a number reaches the weights."""
+    if not bool(loss.isfinite().all()):
+        raise_not_finite("loss", batch, task, checkpoints, ~loss.isfinite())
+
+
+def raise_not_finite(
+    what: str, batch: Batch, task: Task, checkpoints: Checkpoints, bad: torch.Tensor | None = None
+) -> None:
+    """Name the samples and the last good checkpoint."""
+    rows = batch.index if bad is None else batch.index[bad]
+    ids = task.shards.ids(rows.tolist())
+    shown = ", ".join(ids[:16]) + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")
+    raise AtollError(
+        f"{task.name}: the {what} is not finite on samples {shown}. Nothing of this step was kept; the last good "
+        f"checkpoint is {checkpoints.newest()}. Lower train.lr or train.clip, or look at those samples"
+    )
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGUSR1 ask for an orderly stop; the list is not empty once one has come."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

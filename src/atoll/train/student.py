@@ -1,0 +1,144 @@
+"""Distillation: a dense student regresses the velocity of the expert of each sample's own cluster (DDM section 3.4).
+
+No router is needed: the teacher is chosen by the cluster label, and its answer carried over the bridge into velocity.
+Targets are computed for a block of samples at a time, expert after expert, so one teacher is in memory at once. A block
+is fixed by its position in the run, so a job that resumes in the middle of it computes the same targets again.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll import flow
+from atoll.data.reader import Batch
+from atoll.nets import Condition, load_network
+from atoll.run import Artifact
+from atoll.train.tasks import Forward, Losses, Task, _linear, condition_of, drop, held_out_velocity
+
+EXPERT_KIND = "expert"
+TEACHER_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """One expert as a velocity field, and what it wants to be told."""
+
+    velocity: Callable[..., Tensor]
+    told: frozenset[str]
+
+
+def load_teacher(run: Path, expert: int, device: torch.device) -> Teacher:
+    """Open a finished expert of a run."""
+    artifact = Artifact(run, f"experts/{expert:03d}/final")
+    facts = artifact.open(EXPERT_KIND, verify=True).facts
+    network = load_network(artifact.folder).to(device).eval().requires_grad_(False)
+    bridge = flow.objective(**facts["objective"]).bridge()
+
+    def answer(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        output: Tensor = network(x, time, condition)
+        return output[:, : x.shape[1]]
+
+    return Teacher(bridge.wrap(answer), frozenset(facts["told"]))
+
+
+@dataclass
+class _Block:
+    """The teachers' answers for some consecutive samples of the run."""
+
+    first: int = -1
+    targets: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass(frozen=True)
+class StudentTask(Task):
+    """A dense network that learns from all experts."""
+
+    told: frozenset[str]
+    dropout: float
+    run: Path
+    batch: int
+    block: int
+    _current: _Block = field(default_factory=_Block)
+
+    def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
+        """Mean squared distance to the teacher's velocity."""
+        x0 = self.latents(batch, position)
+        noised = _linear(x0, self.seed, position)
+        target = self._targets(position, len(x0)).to(x0.device)
+        condition = drop(condition_of(batch, self.told), self.dropout, len(x0), self.seed, position)
+        output = forward(noised.input, noised.network_time, condition)[:, : x0.shape[1]]
+        return Losses((output.float() - target).square().flatten(1).mean(1), noised.t, {})
+
+    def velocity(self) -> Callable[..., Tensor]:
+        """The student answers with the velocity."""
+        return flow.Objective().bridge().wrap(lambda x, time, condition: self.network(x, time, condition))
+
+    def facts(self) -> dict[str, Any]:
+        """A student is a flow-matching expert to whoever uses it; its teachers are named by their hashes."""
+        teachers = [
+            Artifact(self.run, f"experts/{expert:03d}/final").open(EXPERT_KIND).digest for expert in self._experts()
+        ]
+        return {"objective": flow.Objective().spec, "told": sorted(self.told), "teachers": teachers}
+
+    @torch.no_grad()
+    def finish(self) -> dict[str, Any]:
+        """Held-out error of the velocity, against the data as for any expert."""
+        return held_out_velocity(self, self.velocity(), self.told)
+
+    def _experts(self) -> range:
+        return range(self.shards.facts["clusters"])
+
+    def _targets(self, position: int, count: int) -> Tensor:
+        """Targets of the samples from `position` on."""
+        parts = []
+        while count:
+            first = position - position % self.block
+            if self._current.first != first:
+                self._current.targets = self._compute(first)
+                self._current.first = first
+            part = self._current.targets[position - first : position - first + count]
+            parts.append(part)
+            position, count = position + len(part), count - len(part)
+        return torch.cat(parts)
+
+    @torch.inference_mode()
+    def _compute(self, first: int) -> Tensor:
+        """The teachers' velocities of one block, with one teacher in memory at a time."""
+        numbers = self.shards.order(np.arange(first, first + self.block, dtype=np.uint64), self.seed)
+        clusters = self.shards.read(numbers).cluster
+        targets = torch.empty(self.block, *self.shards.facts["latents"]["shape"])
+        device = next(self.network.parameters()).device
+        for expert in self._experts():
+            mine = torch.nonzero(clusters == expert).flatten()
+            if len(mine):
+                teacher = load_teacher(self.run, expert, device)
+                for rows in torch.split(mine, TEACHER_BATCH):
+                    targets[rows] = self._answers(teacher, first, rows, numbers, device)
+        return targets
+
+    def _answers(
+        self, teacher: Teacher, first: int, rows: Tensor, numbers: "np.ndarray[Any, Any]", device: torch.device
+    ) -> Tensor:
+        """One teacher's velocities for scattered samples of a block, each noised as the student will see it."""
+        inputs, times = [], []
+        batch = self.shards.read(numbers[rows.numpy()]).to(device)
+        for row, sample in zip(rows.tolist(), _single(batch), strict=True):
+            noised = _linear(self.latents(sample, first + row), self.seed, first + row)
+            inputs.append(noised.input)
+            times.append(noised.t)
+        answer = teacher.velocity(torch.cat(inputs), torch.cat(times), condition=condition_of(batch, teacher.told))
+        return answer.float().cpu()
+
+
+def _single(batch: Batch) -> Iterator[Batch]:
+    """The samples of a batch one by one."""
+    for i in range(len(batch.index)):
+        yield Batch(
+            *(part[i : i + 1] for part in (batch.index, batch.cluster, batch.label, batch.mean)),
+            *(None if part is None else part[i : i + 1] for part in (batch.std, batch.text, batch.mask, batch.pooled)),
+        )
