@@ -35,6 +35,7 @@ from atoll.nets import Condition, DiT, DiTConfig
 from atoll.run import Artifact
 from harness import Row, interleave, run
 
+Work = Callable[[ingest.Pixels], dict[str, Tensor]]
 DIMENSIONS = 384
 CLUSTERS = 8
 
@@ -64,51 +65,62 @@ def write_pictures(folder: Path, count: int, side: int) -> Path:
 
 def preparing(folder: Path, quick: bool) -> Iterator[Row]:
     """Rate of the stages features and latents over the bare forward rate of their network."""
-    count = 96 if quick else 512
-    source_folder = write_pictures(folder / "pictures", count, 256)
-    values = {"data": {"source": str(source_folder), "resolution": 64, "chunk": 64, "held_out": 0.0}}
-    config = configuration.resolve(values)
-    run = folder / "run"
-    prepare(run, config, ["ingest"])
-    source, index = ingest.open_configured(config.data), ingest.Index.open(run)
-    extractor, codec = (
-        features.open_extractor("efficientnet-lite0", 128 if quick else None),
-        latents.open_codec("emoji"),
-    )
+    extractor = features.open_extractor("efficientnet-lite0")
 
     def encode(pixels: ingest.Pixels) -> dict[str, Tensor]:
         return {"features": extractor(pixels).half()}
 
-    for name, side, work in (("features", extractor.side, encode), ("latents", 64, codec.encode)):
-        batches = [pixels for _, pixels in ingest.picture_batches(index, source, all_chunks(index), side, 32, 2)]
-        stage = stage_over(folder / name, index, source, side, work)
-        forward = forward_over(batches, work)
-        times = interleave({"stage": stage, "forward": forward}, repeats=3 if quick else 7, warmup=0 if quick else 1)
+    sides: list[tuple[str, int, int, Work]] = [
+        ("features (EfficientNet-Lite0)", extractor.side, 64 if quick else 512, encode),
+        ("latents (shipped autoencoder)", 64, 128 if quick else 1024, latents.open_codec("emoji").encode),
+    ]
+    if not quick:
+        sides.append(("latents (shape of Stable Diffusion's)", 64, 48, stable_diffusion_shape().encode))
+    for name, side, count, work in sides:
+        source, index = ingested(folder / name, count)
+        batches = [pixels for _, pixels in ingest.picture_batches(index, source, all_chunks(index), side, 16, 2)]
+        stage, forward = stage_over(folder / name / "out", index, source, side, work), forward_over(batches, work)
+        times = interleave({"stage": stage, "forward": forward}, repeats=3 if quick else 5)
         yield Row(f"prepare {name}: rate / bare forward rate", times["forward"] / times["stage"], 0.9)
         yield Row(f"prepare {name}: pictures a second", count / times["stage"])
+
+
+def ingested(folder: Path, count: int) -> tuple[Source, ingest.Index]:
+    """A run whose source is that many pictures of 256 pixels, with the first stage done."""
+    pictures = write_pictures(folder / "pictures", count, 256)
+    values = {"data": {"source": str(pictures), "resolution": 64, "chunk": 64, "held_out": 0.0}}
+    config = configuration.resolve(values)
+    prepare(folder / "run", config, ["ingest"])
+    return ingest.open_configured(config.data), ingest.Index.open(folder / "run")
+
+
+def stable_diffusion_shape() -> latents.Codec:
+    """An autoencoder as large as that of Stable Diffusion, with random weights: only its cost matters here."""
+    from diffusers import AutoencoderKL
+
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
+    return latents.Codec(AutoencoderKL(block_out_channels=(128, 256, 512, 512), layers_per_block=2, **blocks))
 
 
 def all_chunks(index: ingest.Index) -> list[int]:
     return list(range(-(-index.rows // index.chunk)))
 
 
-def stage_over(
-    folder: Path, index: ingest.Index, source: Source, side: int, work: Callable[[ingest.Pixels], dict[str, Tensor]]
-) -> Callable[[], None]:
+def stage_over(folder: Path, index: ingest.Index, source: Source, side: int, work: Work) -> Callable[[], None]:
     """One pass of a stage into a fresh folder, from pictures on disk to the committed artifact."""
 
     def once() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         artifact = Artifact(folder, "stage")
         artifact.begin("stage", {})
-        pictures = ingest.picture_batches(index, source, all_chunks(index), side, 32, workers=2)
+        pictures = ingest.picture_batches(index, source, all_chunks(index), side, 16, workers=2)
         index.chunks(artifact).fill("bench", all_chunks(index), ((c, len(p), work(p)) for c, p in pictures))
         artifact.commit({})
 
     return once
 
 
-def forward_over(batches: list[ingest.Pixels], work: Callable[[ingest.Pixels], object]) -> Callable[[], None]:
+def forward_over(batches: list[ingest.Pixels], work: Work) -> Callable[[], None]:
     def once() -> None:
         for pixels in batches:
             work(pixels)
