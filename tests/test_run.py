@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -141,8 +142,32 @@ def test_two_jobs_may_race_for_the_commit_if_they_agree(tmp_path: Path) -> None:
         two.commit({"rows": 2})
 
 
+def test_many_jobs_at_once_agree(tmp_path: Path) -> None:
+    for round in range(30):
+        run = tmp_path / str(round)
+
+        def job(number: int, run: Path = run) -> str:
+            artifact = Artifact(run, "x")
+            if done := artifact.begin("things", {"seed": 0}):
+                return done.digest
+            artifact.write("a" if number % 2 else "b", b"1")
+            while not (artifact.path("a").exists() and artifact.path("b").exists()):
+                pass
+            return artifact.commit({"rows": 2}).digest
+
+        with ThreadPoolExecutor(4) as pool:
+            assert len(set(pool.map(job, range(4)))) == 1
+        assert sorted(path.name for path in (run / "x").iterdir()) == ["a", "b", MANIFEST]
+
+
+def test_a_commit_needs_a_beginning(artifact: Artifact) -> None:
+    with pytest.raises(ValueError, match="commit without begin"):
+        artifact.commit({})
+
+
 WRITER = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from atoll.run import Artifact
 artifact = Artifact(Path(sys.argv[1]), "x")

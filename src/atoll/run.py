@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from atoll.errors import AtollError
 
@@ -144,35 +145,47 @@ class Artifact:
             self._sweep()
             return self.manifest()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._create(_PLAN, to_json({"kind": kind, "made_from": made_from})):
-            self.check(kind, made_from)
-        return None
+        if self._create(_PLAN, to_json({"kind": kind, "made_from": made_from})):
+            return None
+        return self.manifest() if self.check(kind, made_from) else None
 
-    def _same_plan(self, now: dict[str, Any], was: dict[str, Any]) -> None:
+    def check(self, kind: str, made_from: Mapping[str, Any]) -> bool:
+        """Whether the artifact is there and made from this. Raises `AtollError` if it is made from something else."""
+        now = json.loads(to_json({"kind": kind, "made_from": made_from}))
+        was = self._plan() or now
         if changes := differences(was, now):
             raise AtollError(
                 f"{self.folder} is stale: {'; '.join(changes)}. Delete {self.folder}, or change the setting back"
             )
+        return self.manifest() is not None
 
-    def check(self, kind: str, made_from: Mapping[str, Any]) -> bool:
-        """Whether the artifact is there and made from this. Raises `AtollError` if it is made from something else."""
-        plan = json.loads(to_json({"kind": kind, "made_from": made_from}))
-        if done := self.manifest():
-            self._same_plan(plan, {"kind": done.kind, "made_from": done.made_from})
-        elif self.path(_PLAN).is_file():
-            self._same_plan(plan, self.read_json(_PLAN))
-        return done is not None
+    def _plan(self) -> dict[str, Any] | None:
+        """What the artifact is, or will be, made from; None if nobody has begun it."""
+        try:
+            plan: dict[str, Any] = self.read_json(_PLAN)
+            return plan
+        except FileNotFoundError:
+            done = self.manifest()
+            return None if done is None else {"kind": done.kind, "made_from": done.made_from}
 
     @contextmanager
     def writing(self, file: str) -> Iterator[Path]:
         """A scratch path to write to; at the end it takes its place under its name, whole and on the disk."""
         target = self.path(file)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        yield temporary
-        _flush(temporary)
-        temporary.replace(target)
-        _flush(target.parent)
+        temporary = target.with_name(f".{target.name}.{uuid4().hex}")
+        try:
+            yield temporary
+            _flush(temporary)
+            temporary.replace(target)
+            _flush(target.parent)
+        except FileNotFoundError:
+            self._excuse()
+
+    def _excuse(self) -> None:
+        """Scratch may vanish only because another job, doing the same, committed and swept it away."""
+        if self.manifest() is None:
+            raise
 
     def write(self, file: str, data: bytes) -> None:
         """Write one file."""
@@ -188,9 +201,9 @@ class Artifact:
 
     def commit(self, facts: Mapping[str, Any]) -> Manifest:
         """Hash every file and write the manifest. Two jobs may race for it: they must have made the same thing."""
-        if not self.path(_PLAN).is_file() and (made := self.manifest()):
-            return made
-        plan = self.read_json(_PLAN)
+        plan = self._plan()
+        if plan is None:
+            raise ValueError(f"{self.folder}: commit without begin")
         names = sorted(
             path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if self._belongs(path)
         )
@@ -209,15 +222,18 @@ class Artifact:
 
     def _create(self, file: str, data: bytes) -> bool:
         """Write a file unless it exists; whether it was written. A link is made whole or not at all, unlike a write."""
-        temporary = self.path(f"{'' if file.startswith('.') else '.'}{file}.{os.getpid()}")
-        temporary.write_bytes(data)
-        _flush(temporary)
+        temporary = self.path(f"{'' if file.startswith('.') else '.'}{file}.{uuid4().hex}")
         try:
+            temporary.write_bytes(data)
+            _flush(temporary)
             os.link(temporary, self.path(file))
         except FileExistsError:
             return False
+        except FileNotFoundError:
+            self._excuse()
+            return False
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
         _flush(self.folder)
         return True
 
@@ -225,7 +241,7 @@ class Artifact:
         """Remove scratch, also that of jobs that were killed."""
         for path in self.folder.glob(".*"):
             if path.is_dir():
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
 
