@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose
 from safetensors.torch import load_file, save_file
 
 from atoll import cli
+from atoll import config as configuration
 from atoll.data.chunks import Share
 from atoll.data.clusters import Assigner
 from atoll.data.prepare import STAGES, Preparation, prepare
@@ -261,3 +262,17 @@ def test_memory_of_clustering_is_bounded_by_the_sample(tmp_path: Path, shapes: P
     assert facts["fine"] <= 30
     assert facts["imbalance"] <= 1.25
     assert len(pq.read_table(run / "data/clusters/assignments.parquet")) == 99
+
+
+@pytest.mark.slow
+def test_emoji_clusters_are_even_and_far_from_random(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    prepare(run, configuration.resolve(configuration.PRESETS["emoji"]), ["ingest", "features", "clusters"])
+    report = json.loads((run / "data/clusters/report.json").read_text())
+    found, random = report["separation"]["clusters"], report["separation"]["random"]
+    assert report["imbalance"] <= 1.25
+    assert min(report["sizes"]["train"]) > 1000
+    assert found["neighbours"] > 0.8 > 0.4 > random["neighbours"]
+    assert found["explained"] > 20 * random["explained"]
+    assert found["silhouette"] > 0.15 > 0.05 > random["silhouette"]

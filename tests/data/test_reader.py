@@ -13,6 +13,7 @@ from PIL import Image
 from atoll.data.reader import Batch, Shards
 from atoll.data.text import open_text_encoder
 from atoll.errors import AtollError
+from atoll.run import Artifact
 
 ALL = [0, 1, 2]
 
@@ -174,3 +175,23 @@ def test_shards_of_two_preparations_are_not_mixed(prepared: Path, tmp_path: Path
 def test_a_batch_that_ranks_cannot_share_is_refused(prepared: Path) -> None:
     with pytest.raises(ValueError, match="rank 0 of 5 cannot take its share of a batch of 12"):
         Shards.open(prepared, [0]).stream(batch=12, seed=0, world=5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is told by /proc")
+def test_files_are_mapped_and_not_loaded(tmp_path: Path) -> None:
+    def megabytes() -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+
+    artifact = Artifact(tmp_path, "data/shards/cluster_000")
+    artifact.begin("shards", {})
+    mean, label = torch.zeros(40_000, 4, 16, 16), torch.zeros(40_000, dtype=torch.int32)
+    artifact.write_tensors("train-000000.safetensors", {"mean": mean, "label": label})
+    facts = {"cluster": 0, "statistics": {"mean": [0.0] * 4, "std": [1.0] * 4}, "text": None}
+    artifact.commit({**facts, "labels": [], "latents": {}, "fingerprint": ""})
+    del mean
+    before = megabytes()
+    shards = Shards.open(tmp_path, [0])
+    shards.read(np.arange(0, 40_000, 4_000))
+    assert len(shards) == 40_000
+    assert megabytes() - before < artifact.path("train-000000.safetensors").stat().st_size / 2**20 / 2
