@@ -5,7 +5,6 @@ vision model of transformers, by its name or as a folder.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,8 +141,3 @@ def read_chunk(chunks: Chunks, chunk: int) -> Tensor:
     from safetensors.torch import load_file
 
     return load_file(chunks.artifact.path(chunks.file(chunk)))["features"]
-
-
-def read_features(chunks: Chunks) -> Iterator[Tensor]:
-    """All features of a run, chunk by chunk."""
-    return (read_chunk(chunks, chunk) for chunk in range(chunks.count))
