@@ -277,15 +277,16 @@ class DiT(nn.Module):
         """Projected text with the null condition in place, (batch or 1, length, width), and the attention mask."""
         if self.text is None or self.null_text is None:
             return None, None
-        text, mask = condition.text, condition.text_mask
-        if text is None:
-            return self.text(self.null_text[None, None]), None
-        text = text.to(self.null_text.dtype)
+        null = self.text(self.null_text[None, None])
+        if condition.text is None:
+            return null, None
+        text, mask = self.text(condition.text.to(self.null_text.dtype)), condition.text_mask
         if condition.dropped is not None:
-            text = torch.where(condition.dropped[:, None, None], self.null_text, text)
-            # Equal tokens: whichever of them are attended to, the attention's answer is the same.
+            # The null replaces projected tokens, so that no gradient is taken with respect to the text itself.
+            text = torch.where(condition.dropped[:, None, None], null, text)
+            # Its tokens are equal: whichever of them are attended to, the attention's answer is the same.
             mask = None if mask is None else mask | condition.dropped[:, None]
-        return self.text(text), None if mask is None else mask[:, None, None, :]
+        return text, None if mask is None else mask[:, None, None, :]
 
     @torch.no_grad()
     def init_weights(self) -> None:

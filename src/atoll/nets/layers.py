@@ -164,6 +164,21 @@ class LinearModulation(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
 
+EMULATES_BFLOAT16 = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_bf16_supported()
+"""An x86 processor without bfloat16 instructions."""
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled dot-product attention over (batch, heads, tokens, head width)."""
+    if EMULATES_BFLOAT16 and queries.dtype == torch.bfloat16 and queries.is_cpu and torch.is_grad_enabled():
+        # There the backward pass in bfloat16 takes three to four times as long as in float32 with the casts.
+        with torch.autocast("cpu", enabled=False):
+            return functional.scaled_dot_product_attention(
+                queries.float(), keys.float(), values.float(), attn_mask=mask
+            ).to(queries.dtype)
+    return functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+
+
 class _Attention(nn.Module):
     """What both attentions share: heads and the optional norm of queries and keys."""
 
@@ -176,7 +191,7 @@ class _Attention(nn.Module):
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention over (batch, heads, tokens, head width), joined and projected."""
-        joined = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        joined = attention(queries, keys, values, mask)
         return self.out(joined.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -189,7 +204,8 @@ class SelfAttention(_Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, tokens, width) to the same."""
-        queries, keys, values = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        queries, keys, values = (part.transpose(1, 2) for part in parts)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         return self.attend(queries, keys, values)
@@ -205,7 +221,8 @@ class CrossAttention(_Attention):
 
     def keys_values(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of text tokens, each (batch, heads, length, head width)."""
-        keys, values = self.key_value(text).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        parts = self.key_value(text).unflatten(-1, (2, self.heads, -1)).unbind(2)
+        keys, values = (part.transpose(1, 2) for part in parts)
         return (keys if self.key_norm is None else self.key_norm(keys)), values
 
     def forward(self, x: Tensor, text: Tensor | tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
