@@ -184,7 +184,7 @@ def measure(quick: bool) -> Iterable[Row]:
     for dtype in DTYPES:
         yield from training("S", 32, dtype, 12, compiled=True)
     yield from fold(trained=False, steps=0)
-    yield from fold(trained=True, steps=1500)
+    yield from fold(trained=True, steps=300)
 
 
 if __name__ == "__main__":
