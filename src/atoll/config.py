@@ -162,7 +162,7 @@ class Train(Section):
 class Router(Section):
     """The router's training, where it differs from `train`."""
 
-    network: str = Field("DiT-B/2", description="a named size")
+    network: NetworkChoice = Field("DiT-B/2", description="a named size or its parts")
     told: Literal["nothing", "pooled", "label"] = Field("nothing", description="what it sees besides the noisy latent")
     samples: int | None = Field(None, ge=1, description="null is train.samples")
     batch: int | None = Field(None, ge=1, description="null is train.batch")

@@ -79,14 +79,13 @@ class Checkpoints:
     def save(self, state: State, samples: int, facts: Mapping[str, Any]) -> None:
         """Write a checkpoint; all processes take part, and it counts once the first has committed it."""
         artifact = self._artifact(samples)
-        if self.world.first and artifact.manifest() is None:
+        if self.world.first:
             shutil.rmtree(artifact.folder, ignore_errors=True)
             artifact.begin(KIND, self.made_from)
         self.world.wait()
-        if artifact.manifest() is None:
-            writer = HuggingFaceStorageWriter(str(artifact.folder), save_distributed=True)
-            with _quiet():
-                save(state.tensors(), storage_writer=writer, no_dist=self.world.size == 1)
+        writer = HuggingFaceStorageWriter(str(artifact.folder), save_distributed=True)
+        with _quiet():
+            save(state.tensors(), storage_writer=writer, no_dist=self.world.size == 1)
         self.world.wait()
         if self.world.first:
             artifact.commit({"samples": samples, **facts})
@@ -122,7 +121,10 @@ class Checkpoints:
                     continue
                 artifact.open(KIND, verify=True)
             except AtollError as error:
-                print(f"{artifact.folder} is damaged and passed over: {error}", flush=True)
+                aside = artifact.folder.with_name(f"{artifact.folder.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                artifact.folder.rename(aside)
+                print(f"{artifact.folder} is damaged, moved to {aside.name} and passed over: {error}", flush=True)
                 continue
             artifact.check(KIND, self.made_from)
             return samples

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from atoll.nets import Condition, build, count_parameters
+from atoll.nets import Condition, build
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass."""
@@ -44,7 +44,8 @@ def cost(description: dict[str, Any], shape: tuple[int, ...], text: tuple[int, i
 
     with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         network(x, at, condition)
-    return Cost(count_parameters(network), counter.get_total_flops(), sum(saved.values()))
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    return Cost(parameters, counter.get_total_flops(), sum(saved.values()))
 
 
 def _condition(description: dict[str, Any], text: tuple[int, int] | None) -> Condition:

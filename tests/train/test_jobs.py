@@ -1,0 +1,230 @@
+"""Isolation, accounting, and errors that say what to do."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from atoll import cli, config, flow
+from atoll.data.prepare import prepare
+from atoll.errors import AtollError
+from atoll.nets import load_network, save_network
+from atoll.run import Artifact
+from atoll.train import Job, run_job
+from atoll.train.student import StudentTask, load_teacher
+from atoll.train.tasks import condition_of
+from shapes import write_run
+from train.conftest import Copy
+from train.workers import TINY, assert_same_weights, finish, metrics
+
+
+def facts(run: Path, job: str, kind: str = "expert") -> dict:
+    return Artifact(run, f"{job}/final").open(kind, verify=True).facts
+
+
+def test_an_expert_needs_its_own_shards_and_the_settings_only(new_run: Copy) -> None:
+    """Alone with its shards; beside others; beside others that are damaged: the same bits."""
+    alone, together, damaged = new_run("alone", only=[1]), new_run("together"), new_run("damaged")
+    for cluster in (0, 2):
+        for file in (damaged / f"data/shards/cluster_{cluster:03d}").iterdir():
+            file.write_bytes(b"not what it was")
+    for run in (alone, together, damaged):
+        assert finish(run, "--expert", "1") == 0, (run / "log.txt").read_text()
+    assert {path.name for path in alone.iterdir()} == {"atoll.yaml", "data", "experts", "log.txt"}
+    assert [path.name for path in (alone / "experts").iterdir()] == ["001"]
+    assert_same_weights(alone / "experts/001/final", together / "experts/001/final")
+    assert_same_weights(alone / "experts/001/final", damaged / "experts/001/final")
+
+
+def test_a_result_declares_itself(trained_experts: Path) -> None:
+    declared = facts(trained_experts, "experts/001")
+    assert declared["objective"]["prediction"] == "epsilon"
+    assert declared["clusters"] == [1]
+    assert declared["told"] == ["text"]
+    assert declared["network"]["text_width"] == 384
+    assert len(declared["statistics"]["mean"]) == 3
+    assert declared["latents"]["autoencoder"] == "pixels"
+    assert declared["compute"]["samples"] == 160
+    assert declared["compute"]["seconds"] > 0
+    network = load_network(trained_experts / "experts/001/final")
+    assert declared["compute"]["parameters"] == sum(p.numel() for p in network.parameters())
+    files = {path.name for path in (trained_experts / "experts/001/final").iterdir()}
+    assert files == {"config.json", "diffusion_pytorch_model.safetensors", "average-long.safetensors", "manifest.json"}
+
+
+def test_flops_are_those_of_the_matrix_products(trained_experts: Path) -> None:
+    """Counted by hand for this network: 16 tokens of width 32, 12 text tokens, two blocks."""
+    d, tokens, text, depth, pixels = 32, 16, 12, 2, 3 * 8 * 8
+    attention = tokens * 4 * d * d + 2 * tokens * tokens * d
+    cross = tokens * 2 * d * d + text * 2 * d * d + 2 * tokens * text * d
+    block = attention + cross + tokens * 8 * d * d
+    once = 256 * d + d * d + 6 * d * d
+    forward = 2 * (depth * block + text * 384 * d + tokens * 2 * pixels * d + once)
+    compute = facts(trained_experts, "experts/000")["compute"]
+    assert compute["flops"] == pytest.approx(3 * forward * 160, rel=0.02)
+
+
+def test_the_monolith_matches_the_experts_flops(trained_experts: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_experts, run)
+    assert finish(run, "--monolith", "--match-flops", str(run)) == 0
+    experts = sum(facts(run, f"experts/{k:03d}")["compute"]["flops"] for k in range(3))
+    monolith = facts(run, "monolith")
+    assert monolith["compute"]["flops"] == pytest.approx(experts, rel=0.02)
+    assert monolith["clusters"] == [0, 1, 2]
+
+
+def test_a_student_declares_its_teachers_and_pays_for_them(trained_experts: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_experts, run)
+    assert finish(run, "--student") == 0
+    student, expert = facts(run, "student"), facts(run, "experts/000")
+    assert len(student["teachers"]) == 3
+    assert student["compute"]["flops"] == pytest.approx(4 / 3 * expert["compute"]["flops"], rel=1e-6)
+
+
+def test_student_targets_are_the_velocities_of_the_own_cluster_expert(trained_experts: Path) -> None:
+    """Against every teacher evaluated on every sample, one by one."""
+    task = Job(trained_experts, config.load(trained_experts), "student").task()
+    assert isinstance(task, StudentTask)
+    targets = task._targets(20, 30)  # across the border of two blocks of 24
+    numbers = task.shards.order(np.arange(20, 50, dtype=np.uint64), task.seed)
+    seen = set()
+    for i, number in enumerate(numbers):
+        batch = task.shards.read(np.array([number]))
+        teacher = load_teacher(trained_experts, int(batch.cluster), torch.device("cpu"))
+        x0 = task.latents(batch, 20 + i)
+        noised = flow.Objective().corrupt(x0, seed=task.seed, position=20 + i)
+        with torch.no_grad():
+            expected = teacher.velocity(noised.input, noised.t, condition=condition_of(batch, teacher.told))
+        torch.testing.assert_close(targets[i : i + 1], expected, rtol=1e-4, atol=1e-4)
+        seen.add(int(batch.cluster))
+    assert seen == {0, 1, 2}
+
+
+def test_high_resolution_fine_tuning_starts_from_another_expert(
+    trained_experts: Path, shapes: Path, tmp_path: Path
+) -> None:
+    """Shapes at 64 pixels, starting from the expert of 32: same weights, positions resized by the network."""
+    run = tmp_path / "large"
+    prepare(run, write_run(run, shapes, data={"resolution": 64}, **TINY))
+    init = trained_experts / "experts/000/final"
+    job = Job(run, config.load(run, {"train.init": str(init), "train.samples": "16"}), "expert", 0)
+    before = job.task().network.state_dict()
+    given = load_network(init).state_dict()
+    assert all(torch.equal(before[key], given[key]) for key in given)
+    made = run_job(job)
+    assert made.facts["latents"]["shape"] == [3, 64, 64]
+    assert made.facts["compute"]["flops"] / 16 > 3 * facts(trained_experts, "experts/000")["compute"]["flops"] / 160
+
+
+def test_experts_of_other_kinds_train_too(new_run: Copy) -> None:
+    """A diffusers UNet, told nothing, with its own objective."""
+    unet = {
+        "_class_name": "UNetExpert", "sample_size": 32, "in_channels": 3, "out_channels": 3, "layers_per_block": 1,
+        "block_out_channels": [8, 16], "norm_num_groups": 4,
+        "down_block_types": ["DownBlock2D", "DownBlock2D"], "up_block_types": ["UpBlock2D", "UpBlock2D"],
+    }  # fmt: skip
+    run = new_run(networks={0: unet}, experts={0: "ddpm-linear"}, train={"condition": "none", "samples": 32})
+    assert finish(run, "--expert", "0") == 0, (run / "log.txt").read_text()
+    assert facts(run, "experts/000")["network"]["_class_name"] == "UNetExpert"
+    assert facts(run, "experts/000")["held_out_loss"] > 0
+
+
+def test_accumulation_gives_the_same_step(new_run: Copy) -> None:
+    whole, parts = new_run("whole"), new_run("parts", train={"accumulate": 4})
+    for run in (whole, parts):
+        assert finish(run, "--expert", "0", "--train.samples", "64") == 0
+    losses = [[line["loss"] for line in metrics(run, "experts/000")] for run in (whole, parts)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"precision": "bfloat16"}, {"checkpointing": True}])
+def test_precision_and_checkpointing_train(change: dict, new_run: Copy) -> None:
+    plain, other = new_run("plain"), new_run("other", train=change)
+    for run in (plain, other):
+        assert finish(run, "--expert", "0", "--train.samples", "64") == 0
+    losses = [[line["loss"] for line in metrics(run, "experts/000")] for run in (plain, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02 if "precision" in change else 1e-5)
+    assert {tensor.dtype for tensor in load_network(other / "experts/000/final").parameters()} == {torch.float32}
+
+
+def test_a_grid_of_samples_is_drawn_and_leaves_the_training_alone(new_run: Copy) -> None:
+    plain, drawn = new_run("plain"), new_run("drawn", train={"grid_every": 80, "grid_size": 4})
+    for run in (plain, drawn):
+        assert finish(run, "--expert", "2") == 0
+    grids = sorted((drawn / "experts/002/grids").iterdir())
+    assert [path.stem for path in grids] == [f"{n:012d}" for n in (80, 160)]
+    assert Image.open(grids[0]).size == (64, 64)
+    assert_same_weights(plain / "experts/002/final", drawn / "experts/002/final")
+
+
+def test_dry_run_tells_the_cost_and_does_nothing(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:
+    run = new_run()
+    assert cli.main(["train", str(run), "--expert", "0", "--dry-run", "--json"]) == 0
+    estimate = json.loads(capsys.readouterr().out)
+    assert estimate["samples"] == 160
+    assert estimate["flops"] == 160 * estimate["flops_per_sample"]
+    assert estimate["bytes"] > 24 * estimate["parameters"]
+    assert cli.main(["train", str(run), "--router", "--dry-run"]) == 0
+    assert "GFLOP/s" in capsys.readouterr().out
+    assert not (run / "experts").exists()
+
+
+def test_a_loss_that_is_not_a_number_stops_with_the_samples(new_run: Copy) -> None:
+    """A network with one infinite weight, given as the start."""
+    run = new_run()
+    assert finish(run, "--expert", "0", "--train.samples", "8") == 0
+    network = load_network(run / "experts/000/final")
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(float("inf"))
+    save_network(network, run / "bad")
+    shutil.rmtree(run / "experts")
+    (run / "log.txt").write_text("")
+    assert finish(run, "--expert", "0", "--train.init", str(run / "bad")) == 2
+    log = (run / "log.txt").read_text()
+    assert "the loss is not finite on samples" in log
+    assert any(f"{kind}-0" in log for kind in ("circle", "square", "triangle"))
+    assert "checkpoint is none" in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "say what to train"),
+        (["--expert", "0", "--router"], "say what to train"),
+        (["--expert", "3"], "there is no expert 3: this run has experts 0 to 2"),
+        (["--expert", "0", "--networks.default", "DiT-XXL/2"], "unknown network size 'DiT-XXL/2'"),
+        (["--expert", "0", "--train.condition", "label"], "the data of .* has none"),
+        (["--student"], "experts/000/final is not there"),
+        (["--monolith", "--match-flops", "."], "no finished expert"),
+        (["--expert", "0", "--train.init", "nowhere"], "nowhere has no config.json"),
+        (["--expert", "0", "--train.batch", "10", "--train.accumulate", "3"], "not a multiple"),
+    ],
+)
+def test_impossible_jobs_are_refused(
+    arguments: list[str], words: str, new_run: Copy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", str(new_run()), *arguments]) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_a_missing_or_damaged_shard_is_named(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:
+    run = new_run(only=[1])
+    assert cli.main(["train", str(run), "--expert", "0"]) == 2
+    assert "cluster_000 is not there" in capsys.readouterr().err
+    os.truncate(run / "data/shards/cluster_001/train-000000.safetensors", 100)
+    assert cli.main(["train", str(run), "--expert", "1"]) == 2
+    assert "train-000000.safetensors has 100 bytes" in capsys.readouterr().err
+
+
+def test_settings_that_cannot_be_are_refused_when_read() -> None:
+    with pytest.raises(AtollError, match="accumulate 3"):
+        config.resolve({"train": {"batch": 64, "accumulate": 3}})

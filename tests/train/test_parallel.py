@@ -1,0 +1,112 @@
+"""Two real processes over gloo under torchrun: the same losses, checkpoints that reshard, a worker that dies."""
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from train.conftest import Copy, merge
+from train.workers import TINY, finish, metrics, start, torchrun, wait_for, weights
+
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
+
+def run_two(run: Path, *arguments: str, restarts: int = 0) -> None:
+    command = torchrun(run, 2, *arguments, restarts=restarts)
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run, "experts/000")]
+
+
+def close(first: Path, second: Path) -> None:
+    a, b = weights(first / "experts/000/final"), weights(second / "experts/000/final")
+    assert a.keys() == b.keys()
+    for key in a:
+        assert (a[key] - b[key]).abs().max() < 2e-4, key
+
+
+@pytest.fixture(scope="module")
+def alone(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, from beginning to end."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    shutil.copytree(prepared / "data" / "shards", run / "data" / "shards")
+    (run / "atoll.yaml").write_text(yaml.safe_dump(merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)))
+    assert finish(run, "--expert", "0") == 0
+    return run
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_processes_equal_one_at_equal_global_batch(parallel: str, alone: Path, new_run: Copy) -> None:
+    run = new_run(train={"parallel": parallel, "grid_every": 160, "grid_size": 4})
+    run_two(run, "--expert", "0")
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
+    close(run, alone)
+    assert len(list((run / "experts/000/grids").iterdir())) == 1
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_checkpoint_of_two_resumes_on_one_and_back(parallel: str, alone: Path, new_run: Copy) -> None:
+    """64 samples on two processes, 64 on one, the rest on two."""
+    run = new_run(train={"parallel": parallel, "save_every": 64})
+    command = torchrun(run, 2, "--expert", "0", "--train.samples", "1000000")
+    two = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoints = run / "experts/000/checkpoints"
+    wait_for(lambda: (checkpoints / f"{64:012d}" / "manifest.json").exists(), 120)
+    kill_tree(two.pid)
+    two.wait()
+    for folder in checkpoints.iterdir():
+        if int(folder.name) > 64:
+            (folder / "manifest.json").unlink(missing_ok=True)
+    one = start(run, "--expert", "0", "--train.samples", "1000000")
+    wait_for(lambda: (checkpoints / f"{128:012d}" / "manifest.json").exists())
+    os.kill(one.pid, signal.SIGKILL)
+    one.join()
+    for folder in checkpoints.iterdir():
+        if int(folder.name) > 128:
+            (folder / "manifest.json").unlink(missing_ok=True)
+    run_two(run, "--expert", "0")
+    close(run, alone)
+
+
+def test_a_worker_killed_in_the_middle_is_started_again_and_finishes(alone: Path, new_run: Copy) -> None:
+    run = new_run(train={"save_every": 16})
+    command = torchrun(run, 2, "--expert", "0", restarts=3)
+    with (run / "torchrun.txt").open("w") as log:
+        agent = subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
+    wait_for(lambda: list((run / "experts/000/checkpoints").glob("*/manifest.json")), 120)
+    workers = [child for child in psutil.Process(agent.pid).children() if "atoll.cli" in " ".join(child.cmdline())]
+    workers[-1].kill()
+    assert agent.wait(240) == 0, (run / "torchrun.txt").read_text()[-3000:]
+    close(run, alone)
+
+
+def test_a_signal_to_torchrun_saves_on_all_processes(alone: Path, new_run: Copy) -> None:
+    run = new_run(train={"save_every": 1_000_000, "log_every": 8})
+    agent = subprocess.Popen(
+        torchrun(run, 2, "--expert", "0", "--train.samples", "1000000"),
+        env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_for(lambda: (run / "experts/000/metrics.jsonl").exists() and losses(run), 120)
+    agent.send_signal(signal.SIGTERM)
+    agent.wait(120)
+    assert len(list((run / "experts/000/checkpoints").glob("*/manifest.json"))) == 1
+
+
+def kill_tree(pid: int) -> None:
+    """Kill torchrun and its workers: a killed agent leaves its workers behind."""
+    agent = psutil.Process(pid)
+    for process in [*agent.children(recursive=True), agent]:
+        process.kill()

@@ -1,0 +1,150 @@
+"""Exact resume: whatever happens to a job, its final weights are the same, bit for bit."""
+
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from train.conftest import Copy
+from train.workers import assert_same_weights, finish, kill_after, metrics, start, wait_for, weights
+
+JOBS = {"expert": ("--expert", "1"), "router": ("--router",), "student": ("--student",)}
+FOLDERS = {"expert": "experts/001", "router": "router", "student": "student"}
+
+
+def kill_until_done(run: Path, kills: int, arguments: tuple[str, ...], seconds: float, seed: int = 0) -> int:
+    """Kill the job at random moments `kills` times, then let it finish; how many attempts trained on."""
+    chance, killed = random.Random(seed), 0
+    while killed < kills:
+        code = kill_after(run, chance.uniform(0.1, seconds), *arguments)
+        if code == 0:
+            return killed
+        assert code == -signal.SIGKILL, (run / "log.txt").read_text()
+        killed += 1
+    assert finish(run, *arguments) == 0, (run / "log.txt").read_text()
+    return killed
+
+
+def keep_going(run: Path, trained_experts: Path) -> None:
+    """Give a run the finished experts that a student learns from."""
+    shutil.copytree(trained_experts / "experts", run / "experts")
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_killed_in_the_middle_it_ends_the_same(kind: str, new_run: Copy, trained_experts: Path) -> None:
+    """N + M samples straight equal N, kill -9, M: weights, both averages and (in the last checkpoint) the optimizer."""
+    straight, broken = new_run("straight"), new_run("broken")
+    for run in (straight, broken):
+        if kind == "student":
+            keep_going(run, trained_experts)
+    assert finish(straight, *JOBS[kind]) == 0
+    checkpoints = broken / FOLDERS[kind] / "checkpoints"
+    process = start(broken, *JOBS[kind])
+    wait_for(lambda: list(checkpoints.glob("*/manifest.json")) or process.exitcode is not None)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert finish(broken, *JOBS[kind]) == 0
+    assert_same_weights(straight / FOLDERS[kind] / "final", broken / FOLDERS[kind] / "final")
+    assert [line["loss"] for line in metrics(straight, FOLDERS[kind])] == [
+        line["loss"] for line in metrics(broken, FOLDERS[kind])
+    ]
+
+
+def test_the_optimizer_state_is_the_same_too(new_run: Copy) -> None:
+    """Checkpoints of a job that stopped half-way and resumed equal those of one that did not."""
+    straight, broken = (new_run(name, train={"keep_last": 9}) for name in ("straight", "broken"))
+    for run, stops in ((straight, ["128"]), (broken, ["64", "128"])):
+        for stop in stops:
+            # A job with fewer samples commits its result; only its checkpoints are wanted here.
+            process = start(run, "--expert", "0", "--train.samples", "100000")
+            folder = run / f"experts/000/checkpoints/{int(stop):012d}"
+            wait_for(lambda folder=folder: (folder / "manifest.json").exists())
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+    ends = [run / f"experts/000/checkpoints/{128:012d}" for run in (straight, broken)]
+    assert_same_weights(*ends)
+    assert {key.split(":")[1].split(".")[0] for key in weights(ends[0])} == {"network", "optimizer", "average"}
+
+
+def sweep(new_run: Copy, kills: int) -> None:
+    straight, broken = new_run("straight", train={"samples": 480}), new_run("broken", train={"samples": 480})
+    assert finish(straight, "--expert", "1") == 0
+    assert kill_until_done(broken, kills, ("--expert", "1"), 1.5) >= min(kills, 5)
+    assert_same_weights(straight / "experts/001/final", broken / "experts/001/final")
+
+
+def test_twenty_kills_in_one_job(new_run: Copy) -> None:
+    sweep(new_run, 20)
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_in_one_job(new_run: Copy) -> None:
+    sweep(new_run, 100)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_asks_to_be_queued_again(number: int, new_run: Copy) -> None:
+    straight, asked = new_run("straight", train={"save_every": 10_000}), new_run("asked", train={"save_every": 10_000})
+    assert finish(straight, "--expert", "0") == 0
+    process = start(asked, "--expert", "0", "--train.log_every", "8")
+    wait_for(lambda: (asked / "experts/000/metrics.jsonl").exists() and metrics(asked, "experts/000"))
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 75
+    assert len(list((asked / "experts/000/checkpoints").glob("*/manifest.json"))) == 1
+    assert "the same command continues" in (asked / "log.txt").read_text()
+    assert finish(asked, "--expert", "0", "--train.log_every", "8") == 0
+    assert_same_weights(straight / "experts/000/final", asked / "experts/000/final")
+
+
+DAMAGES = {
+    "flipped bit": lambda file: file.write_bytes(
+        file.read_bytes()[:-100] + bytes([file.read_bytes()[-100] ^ 1]) + file.read_bytes()[-99:]
+    ),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1000]),
+    "missing": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_checkpoint_is_passed_over(damage: str, new_run: Copy) -> None:
+    straight, hurt = new_run("straight"), new_run("hurt")
+    assert finish(straight, "--expert", "0") == 0
+    process = start(hurt, "--expert", "0", "--train.samples", "100000", "--train.keep_last", "2")
+    folder = hurt / "experts/000/checkpoints"
+    wait_for(lambda: len(list(folder.glob("*/manifest.json"))) == 2)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    good, bad = sorted(path.parent for path in folder.glob("*/manifest.json"))[-2:]
+    assert int(bad.name) < 160, "the kill came too late for this test to mean anything"
+    DAMAGES[damage](next(bad.glob("*.safetensors")))
+    (hurt / "log.txt").write_text("")
+    assert finish(hurt, "--expert", "0") == 0
+    log = (hurt / "log.txt").read_text()
+    assert f"{bad} is damaged, moved to {bad.name}.damaged and passed over" in log
+    assert good.name != bad.name
+    assert_same_weights(straight / "experts/000/final", hurt / "experts/000/final")
+
+
+def test_the_same_command_again_does_nothing(new_run: Copy) -> None:
+    run = new_run()
+    assert finish(run, "--expert", "0") == 0
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "log.txt"}
+    assert finish(run, "--expert", "0") == 0
+    after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "log.txt"}
+    assert before == after
+    assert not (run / "experts/000/checkpoints").exists()
+
+
+def test_resuming_with_other_settings_is_refused_by_name(new_run: Copy) -> None:
+    run = new_run()
+    kill = start(run, "--expert", "0", "--train.samples", "100000")
+    wait_for(lambda: list((run / "experts/000/checkpoints").glob("*/manifest.json")))
+    os.kill(kill.pid, signal.SIGKILL)
+    kill.join()
+    assert finish(run, "--expert", "0", "--train.lr", "0.5") == 2
+    assert "train.lr was 0.001, now 0.5" in (run / "log.txt").read_text()

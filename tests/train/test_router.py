@@ -1,0 +1,68 @@
+"""The router: far above chance where pictures are clear, the prior where there is only noise, honest when it cannot learn."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll import config
+from atoll.data.prepare import prepare
+from atoll.nets import load_network
+from atoll.run import Artifact
+from atoll.train.tasks import best_temperature, by_time
+from shapes import write_run
+from train.conftest import Copy
+from train.workers import TINY, finish, metrics
+
+LONGER = {"samples": 4096, "batch": 32, "lr": 2e-3, "warmup": 128, "log_every": 1024, "save_every": 4096}
+
+
+def test_it_tells_clusters_apart_and_knows_nothing_of_noise(new_run: Copy) -> None:
+    run = new_run(train=LONGER)
+    assert finish(run, "--router") == 0, (run / "log.txt").read_text()
+    facts = Artifact(run, "router/final").open("router").facts
+    assert facts["accuracy_by_time"][0] > 0.9
+    assert facts["loss_by_time"][0] < 0.5 * facts["prior_entropy"]
+    assert not facts["at_chance"]
+    assert facts["prior_entropy"] == pytest.approx(math.log(3), abs=0.01)
+    router = load_network(run / "router/final")
+    noise = torch.randn(512, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        posterior = router.logits(noise, torch.full((512,), 1000.0)).softmax(1).mean(0)
+    sizes = torch.tensor(facts["cluster_sizes"], dtype=torch.float32)
+    torch.testing.assert_close(posterior, sizes / sizes.sum(), rtol=0, atol=0.1)
+    assert router.temperature.item() == pytest.approx(facts["temperature"])
+    assert "accuracy" in metrics(run, "router")[-1]
+    assert len(metrics(run, "router")[-1]["accuracy_by_time"]) == 10
+
+
+def test_on_a_random_partition_it_stays_at_chance_and_says_so(prepared: Path, tmp_path: Path) -> None:
+    """The same pictures, cut at random: what is left to learn is the prior."""
+    source = config.load(prepared).data.source
+    run = tmp_path / "random"
+    changes = {**TINY, "train": {**TINY["train"], **LONGER, "samples": 1024}, "clusters": {"method": "random"}}
+    settings = write_run(run, Path(source), **changes)
+    for stage in ("ingest", "features", "latents", "text"):
+        shutil.copytree(prepared / "data" / stage, run / "data" / stage)
+    prepare(run, settings)
+    assert finish(run, "--router") == 0, (run / "log.txt").read_text()
+    facts = Artifact(run, "router/final").open("router").facts
+    assert facts["at_chance"]
+    assert facts["held_out_loss"] > 0.9 * facts["prior_entropy"]
+    assert "the router is at chance" in (run / "log.txt").read_text()
+
+
+def test_the_temperature_undoes_overconfidence() -> None:
+    """Logits of a known posterior, made three times too sharp: the best temperature is three."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(50_000, 4, generator=generator)
+    clusters = torch.multinomial(logits.softmax(1), 1, generator=generator).flatten()
+    assert best_temperature(3 * logits, clusters) == pytest.approx(3.0, rel=0.03)
+
+
+def test_means_by_time() -> None:
+    t = torch.tensor([0.0, 0.05, 0.95, 1.0])
+    means = by_time(torch.tensor([1.0, 3.0, 5.0, 7.0]), t)
+    assert means == [2.0, *[None] * 8, 6.0]

@@ -1,0 +1,98 @@
+"""Jobs in processes of their own, which can be killed: forks of one server that has imported everything."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+TINY = {
+    "networks": {"default": {"name": "DiT-XS/8", "width": 32, "depth": 2, "heads": 2}},
+    "train": {
+        "samples": 160, "batch": 8, "lr": 1e-3, "warmup": 32, "log_every": 32, "save_every": 32, "grid_every": 0,
+        "workers": 1, "ema": {"short": 50.0, "long": 500.0},
+    },
+    "router": {"network": {"name": "DiT-XS/8", "width": 32, "depth": 2, "heads": 2}},
+    "student": {"block": 24},
+}  # fmt: skip
+
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["atoll.cli", "atoll.train", "atoll.data.prepare"])
+
+
+def _work(arguments: list[str], log: str) -> None:
+    from atoll.cli import main
+
+    torch.set_num_threads(1)
+    with open(log, "a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        code = main(arguments)
+    os._exit(code)
+
+
+def start(run: Path, *arguments: str) -> multiprocessing.Process:
+    """`atoll train RUN …` in a process of its own."""
+    process = _context.Process(target=_work, args=(["train", str(run), *arguments], str(run / "log.txt")))
+    process.start()
+    return process
+
+
+def finish(run: Path, *arguments: str) -> int:
+    """Train to the end; the exit code."""
+    process = start(run, *arguments)
+    process.join(300)
+    assert process.exitcode is not None, "the job hangs"
+    return process.exitcode
+
+
+def kill_after(run: Path, seconds: float, *arguments: str) -> int:
+    """Kill -9 the job after some time, unless it ends before; the exit code."""
+    process = start(run, *arguments)
+    process.join(seconds)
+    if process.exitcode is None:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    return process.exitcode
+
+
+def metrics(run: Path, job: str) -> list[dict]:
+    return [json.loads(line) for line in (run / job / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of every safetensors file in a folder, by file and name."""
+    return {
+        f"{file.name}:{key}": value
+        for file in sorted(folder.glob("*.safetensors"))
+        for key, value in load_file(file).items()
+    }
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    """Bit for bit."""
+    a, b = weights(first), weights(second)
+    assert a.keys() == b.keys()
+    assert a, f"nothing in {first}"
+    for key in a:
+        assert torch.equal(a[key], b[key]), key
+
+
+def wait_for(condition: object, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+
+
+def torchrun(run: Path, processes: int, *arguments: str, restarts: int = 0) -> list[str]:
+    """The command line of the same job under torchrun."""
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+        "--max-restarts", str(restarts), "-m", "atoll.cli", "train", str(run), *arguments,
+    ]  # fmt: skip
