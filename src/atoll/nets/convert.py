@@ -153,7 +153,7 @@ def _relayout(source: Source, to: str) -> tuple[dict[str, Tensor], dict[str, Any
 def _differences(here: Mapping[str, Any], there: Mapping[str, Any], title: str) -> list[Change]:
     """Settings that the other side fixes differently; the weights are the same, the arithmetic is not quite."""
     return [
-        Change(name, "left out", 0, f"{here[name]} here, {there[name]} in {title}: answers differ slightly")
+        Change(name, "changed", 0, f"{here[name]} here, {there[name]} in {title}: answers differ slightly")
         for name in here
         if here[name] != there[name]
     ]

@@ -49,7 +49,7 @@ class Change:
     """One row of the account of a conversion."""
 
     what: str
-    action: Literal["kept", "folded", "new", "renamed", "left out"]
+    action: Literal["kept", "folded", "new", "renamed", "changed", "left out"]
     parameters: int
     note: str = ""
 
