@@ -152,7 +152,7 @@ def reading(folder: Path, quick: bool) -> Iterator[Row]:
         optimizer.zero_grad()
 
     sides = {"memory": lambda: step(next(in_memory)), "reader": lambda: step(next(stream))}
-    times = interleave(sides, seconds=8 if quick else 60, warmup=2)
+    times = interleave(sides, seconds=6 if quick else 60)
     yield Row("reader: training rate / from memory", times["memory"] / times["reader"], 0.97)
     start = time.perf_counter()
     for _ in islice(stream, 50):
@@ -273,14 +273,16 @@ def memory(what: Literal["VmRSS", "VmHWM"]) -> float:
 
 
 def apart(work: Callable[[Path, int], Outcome], run: Path, fine: int) -> Outcome:
-    """Do it in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    """Do it in a fresh process, forked from one that has imported everything and done nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__"])
+    with context.Pool(1) as pool:
         return pool.apply(work, (run, fine))
 
 
 def clustering(folder: Path, quick: bool) -> Iterator[Row]:
     sides = {"ours": ours, "faiss": plain_faiss, "minibatch": minibatch}
-    counts = (4_000, 16_000) if quick else (10_000, 100_000, 1_000_000)
+    counts = (2_000, 8_000) if quick else (10_000, 100_000, 1_000_000)
     fine = 128 if quick else 1024
     found: dict[tuple[str, int], Outcome] = {}
     for rows in counts:
@@ -291,11 +293,13 @@ def clustering(folder: Path, quick: bool) -> Iterator[Row]:
             found[name, rows] = apart(work, run, kmeans.fine_count(rows, CLUSTERS, fine))
         shutil.rmtree(run)
     large = counts[-1]
+    # With few rows everything fits into the sample, and there is nothing to win.
+    at_least, at_most = (None, None) if quick else (1.0, 1.0)
     for peer in ("faiss", "minibatch"):
         us, them = found["ours", large], found[peer, large]
-        yield Row(f"clustering {large:,} rows: time of {peer} / ours", them.seconds / us.seconds, 1.0)
+        yield Row(f"clustering {large:,} rows: time of {peer} / ours", them.seconds / us.seconds, at_least)
         yield Row(f"clustering {large:,} rows: our cosine / {peer}", us.fine_cosine / them.fine_cosine, 0.99)
-        yield Row(f"clustering {large:,} rows: our memory / {peer}", us.megabytes / them.megabytes, 1.0, "lower")
+        yield Row(f"clustering {large:,} rows: our memory / {peer}", us.megabytes / them.megabytes, at_most, "lower")
     yield Row("clustering: largest / mean cluster", found["ours", large].imbalance, 1.25, "lower")
     for name in sides:
         for rows in counts:
