@@ -176,13 +176,13 @@ def measure(quick: bool) -> Iterable[Row]:
         yield from forward("S", 32, 3)
         yield from fold(trained=False, steps=0)
         return
-    for size, seconds in (("XS", 8.0), ("S", 12.0), ("B", 20.0)):
+    for size, seconds in (("XS", 5.0), ("S", 8.0), ("B", 12.0)):
         for side in (16, 32):
             for dtype in DTYPES:
                 yield from training(size, side, dtype, seconds)
-            yield from forward(size, side, 5)
+            yield from forward(size, side, 4)
     for dtype in DTYPES:
-        yield from training("S", 32, dtype, 12, compiled=True)
+        yield from training("S", 32, dtype, 8, compiled=True)
     yield from fold(trained=False, steps=0)
     yield from fold(trained=True, steps=300)
 
