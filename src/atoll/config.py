@@ -230,7 +230,12 @@ _LATENT_DIFFUSION: dict[str, Any] = {
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "emoji": {"features": {"resolution": 128}, "clusters": {"count": 4}, "experts": {"default": "flow-matching"}},
+    "emoji": {
+        "features": {"resolution": 128},
+        "clusters": {"count": 4},
+        "text": {"max_tokens": 24},
+        "experts": {"default": "flow-matching"},
+    },
     "ddm": {**_LATENT_DIFFUSION, "experts": {"default": "flow-matching"}},
     "hddm": {**_LATENT_DIFFUSION, "experts": {"default": "flow-matching", 0: "ddpm", 3: "ddpm"}},
 }
