@@ -71,11 +71,11 @@ def preparing(folder: Path, quick: bool) -> Iterator[Row]:
         return {"features": extractor(pixels).half()}
 
     sides: list[tuple[str, int, int, Work]] = [
-        ("features (EfficientNet-Lite0)", extractor.side, 64 if quick else 512, encode),
+        ("features (EfficientNet-Lite0)", extractor.side, 64 if quick else 256, encode),
         ("latents (shipped autoencoder)", 64, 128 if quick else 1024, latents.open_codec("emoji").encode),
     ]
     if not quick:
-        sides.append(("latents (shape of Stable Diffusion's)", 64, 48, stable_diffusion_shape().encode))
+        sides.append(("latents (shape of Stable Diffusion's)", 64, 24, stable_diffusion_shape().encode))
     for name, side, count, work in sides:
         source, index = ingested(folder / name, count)
         batches = [pixels for _, pixels in ingest.picture_batches(index, source, all_chunks(index), side, 16, 2)]
