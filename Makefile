@@ -17,6 +17,7 @@ $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/mod
 	@touch $@
 
 demo: $(READY)
+	@ATOLL=$(BIN)/atoll bash examples/islands.sh
 	@$(BIN)/python examples/mixture.py
 
 test: $(READY)

@@ -28,7 +28,7 @@ def new_run(prepared: Path, tmp_path: Path) -> Copy:
         run = tmp_path / name
         run.mkdir()
         values = merge(merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY), changes)
-        (run / "atoll.yaml").write_text(yaml.safe_dump(values))
+        (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
         for cluster in range(3) if only is None else only:
             folder = f"data/shards/cluster_{cluster:03d}"
             shutil.copytree(prepared / folder, run / folder)
@@ -44,7 +44,7 @@ def trained_experts(prepared: Path, tmp_path_factory: pytest.TempPathFactory) ->
     shutil.copytree(prepared / "data" / "shards", run / "data" / "shards")
     values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
     values["experts"] = {"default": "flow-matching", 1: "ddpm", 2: "v-prediction"}
-    (run / "atoll.yaml").write_text(yaml.safe_dump(values))
+    (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     for expert in range(3):
         assert finish(run, "--expert", str(expert)) == 0
     return run

@@ -43,7 +43,8 @@ def alone(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, from beginning to end."""
     run = tmp_path_factory.mktemp("alone") / "run"
     shutil.copytree(prepared / "data" / "shards", run / "data" / "shards")
-    (run / "atoll.yaml").write_text(yaml.safe_dump(merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)))
+    values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
+    (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     assert finish(run, "--expert", "0") == 0
     return run
 

@@ -1,4 +1,4 @@
-"""The router: far above chance where pictures are clear, the prior where there is only noise, honest when it cannot learn."""
+"""The router: sure where pictures are clear, the prior where there is only noise, honest when it cannot learn."""
 
 import math
 import shutil

@@ -1,0 +1,58 @@
+"""What a person sees: metrics, and the trackers that were asked for."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from atoll.train.journal import forget_after, grid
+from train.conftest import Copy
+from train.workers import finish, metrics
+
+
+def test_tensorboard_gets_the_figures(new_run: Copy) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = new_run(train={"trackers": ["tensorboard"], "samples": 64})
+    assert finish(run, "--expert", "0") == 0, (run / "log.txt").read_text()
+    events = EventAccumulator(str(run / "experts/000/tensorboard"))
+    events.Reload()
+    logged = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert logged == [(line["samples"], pytest.approx(line["loss"])) for line in metrics(run, "experts/000")]
+    assert {"lr", "gradient_norm", "samples_per_second"} <= set(events.Tags()["scalars"])
+
+
+def test_a_tracker_that_is_not_installed_is_named(new_run: Copy) -> None:
+    run = new_run(train={"trackers": ["wandb"], "samples": 8})
+    assert finish(run, "--expert", "0") == 2
+    assert "wandb is not installed; pip install wandb" in (run / "log.txt").read_text()
+
+
+def test_metrics_say_what_happened(new_run: Copy) -> None:
+    run = new_run()
+    assert finish(run, "--expert", "0") == 0
+    lines = metrics(run, "experts/000")
+    assert [line["samples"] for line in lines] == [32, 64, 96, 128, 160]
+    assert [line["step"] for line in lines] == [4, 8, 12, 16, 20]
+    for line in lines:
+        assert line["samples_per_second"] > 0
+        assert len(line["loss_by_time"]) == 10
+        present = [value for value in line["loss_by_time"] if value is not None]
+        assert min(present) <= line["loss"] <= max(present)
+    assert lines[0]["lr"] == pytest.approx(1e-3)
+
+
+def test_the_journal_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"samples": n}) + "\n" for n in (10, 20, 30)) + '{"samp')
+    forget_after(file, 20)
+    assert file.read_text() == '{"samples": 10}\n{"samples": 20}\n'
+
+
+def test_a_grid_holds_every_picture_in_its_place() -> None:
+    pictures = np.stack([np.full((4, 4, 3), value, dtype=np.uint8) for value in (10, 20, 30, 40, 50)])
+    sheet = np.asarray(grid(pictures))
+    assert sheet.shape == (8, 12, 3)
+    assert sheet[0, ::4, 0].tolist() == [10, 20, 30]
+    assert sheet[4, ::4, 0].tolist() == [40, 50, 255]
