@@ -12,7 +12,7 @@ step "1 of 4: settings"
 if [ ! -f "$run/atoll.yaml" ]; then
     $atoll init "$run" --preset emoji \
         --data.source 'emoji:categories=smileys-emotion,food-drink;skin-tones=no' \
-        --clusters.count 2 --experts '{default: flow-matching, 1: ddpm}' \
+        --clusters.count 2 --experts.1 ddpm \
         --networks.default '{name: DiT-XS/2, width: 192, depth: 6, heads: 3}' \
         --train.samples 12800 --train.batch 32 --train.lr 1e-3 --train.warmup 1600 --train.ema.ema 1500 \
         --train.save_every 3200 --train.log_every 800 --train.grid_every 6400

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from atoll.nets import load_network, save_network
 from atoll.run import Artifact
 from atoll.train import Job, run_job
 from atoll.train.student import StudentTask, load_teacher
-from atoll.train.tasks import condition_of
+from atoll.train.tasks import condition_of, held_out_velocity
 from shapes import write_run
 from train.conftest import Copy
 from train.workers import TINY, assert_same_weights, finish, metrics
@@ -229,3 +230,15 @@ def test_a_missing_or_damaged_shard_is_named(new_run: Copy, capsys: pytest.Captu
 def test_settings_that_cannot_be_are_refused_when_read() -> None:
     with pytest.raises(AtollError, match="accumulate 3"):
         config.resolve({"train": {"batch": 64, "accumulate": 3}})
+
+
+def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_samples(trained_experts: Path) -> None:
+    """Hardly trained, its x0 near noise is worth little, and the fit finds that out."""
+    declared = facts(trained_experts, "experts/001")
+    assert declared["bridge"]["prediction_error"] > 0.01
+    job = Job(trained_experts, config.load(trained_experts), "expert", 1)
+    task = replace(job.task(), network=load_network(trained_experts / "experts/001/final").eval())
+    with torch.no_grad():
+        plain = held_out_velocity(task, task.objective.bridge().wrap(task.answer), task.told)
+    assert declared["held_out_loss"] < 0.5 * plain["held_out_loss"]
+    assert facts(trained_experts, "experts/000")["bridge"]["prediction_error"] == 0

@@ -37,7 +37,7 @@ def load_teacher(run: Path, expert: int, device: torch.device) -> Teacher:
     artifact = Artifact(run, f"experts/{expert:03d}/final")
     facts = artifact.open(EXPERT_KIND, verify=True).facts
     network = load_network(artifact.folder).to(device).eval().requires_grad_(False)
-    bridge = flow.objective(**facts["objective"]).bridge()
+    bridge = flow.objective(**facts["objective"]).bridge(**facts["bridge"])
 
     def answer(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         output: Tensor = network(x, time, condition)
@@ -88,7 +88,7 @@ class StudentTask(Task):
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
         """Held-out error of the velocity, against the data as for any expert."""
-        return held_out_velocity(self, self.velocity(), self.told)
+        return {"bridge": {}, **held_out_velocity(self, self.velocity(), self.told)}
 
     def _experts(self) -> range:
         return range(self.shards.facts["clusters"])

@@ -6,7 +6,7 @@ A task holds its data, its network and its loss. The monolith is an expert of al
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +54,7 @@ class Task(ABC):
         """What the result declares of itself."""
 
     def velocity(self) -> Callable[..., Tensor] | None:
-        """The network as a velocity field, if it is one: what sample grids are drawn with."""
+        """The network as a velocity field, if it paints pictures: what sample grids are drawn with."""
         return None
 
     def finish(self) -> dict[str, Any]:
@@ -111,10 +111,17 @@ class ExpertTask(Task):
         return Losses(self.objective.loss(output[:, : x0.shape[1]], noised), noised.t, {})
 
     def velocity(self) -> Callable[..., Tensor]:
-        """The network over its bridge."""
-        return self.objective.bridge().wrap(
-            lambda x, time, condition: self.network(x, time, condition)[:, : x.shape[1]]
-        )
+        """The network over its bridge, calibrated on a few held-out samples."""
+        return self.calibrated(limit=64).wrap(self.answer)
+
+    def answer(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
+        """The network's prediction, without a learned variance."""
+        output: Tensor = self.network(x, time, condition)
+        return output[:, : x.shape[1]]
+
+    def calibrated(self, limit: int) -> flow.Bridge:
+        """The bridge with the prediction error that fits held-out samples best."""
+        return calibrate(self.objective.bridge(), self.answer, self, self.told, limit)
 
     def facts(self) -> dict[str, Any]:
         """Objective and conditioning."""
@@ -122,8 +129,10 @@ class ExpertTask(Task):
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
-        """Held-out error of the velocity."""
-        return held_out_velocity(self, self.velocity(), self.told)
+        """Calibrate the bridge; held-out error of the velocity over it."""
+        bridge = self.calibrated(limit=1024)
+        figures = held_out_velocity(self, bridge.wrap(self.answer), self.told)
+        return {"bridge": {"prediction_error": bridge.prediction_error}, **figures}
 
 
 @dataclass(frozen=True)
@@ -207,11 +216,45 @@ def best_temperature(logits: Tensor, clusters: Tensor) -> float:
     def loss(log_temperature: float) -> float:
         return functional.cross_entropy(logits / math.exp(log_temperature), clusters).item()
 
-    low, high = math.log(0.05), math.log(20.0)
-    for _ in range(60):
-        left, right = high - randomness.GOLDEN * (high - low), low + randomness.GOLDEN * (high - low)
-        low, high = (low, right) if loss(left) < loss(right) else (left, high)
-    return math.exp((low + high) / 2)
+    return math.exp(minimise(loss, math.log(0.05), math.log(20.0)))
+
+
+def minimise(function: Callable[[float], float], low: float, high: float, steps: int = 40) -> float:
+    """Where a function with one valley is least, by golden-section search."""
+    left, right = high - randomness.GOLDEN * (high - low), low + randomness.GOLDEN * (high - low)
+    at_left, at_right = function(left), function(right)
+    for _ in range(steps):
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - randomness.GOLDEN * (high - low)
+            at_left = function(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + randomness.GOLDEN * (high - low)
+            at_right = function(right)
+    return (low + high) / 2
+
+
+@torch.no_grad()
+def calibrate(bridge: flow.Bridge, network: Forward, task: Task, told: frozenset[str], limit: int) -> flow.Bridge:
+    """Fit the bridge's `prediction_error`, its one number that is not exact mathematics, to held-out samples.
+
+    Near noise an epsilon network's x0 is its error times sigma/alpha. How far to shrink it is a fact about the network.
+    """
+    if bridge.identity or not len(task.held_out):
+        return bridge
+    asked = []
+    for batch, noised in held_out_noised(task, limit=limit):
+        query = bridge.query(noised.input, noised.t)
+        asked.append((network(query.state, query.network_time, condition_of(batch, told)), noised))
+
+    def error(known: float) -> float:
+        candidate = replace(bridge, prediction_error=known)
+        distances = [(candidate.velocity(y, n.input, n.t) - n.target).square().mean() for y, n in asked]
+        return float(torch.stack(distances).mean())
+
+    best = math.exp(minimise(lambda log_error: error(math.exp(log_error)), math.log(1e-4), math.log(2.0), steps=20))
+    return replace(bridge, prediction_error=best) if error(best) < error(0.0) else bridge
 
 
 def held_out_noised(task: Task, batch: int = 256, limit: int = 1024) -> Iterator[tuple[Batch, flow.Noised]]:
