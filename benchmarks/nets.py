@@ -20,7 +20,7 @@ from torch.nn import functional
 from atoll.flow import objective
 from atoll.nets import Condition, DiT, DiTConfig
 from atoll.nets.convert import Source, feature_error
-from atoll.nets.dit import SIZES
+from atoll.nets.named import SIZES
 from atoll.nets.fold import FlowMatchingOptions, to_flow_matching
 from harness import Row, interleave, run
 

@@ -4,15 +4,14 @@ It maps (noisy image, network time, condition) to an image and knows nothing of 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from atoll.errors import AtollError, unknown
 from atoll.nets.condition import Condition, PreparedCondition
 from atoll.nets.layers import (
     Block,
@@ -27,25 +26,14 @@ from atoll.nets.layers import (
     sincos_positions,
     unpatchify,
 )
-
-SIZES: dict[str, dict[str, int]] = {
-    "XS": {"width": 256, "depth": 8, "heads": 4},
-    "S": {"width": 384, "depth": 12, "heads": 6},
-    "B": {"width": 768, "depth": 12, "heads": 12},
-    "L": {"width": 1024, "depth": 24, "heads": 16},
-    "XL": {"width": 1152, "depth": 28, "heads": 16},
-}
-NAMES: dict[str, dict[str, int]] = {
-    f"DiT-{size}/{patch}": {**shape, "patch": patch} for size, shape in SIZES.items() for patch in (2, 4, 8)
-}
-"""The named sizes: DiT-XS/2, …, DiT-XL/8."""
+from atoll.nets.named import NamedConfig
 
 TIME_KNOTS = 1001
 """Knots of the optional time table: network times 0, 1, …, 1000."""
 
 
 @dataclass(frozen=True)
-class DiTConfig:
+class DiTConfig(NamedConfig):
     """Everything that fixes the shape and the arithmetic of a DiT."""
 
     width: int = 384
@@ -87,26 +75,6 @@ class DiTConfig:
             raise ValueError(f"size {self.size} is not a multiple of patch {self.patch}")
         if self.embedder_per_block and self.modulation != "zero":
             raise ValueError("an embedder per block needs modulation 'zero': AdaLN-Single shares one by definition")
-
-    @classmethod
-    def named(cls, name: str, **changes: Any) -> Self:
-        """A named size (`DiT-XL/2`), with any other field given by keyword."""
-        if name not in NAMES:
-            raise AtollError(unknown("network size", name, NAMES))
-        return cls.from_dict({**NAMES[name], **changes})
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read what `to_dict` wrote; an unknown field is refused by name."""
-        known = [field.name for field in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise AtollError(unknown("field of a DiT configuration", name, known))
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain values for a manifest."""
-        return asdict(self)
 
     @property
     def grid(self) -> int:

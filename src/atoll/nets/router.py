@@ -2,21 +2,20 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.errors import AtollError, unknown
 from atoll.nets.condition import Condition
-from atoll.nets.dit import NAMES
 from atoll.nets.layers import Block, Embedder, LinearModulation, init_linears, patchify, sincos_positions
+from atoll.nets.named import NamedConfig
 
 
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(NamedConfig):
     """Everything that fixes the shape and the arithmetic of a router; the default is the DiT-B/2 of DDM and Paris."""
 
     experts: int = 8
@@ -32,26 +31,6 @@ class RouterConfig:
     pooled_width: int = 0
     """Width of the pooled text the router is told; 0 without."""
     norm_eps: float = 1e-6
-
-    @classmethod
-    def named(cls, name: str, **changes: Any) -> Self:
-        """A named size (`DiT-B/2`), with any other field given by keyword."""
-        if name not in NAMES:
-            raise AtollError(unknown("network size", name, NAMES))
-        return cls.from_dict({**NAMES[name], **changes})
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read what `to_dict` wrote; an unknown field is refused by name."""
-        known = [field.name for field in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise AtollError(unknown("field of a router configuration", name, known))
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain values for a manifest."""
-        return asdict(self)
 
 
 class Head(nn.Module):
