@@ -2,10 +2,10 @@
 
     python examples/mixture.py [--out runs/mixture.png]
 
-The data is a Gaussian mixture of five clusters. Each cluster has its own ideal expert, trained as it were with its
-own objective: DDPM under a cosine schedule, DDPM under linear betas, x0-prediction, v-prediction, flow matching. Each is
-carried over the bridge into velocity, weighed by the ideal router, and sampled. The same is done with the recipe
-published for mixed objectives. The table says how far the samples are from the data; the picture shows it.
+The data is a Gaussian mixture of five clusters. Each cluster has its own ideal expert with its own objective: DDPM
+under a cosine schedule, DDPM under linear betas, x0-prediction, v-prediction, flow matching. Each is carried over the
+bridge into velocity, weighed by the ideal router, and sampled. The same is done with the recipe published for mixed
+objectives. The table says how far the samples are from the data; the picture shows it.
 """
 
 import argparse
