@@ -1,6 +1,6 @@
 """Train the small autoencoder that Atoll ships: 64x64 emoji to 8x8 latents and back.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 recipes/emoji-autoencoder/train.py --work runs/emoji-autoencoder
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 recipes/emoji-autoencoder/train.py --work runs/autoencoder
 
 One process a core, one thread a process: on a shared machine this waits less than two threads do. It can be stopped at
 any moment and started again with the same command. When the last step is done it writes the weights (half precision),
@@ -33,11 +33,11 @@ HELD_OUT = 0.1
 
 @dataclass
 class Recipe:
-    """Settings; the defaults made the shipped weights."""
+    """Settings; README.md has the two commands that made the shipped weights."""
 
     work: Annotated[Path, tyro.conf.arg(aliases=["-w"])]
     """Folder for checkpoints and results."""
-    steps: int = 4800
+    steps: int = 6000
     batch: int = 16
     """Pictures a step, over all processes."""
     lr: float = 1.5e-3
@@ -45,8 +45,10 @@ class Recipe:
     ema: float = 0.998
     kl: float = 1e-4
     """Weight of the KL term, a mean over latent numbers: keeps latents near a unit Gaussian, hardly costs detail."""
-    latents: int = 8
+    latents: int = 12
     channels: tuple[int, ...] = (12, 24, 48, 112)
+    earlier: Path | None = None
+    """Work folder of an earlier training to go on from; it may have had fewer latents."""
     seed: int = 0
     checkpoint_every: int = 200
 
@@ -80,11 +82,11 @@ def finish(recipe: Recipe, averaged: AutoencoderKL, train: Tensor, held_out: Ten
     report = {
         "figures": measure(shipped, held_out),
         "seconds": round(seconds),
-        "settings": {key: value for key, value in asdict(recipe).items() if key != "work"},
+        "settings": {key: value for key, value in asdict(recipe).items() if key not in ("work", "earlier")},
         "machine": {**machine, "torch": torch.__version__},
     }
     (recipe.work / "figures.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    reconstructions(shipped, held_out).save(recipe.work / "reconstructions.png")
+    reconstructions(shipped, held_out).save(recipe.work / "reconstructions.png", optimize=True)
     say(json.dumps(report, indent=2))
 
 
@@ -131,6 +133,8 @@ def fit(recipe: Recipe, train: Tensor, held_out: Tensor) -> tuple[AutoencoderKL,
     """The averaged model after all steps, and the seconds it took over all starts."""
     torch.manual_seed(recipe.seed)
     model = build(recipe).to(memory_format=torch.channels_last)
+    if recipe.earlier is not None:
+        adopt(model, torch.load(recipe.earlier / "checkpoint.pt", weights_only=True)["averaged"])
     averaged = build(recipe)
     averaged.load_state_dict(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=1e-4)
@@ -149,6 +153,27 @@ def fit(recipe: Recipe, train: Tensor, held_out: Tensor) -> tuple[AutoencoderKL,
             if step % (5 * recipe.checkpoint_every) == 0:
                 say(f"  held-out PSNR {measure(averaged, held_out[::8])['psnr_mean']:.2f} dB")
     return averaged, spent + time.monotonic() - started
+
+
+@torch.no_grad()
+def adopt(model: AutoencoderKL, earlier: dict[str, Tensor]) -> None:
+    """Take over weights of a model with as many latents or fewer; what it computes stays the same.
+
+    New latents start as random features of about unit spread and little noise; the decoder gives them no weight yet.
+    """
+    own = model.state_dict()
+    new, old = model.config.latent_channels, earlier["decoder.conv_in.weight"].shape[1]
+    for name, weights in earlier.items():
+        if name == "decoder.conv_in.weight":
+            own[name].zero_()
+            own[name][:, :old] = weights
+        elif name.startswith("encoder.conv_out."):  # means, then log-variances
+            own[name][:old] = weights[:old]
+            own[name][old:new] *= 6
+            own[name][new : new + old] = weights[old:]
+            own[name][new + old :] = -8 if name.endswith("bias") else 0
+        else:
+            own[name].copy_(weights)
 
 
 def batch_of(recipe: Recipe, train: Tensor, step: int) -> Tensor:
@@ -261,7 +286,7 @@ def measure(model: AutoencoderKL, pixels: Tensor) -> dict[str, float]:
 
 
 @torch.no_grad()
-def reconstructions(model: AutoencoderKL, pixels: Tensor, columns: int = 16, rows: int = 4) -> Image.Image:
+def reconstructions(model: AutoencoderKL, pixels: Tensor, columns: int = 16, rows: int = 3) -> Image.Image:
     """Held-out pictures, each above its reconstruction."""
     chosen = pixels[torch.linspace(0, len(pixels) - 1, columns * rows).long()]
     restored = model.decode(model.encode(as_input(chosen)).latent_dist.mean).sample.clamp(-1, 1)
