@@ -22,7 +22,8 @@ from atoll.config import Config, NetworkChoice, Train
 from atoll.data.models import device as pick_device
 from atoll.data.reader import Shards
 from atoll.errors import AtollError, unknown
-from atoll.nets import NAMES, Router, build, load_network, save_network
+from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
+from atoll.nets.expert import DiffusersExpert
 from atoll.run import Artifact, Manifest
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.compute import Cost, cost
@@ -81,6 +82,8 @@ class Job:
         changes = {
             key: getattr(own, key) for key in ("samples", "batch", "lr") if own and getattr(own, key) is not None
         }
+        if self.kind == "router":
+            changes["checkpointing"] = False  # the router is small
         settings = self.config.train.model_copy(update=changes)
         samples = settings.samples
         if self.match_flops is not None:
@@ -93,13 +96,12 @@ class Job:
         """What the network is told: any of text, pooled and label."""
         facts = self.shards.facts
         if self.kind == "router":
-            wish = {"nothing": set(), "pooled": {"pooled"}, "label": {"label"}}[self.config.router.told]
+            choice: str = self.config.router.told
+        elif self.config.train.condition == "auto":
+            choice = "text" if facts["text"] else "label" if facts["labels"] else "none"
         else:
-            auto = "text" if facts["text"] else "label" if facts["labels"] else "none"
             choice = self.config.train.condition
-            wish = {"both": {"text", "label"}, "none": set()}.get(
-                auto if choice == "auto" else choice, {auto if choice == "auto" else choice}
-            )
+        wish = {"both": {"text", "label"}, "none": set(), "nothing": set()}.get(choice, {choice})
         if wish & {"text", "pooled"} and not facts["text"]:
             raise AtollError(f"{self.name} is to be told text, but {self.run} was prepared without; set text.encoder")
         if "label" in wish and not facts["labels"]:
@@ -169,8 +171,10 @@ class Job:
         network: nn.Module = build(self.description)
         if self.config.train.init is not None and self.kind != "router":
             network.load_state_dict(load_network(self.config.train.init).state_dict())
-        if self.settings.checkpointing:
-            network.checkpointing = True  # type: ignore[assignment]
+        if isinstance(network, DiT):
+            network.checkpointing = self.settings.checkpointing
+        elif isinstance(network, DiffusersExpert) and self.settings.checkpointing:
+            network.model.enable_gradient_checkpointing()
         held_out = Shards.open(self.run, self.clusters, "held-out")
         base = (self.name, network, self.shards, held_out, self.settings.seed)
         dropout = self.settings.condition_dropout

@@ -18,7 +18,7 @@ from atoll import flow
 from atoll.data.reader import Batch
 from atoll.nets import Condition, load_network
 from atoll.run import Artifact
-from atoll.train.tasks import Forward, Losses, Task, _linear, condition_of, drop, held_out_velocity
+from atoll.train.tasks import Forward, Losses, Task, condition_of, drop, held_out_velocity, on_linear_path
 
 EXPERT_KIND = "expert"
 TEACHER_BATCH = 64
@@ -68,7 +68,7 @@ class StudentTask(Task):
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
         """Mean squared distance to the teacher's velocity."""
         x0 = self.latents(batch, position)
-        noised = _linear(x0, self.seed, position)
+        noised = on_linear_path(x0, self.seed, position)
         target = self._targets(position, len(x0)).to(x0.device)
         condition = drop(condition_of(batch, self.told), self.dropout, len(x0), self.seed, position)
         output = forward(noised.input, noised.network_time, condition)[:, : x0.shape[1]]
@@ -128,7 +128,7 @@ class StudentTask(Task):
         inputs, times = [], []
         batch = self.shards.read(numbers[rows.numpy()]).to(device)
         for row, sample in zip(rows.tolist(), _single(batch), strict=True):
-            noised = _linear(self.latents(sample, first + row), self.seed, first + row)
+            noised = on_linear_path(self.latents(sample, first + row), self.seed, first + row)
             inputs.append(noised.input)
             times.append(noised.t)
         answer = teacher.velocity(torch.cat(inputs), torch.cat(times), condition=condition_of(batch, teacher.told))

@@ -143,7 +143,7 @@ class RouterTask(Task):
 
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
         """Cross-entropy of the clusters."""
-        noised = _linear(self.latents(batch, position), self.seed, position)
+        noised = on_linear_path(self.latents(batch, position), self.seed, position)
         logits = forward(noised.input, noised.network_time, condition_of(batch, self.told)).float()
         hit = (logits.argmax(1) == batch.cluster).float()
         return Losses(functional.cross_entropy(logits, batch.cluster, reduction="none"), noised.t, {"accuracy": hit})
@@ -192,7 +192,8 @@ class RouterTask(Task):
         return torch.cat(logits), torch.cat(clusters), torch.cat(times)
 
 
-def _linear(x0: Tensor, seed: int, position: int) -> flow.Noised:
+def on_linear_path(x0: Tensor, seed: int, position: int) -> flow.Noised:
+    """Noise a batch as flow matching does, whatever the experts' objectives."""
     return flow.Objective().corrupt(x0, seed=seed, position=position)
 
 
