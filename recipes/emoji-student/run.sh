@@ -10,5 +10,5 @@ for expert in 0 1 2 3; do $atoll train "$run" --expert $expert; done
 $atoll train "$run" --router
 $atoll train "$run" --student
 # From scratch with the student's FLOPs, its teachers' forward passes included: 4/3 as many samples.
-$atoll train "$run" --monolith --train.samples 64000
+$atoll train "$run" --monolith --train.samples 17056
 .venv/bin/python recipes/emoji-student/figures.py "$run"
