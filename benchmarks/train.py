@@ -167,9 +167,9 @@ def measure(quick: bool) -> list[Row]:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        sizes = [("DiT-XS/2", 64)] if quick else [("DiT-XS/2", 64), ("DiT-S/2", 64), ("DiT-S/2", 256)]
+        sizes = [("DiT-XS/2", 64)] if quick else [("DiT-XS/2", 64), ("DiT-S/2", 64)]
         rows = [
-            overhead(folder / str(i), name, batch, 6 if quick else 12, 3 if quick else 5)
+            overhead(folder / str(i), name, batch, 6 if quick else 10, 3 if quick else 5)
             for i, (name, batch) in enumerate(sizes)
         ]
         rows += checkpoint_pause(folder / "pause", "DiT-XS/2" if quick else "DiT-S/2")
