@@ -71,8 +71,8 @@ def preparing(folder: Path, quick: bool) -> Iterator[Row]:
         return {"features": extractor(pixels).half()}
 
     sides: list[tuple[str, int, int, Work]] = [
-        ("features (EfficientNet-Lite0)", extractor.side, 64 if quick else 256, encode),
-        ("latents (shipped autoencoder)", 64, 128 if quick else 1024, latents.open_codec("emoji").encode),
+        ("features (EfficientNet-Lite0)", extractor.side, 32 if quick else 256, encode),
+        ("latents (shipped autoencoder)", 64, 64 if quick else 1024, latents.open_codec("emoji").encode),
     ]
     if not quick:
         sides.append(("latents (shape of Stable Diffusion's)", 64, 24, stable_diffusion_shape().encode))

@@ -183,7 +183,7 @@ class Job:
             network.set_prior(self.shards.cluster_sizes(), balanced=False)
             return RouterTask(*base, self.told)
         if self.kind == "student":
-            return StudentTask(*base, self.told, dropout, self.run, self.settings.batch, self.config.student.block)
+            return StudentTask(*base, self.told, dropout, self.run, self.config.student.block)
         return ExpertTask(*base, self.objective, self.told, dropout)
 
 

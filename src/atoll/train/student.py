@@ -61,7 +61,6 @@ class StudentTask(Task):
     told: frozenset[str]
     dropout: float
     run: Path
-    batch: int
     block: int
     _current: _Block = field(default_factory=_Block)
 
