@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from atoll import config as configuration
+from atoll.data.reader import Batch
 from atoll.nets import build
 from atoll.run import Artifact
 from atoll.train import Job
@@ -20,7 +20,7 @@ from atoll.train.checkpoints import Checkpoints, State
 from atoll.train.compute import training_bytes
 from atoll.train.ema import Averages
 from atoll.train.loop import make_optimizer, train
-from atoll.train.tasks import condition_of
+from atoll.train.tasks import ExpertTask, Forward, Losses, condition_of
 from atoll.train.world import World
 from harness import Row, interleave, run
 
@@ -65,42 +65,54 @@ def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> config
     return config
 
 
-def bare_step(job: Job, steps: int) -> float:
-    """Samples a second of forward, backward and AdamW alone, on tensors in memory."""
-    network = build(job.description)
-    optimizer = make_optimizer(network, job.settings)
-    batch = job.shards.read(torch.arange(job.settings.batch).numpy())
-    x, t, condition = batch.mean.float(), torch.rand(len(batch.index)) * 1000, condition_of(batch, job.told)
-    condition = condition.drop(torch.zeros(len(x), dtype=torch.bool))
-    for step in range(steps + 2):
-        if step == 2:  # the first two warm up
-            start = time.perf_counter()
-        (network(x, t, condition) - x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return steps * len(x) / (time.perf_counter() - start)
+class Bare:
+    """Forward, backward and AdamW alone, on tensors in memory."""
+
+    def __init__(self, job: Job) -> None:
+        self.network = build(job.description)
+        self.optimizer = make_optimizer(self.network, job.settings)
+        batch = job.shards.read(torch.arange(job.settings.batch).numpy())
+        condition = condition_of(batch, job.told)
+        self.x, self.t = batch.mean.float(), torch.rand(len(batch.index)) * 1000
+        self.condition = condition.drop(torch.zeros(len(self.x), dtype=torch.bool))
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        start = time.perf_counter()
+        (self.network(self.x, self.t, self.condition) - self.x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
 
 
-def loop_rate(job: Job, folder: Path, steps: int) -> float:
-    """Samples a second of the whole loop between its first line of metrics and its last: reading, noising and all."""
-    shutil.rmtree(folder / job.name, ignore_errors=True)
-    batch = job.settings.batch
-    settings = job.settings.model_copy(update={"samples": (steps + 2) * batch, "log_every": 2 * batch})
-    train(job.task(), settings, Checkpoints(folder, job.name, {}, ALONE), ALONE)
-    lines = [json.loads(line) for line in (folder / job.name / "metrics.jsonl").read_text().splitlines()]
-    return (lines[-1]["samples"] - lines[0]["samples"]) / (lines[-1]["seconds"] - lines[0]["seconds"])
+class Interleaved(ExpertTask):
+    """An expert's task that stops the clock at every step and runs a bare one before it goes on."""
+
+    bare: Bare
+    seconds: dict[str, list[float]]
+    ended: float
+
+    def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
+        """The loop's step is all the time from here to the next call, less the bare step in between."""
+        now = time.perf_counter()
+        self.seconds["loop"].append(now - self.ended)
+        self.seconds["bare"].append(self.bare.step())
+        object.__setattr__(self, "ended", time.perf_counter())
+        return super().losses(forward, batch, position)
 
 
-def overhead(folder: Path, name: str, batch: int, steps: int, rounds: int) -> Row:
-    """The loop's rate over the bare step's, rounds of each in turn."""
-    config = make_run(folder, batch=batch, samples=batch * steps)
-    config = config.model_copy(update={"networks": {"default": name}})
-    job = Job(folder, config, "expert", 0)
-    ratios = []
-    for _ in range(rounds):
-        bare = bare_step(job, steps)
-        ratios.append(loop_rate(job, folder, steps) / bare)
-    return Row(f"loop / bare step, {name} batch {batch}", sorted(ratios)[len(ratios) // 2], 0.95)
+def overhead(folder: Path, name: str, batch: int, steps: int) -> Row:
+    """The loop's rate over the bare step's, one step of each in turn: reading, noising, averaging, logging and all."""
+    config = make_run(folder, batch=batch, samples=batch * steps, log_every=8 * batch)
+    job = Job(folder, config.model_copy(update={"networks": {"default": name}}), "expert", 0)
+    plain = job.task()
+    task = Interleaved(**{field: getattr(plain, field) for field in plain.__dataclass_fields__})
+    timed = {"bare": Bare(job), "seconds": {"loop": [], "bare": []}, "ended": time.perf_counter()}
+    for key, value in timed.items():
+        object.__setattr__(task, key, value)
+    train(task, job.settings, Checkpoints(folder, job.name, {}, ALONE), ALONE)
+    loop, bare = (sum(task.seconds[which][3:]) for which in ("loop", "bare"))  # the first ones warm up
+    return Row(f"loop / bare step, {name} batch {batch}", bare / loop, 0.95)
 
 
 def checkpoint_pause(folder: Path, name: str) -> list[Row]:
@@ -141,9 +153,16 @@ def peak(name: str) -> None:
         config = make_run(Path(scratch), rows=256, batch=32, samples=96)
         job = Job(Path(scratch), config.model_copy(update={"networks": {"default": name}}), "expert", 0)
         estimate = training_bytes(job.cost, 32, 1, half=False)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = memory_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
         train(job.task(), job.settings, Checkpoints(Path(scratch), job.name, {}, ALONE), ALONE)
-        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / estimate)
+        print((memory_bytes("VmHWM") - before) / estimate)
+
+
+def memory_bytes(which: str) -> int:
+    """Memory of the process now (VmRSS) or at its highest (VmHWM)."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[which].split()[0]) * 1024
 
 
 def scaling(folder: Path, samples: int) -> Row:
@@ -168,10 +187,7 @@ def measure(quick: bool) -> list[Row]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         sizes = [("DiT-XS/2", 64)] if quick else [("DiT-XS/2", 64), ("DiT-S/2", 64)]
-        rows = [
-            overhead(folder / str(i), name, batch, 6 if quick else 10, 3 if quick else 5)
-            for i, (name, batch) in enumerate(sizes)
-        ]
+        rows = [overhead(folder / str(i), name, batch, 20 if quick else 40) for i, (name, batch) in enumerate(sizes)]
         rows += checkpoint_pause(folder / "pause", "DiT-XS/2" if quick else "DiT-S/2")
         if not quick:
             rows += [memory(name) for name in ("DiT-XS/2", "DiT-S/2", "DiT-B/2")]

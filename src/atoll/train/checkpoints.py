@@ -25,6 +25,8 @@ from atoll.train.ema import Averages
 from atoll.train.world import World
 
 KIND = "checkpoint"
+FILE_BYTES = 64 << 20
+"""Of one file, roughly: a file is put together in memory before it is written, so small ones keep the pause small."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,10 @@ class Checkpoints:
             shutil.rmtree(artifact.folder, ignore_errors=True)
             artifact.begin(KIND, self.made_from)
         self.world.wait()
-        writer = HuggingFaceStorageWriter(str(artifact.folder), save_distributed=True)
+        tensors = state.tensors()
+        writer = HuggingFaceStorageWriter(str(artifact.folder), files_of(tensors), save_distributed=True)
         with _quiet():
-            save(state.tensors(), storage_writer=writer, no_dist=self.world.size == 1)
+            save(tensors, storage_writer=writer, no_dist=self.world.size == 1)
         self.world.wait()
         if self.world.first:
             artifact.commit({"samples": samples, **facts})
@@ -143,6 +146,15 @@ class Checkpoints:
             # The manifest goes first: what is half removed must not look whole.
             (self._artifact(samples).folder / "manifest.json").unlink()
             shutil.rmtree(self._artifact(samples).folder)
+
+
+def files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of the file, from 1, that each tensor goes to."""
+    files, size = {}, 0
+    for name, tensor in tensors.items():
+        files[name] = 1 + size // FILE_BYTES
+        size += tensor.numel() * tensor.element_size()
+    return files
 
 
 def _quiet() -> AbstractContextManager[object]:

@@ -70,7 +70,7 @@ def train(task: Task, settings: Train, checkpoints: Checkpoints, world: World) -
                 journal.add(losses)
             for group in state.optimizer.param_groups:
                 group["lr"] = lr
-            norm = float(whole(nn.utils.clip_grad_norm_(task.network.parameters(), settings.clip)))
+            norm = clip(task.network, settings.clip)
             if not math.isfinite(norm):
                 raise_not_finite("gradient", batch, task, checkpoints)
             state.optimizer.step()
@@ -100,6 +100,16 @@ def make_optimizer(network: nn.Module, settings: Train) -> torch.optim.AdamW:
         weight_decay=settings.weight_decay,
         fused=True,
     )
+
+
+def clip(network: nn.Module, largest: float) -> float:
+    """Scale the gradient down to a norm of at most `largest`, and return what it was; a small one is not touched."""
+    parameters = list(network.parameters())
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    known = float(whole(norm))
+    if known > largest:
+        nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+    return known
 
 
 def learning_rate(samples: int, settings: Train) -> float:

@@ -1,0 +1,73 @@
+# Functions of the emoji recipes; source it from the repository's root.
+#
+# An arm is a run: ROOT/seedS/NAME. Arms share ingest, features, latents and text, and take over finished experts of each
+# other by hard links: an expert depends on its own cluster and settings alone, so it need not be trained twice.
+# As in the DDM paper the total batch is divided among the experts, everything else is the same, so every arm spends the FLOPs
+# of the monolith: STEPS steps of TOTAL samples.
+atoll=${ATOLL:-.venv/bin/atoll}
+ROOT=${ROOT:-runs/emoji-recipes}
+SEED=${SEED:-0}
+STEPS=${STEPS:-1600}
+TOTAL=${TOTAL:-128}
+JOBS=${JOBS:-2} # jobs at a time, one thread each
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+here=recipes/common
+
+arm() { echo "$ROOT/seed$SEED/$1"; }
+
+settings() { # settings BATCH SAMPLES: those of `train` for a job of this size
+    cat <<YAML
+train:
+  samples: $2
+  batch: $1
+  lr: 1.0e-3
+  warmup: $(($2 / 10))
+  ema: {ema: $(($2 / 10))}
+  seed: $SEED
+  save_every: $(($2 / 4))
+  log_every: $(($2 / 40))
+  grid_every: $2
+YAML
+}
+
+prepare() { # prepare: the data that all arms share
+    mkdir -p "$ROOT/base"
+    { cat $here/atoll.yaml; echo "clusters: {count: 8}"; } > "$ROOT/base/atoll.yaml"
+    $atoll prepare "$ROOT/base"
+}
+
+make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
+    local run; run=$(arm "$1")
+    local samples=$((STEPS * TOTAL / $2))
+    mkdir -p "$run/data"
+    for part in ingest features latents text; do
+        [ -d "$run/data/$part" ] || cp -al "$ROOT/base/data/$part" "$run/data/$part"
+    done
+    {
+        cat $here/atoll.yaml
+        echo "  samples: $((STEPS * TOTAL / 4))"
+        echo "  batch: 64"
+        echo "clusters: {count: $2, method: $3}"
+        echo "experts: ${4:-{default: flow-matching\}}"
+        settings $((TOTAL / $2)) $samples
+    } > "$run/atoll.yaml"
+    $atoll prepare "$run"
+}
+
+take() { # take FROM TO EXPERT...: experts of one arm as experts of another
+    local from to; from=$(arm "$1"); to=$(arm "$2"); shift 2
+    mkdir -p "$to/experts"
+    for expert in "$@"; do
+        expert=$(printf %03d "$expert")
+        [ -d "$to/experts/$expert" ] || cp -al "$from/experts/$expert" "$to/experts/$expert"
+    done
+    [ -d "$to/router" ] || [ ! -d "$from/router" ] || cp -al "$from/router" "$to/router"
+}
+
+train() { # train NAME JOB...: jobs of an arm ("0" to "7", router, "monolith --train.batch 128"), JOBS at a time
+    local run; run=$(arm "$1"); shift
+    for job in "$@"; do
+        case $job in [0-9]*) job="expert $job" ;; esac
+        echo "$atoll train $run --$job"
+    done | xargs -P "$JOBS" -I{} sh -c '{} || exit 255'
+}
