@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from atoll import __version__, cli, config
-from atoll.config import PRESETS
+from atoll.presets import PRESETS
 
 
 def atoll(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -73,7 +73,7 @@ def test_init_does_not_overwrite_unless_told(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_dotted_options_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["init", str(tmp_path), "--preset", "hddm"])
+    cli.main(["init", str(tmp_path), "--preset", "laion256"])
     capsys.readouterr()
     cli.main(["config", "--json", "--clusters.count=5", str(tmp_path), "--experts.1.schedule", "cosine"])
     resolved = json.loads(capsys.readouterr().out)

@@ -14,6 +14,8 @@ from tyro.conf import Positional, Suppress, arg
 from atoll import __version__
 from atoll import config as configuration
 from atoll.errors import AtollError, unknown
+from atoll.presets import NOTES, PRESETS
+from atoll.vocabulary import SOLVERS
 
 if TYPE_CHECKING:
     from atoll.data.prepare import Preparation
@@ -37,7 +39,7 @@ class Init:
 
     folder: Annotated[Positional[Path], arg(metavar="RUN")]
     """Folder of the new run."""
-    preset: Literal[tuple(configuration.PRESETS)] = "emoji"  # type: ignore[valid-type]
+    preset: Literal[tuple(PRESETS)] = "emoji"  # type: ignore[valid-type]
     """Settings to start from."""
     force: bool = False
     """Replace an atoll.yaml that is already there."""
@@ -45,12 +47,12 @@ class Init:
 
     def run(self) -> None:
         """Write the file, complete and commented."""
-        config = configuration.resolve(configuration.PRESETS[self.preset], self.overrides, source="command line")
+        config = configuration.resolve(PRESETS[self.preset], self.overrides, source="command line")
         file = self.folder / configuration.CONFIG_FILE
         if file.exists() and not self.force:
             raise AtollError(f"{file} exists; edit it, or replace it with --force")
         self.folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(configuration.to_yaml(config), encoding="utf-8")
+        file.write_text(configuration.to_yaml(config, NOTES.get(self.preset)), encoding="utf-8")
         print(f"wrote {file} from preset {self.preset!r}; check it with: atoll config {self.folder}")
 
 
@@ -128,7 +130,9 @@ class Train:
     match_flops: Annotated[Path | None, arg(metavar="RUN")] = None
     """Train for as many FLOPs as all experts of this run together."""
     dry_run: bool = False
-    """Print what it would cost in memory, FLOPs and time, and do nothing."""
+    """Print what it would cost in memory, FLOPs and time, and do nothing; alone, for all jobs of the run. Needs no data."""
+    gpus: int | None = None
+    """With --dry-run: processes that share one job."""
     json: bool = False
     """With --dry-run: print JSON."""
     overrides: Overrides = field(default_factory=dict)
@@ -137,22 +141,114 @@ class Train:
         """Train, or tell the cost."""
         jobs = [name for name in ("router", "monolith", "student") if getattr(self, name)]
         jobs += ["expert"] if self.expert is not None else []
-        if len(jobs) != 1:
+        if len(jobs) > 1 or not (jobs or self.dry_run):
             raise AtollError("say what to train: one of --expert K, --router, --monolith, --student")
         config = configuration.load(self.folder, self.overrides)
-        from atoll.train.estimate import show_estimate
+        from atoll.train.estimate import show_estimate, show_survey
         from atoll.train.jobs import Job, run_job
         from atoll.train.loop import REQUEUE, Requeue
 
+        if not jobs:
+            show_survey(self.folder, config, self.gpus, self.json)
+            return
         job = Job(self.folder, config, cast(Any, jobs[0]), self.expert, self.match_flops)
         if self.dry_run:
-            show_estimate(job, self.json)
+            show_estimate(job, self.gpus, self.json)
             return
         try:
             run_job(job)
         except Requeue as stop:
             print(f"atoll: {stop}", file=sys.stderr)
             sys.exit(REQUEUE)
+
+
+@dataclass
+class Sample:
+    """Make pictures with all experts as one model, or with one of them, the monolith or the student."""
+
+    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    prompts: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT")] = ()
+    """What the pictures shall show; none for pictures of anything."""
+    labels: tuple[str, ...] = ()
+    """Classes, for experts that are told classes."""
+    count: int | None = None
+    """Number of pictures, taking prompts and labels in turn; default one for each, or 16 without any."""
+    model: str = "experts"
+    """experts, expert:K, monolith or student."""
+    routing: str = "top-2"
+    """full, top-K, top-K-equal, threshold-P, nucleus-P, sample-1, oracle, nearest, or several over time:
+    top-2@0.6,top-1."""
+    clusters: tuple[int, ...] = ()
+    """The clusters of the pictures, for --routing oracle."""
+    steps: int = 50
+    """Steps of the solver."""
+    guidance: float = 4.0
+    """Classifier-free guidance; 1 is none."""
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    """Times between which guidance acts."""
+    rescale: float = 0.0
+    """Share by which the spread of guided velocities is moved back to that of unguided ones."""
+    solver: Literal[SOLVERS] = "euler"  # type: ignore[valid-type]
+    """How velocity is integrated."""
+    shift: float = 1.0
+    """More steps near noise (above 1) or near data (below)."""
+    seed: int = 0
+    """The same seed gives the same pictures."""
+    route_every: int = 1
+    """Ask the router at every so many evaluations only."""
+    sticky: float = 0.0
+    """How much more probable another expert must be to replace the present one."""
+    batch: int = 64
+    """Pictures that are made at once."""
+    resident: int | None = None
+    """Experts in memory at once; default all."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the networks."""
+    quantise: Literal["int8"] | None = None
+    """Keep weights in eight bits."""
+    compile: bool = False
+    """torch.compile."""
+    strict: bool = False
+    """Refuse to work while experts are missing."""
+    out: Path | None = None
+    """Folder of the pictures; default RUN/samples. What is there is replaced."""
+    trace: bool = False
+    """Also draw which experts made each picture, step by step."""
+    plan: bool = False
+    """Print what it would take in memory, and do nothing."""
+    json: bool = False
+    """Print what was made as JSON."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Sample, write the files, and say where they are."""
+        from atoll.ensemble import load
+        from atoll.ensemble.pictures import save
+
+        ensemble = load(
+            self.folder, self.model, resident=self.resident, dtype=self.dtype, strict=self.strict,
+            quantise=self.quantise, compile=self.compile,
+        )  # fmt: skip
+        given = max(len(self.prompts), len(self.labels))
+        count = self.count or max(given, len(self.clusters)) or 16
+        plan = ensemble.plan(min(self.batch, count), min(count, max(given, 1)), self.guidance != 1 and given > 0)
+        if self.plan:
+            print(json.dumps(plan.to_dict()) if self.json else "\n".join(plan.lines()))
+            return
+        print("\n".join(plan.lines()), file=sys.stderr)
+        samples = ensemble.generate(
+            self.prompts or None, self.labels or None, count, clusters=self.clusters or None, batch=self.batch,
+            trace=self.trace, routing=self.routing, steps=self.steps, guidance=self.guidance,
+            guidance_interval=self.guidance_interval, rescale=self.rescale, solver=self.solver, shift=self.shift,
+            seed=self.seed, route_every=self.route_every, sticky=self.sticky,
+        )  # fmt: skip
+        files = save(samples, self.out or self.folder / "samples")
+        if self.json:
+            print(json.dumps({**files, **samples.to_dict(), "missing": ensemble.missing}, ensure_ascii=False))
+        else:
+            trace = f"; routing: {files['trace']}" if self.trace else ""
+            print(f"{len(samples.images)} pictures: {files['grid']}{trace}")
 
 
 @dataclass
@@ -206,6 +302,7 @@ VERBS: dict[str, type[Verb]] = {
     "config": Config,
     "prepare": Prepare,
     "train": Train,
+    "sample": Sample,
     "convert": Convert,
 }
 

@@ -167,6 +167,7 @@ class Router(Section):
     samples: int | None = Field(None, ge=1, description="null is train.samples")
     batch: int | None = Field(None, ge=1, description="null is train.batch")
     lr: float | None = Field(None, gt=0, description="null is train.lr")
+    decay: Literal["constant", "cosine"] | None = Field(None, description="null is train.decay")
 
 
 class Student(Section):
@@ -182,6 +183,7 @@ class Student(Section):
 class Config(Section):
     """Everything a run needs to know."""
 
+    preset: str | None = Field(None, description="what the run started from; a dry run shows what is published of it")
     data: Data = Data()
     features: Features = Features()
     clusters: Clusters = Clusters()
@@ -219,26 +221,6 @@ class Config(Section):
     def network(self, expert: int) -> NetworkChoice:
         """The network of one expert."""
         return self.networks.get(expert, self.networks["default"])
-
-
-_LATENT_DIFFUSION: dict[str, Any] = {
-    "data": {"source": "path/to/pictures", "resolution": 256},
-    "features": {"model": "facebook/dinov2-base"},
-    "latents": {"autoencoder": "stabilityai/sd-vae-ft-mse"},
-    "text": {"encoder": "openai/clip-vit-large-patch14", "max_tokens": 77},
-    "clusters": {"count": 8},
-}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "emoji": {
-        "features": {"resolution": 128},
-        "clusters": {"count": 4},
-        "text": {"max_tokens": 24},
-        "experts": {"default": "flow-matching"},
-    },
-    "ddm": {**_LATENT_DIFFUSION, "experts": {"default": "flow-matching"}},
-    "hddm": {**_LATENT_DIFFUSION, "experts": {"default": "flow-matching", 0: "ddpm", 3: "ddpm"}},
-}
 
 
 def load(run: str | Path, overrides: Mapping[str, str] | None = None) -> Config:
@@ -306,26 +288,28 @@ def _section_in(annotation: object) -> type[BaseModel] | None:
     return None
 
 
-def to_yaml(config: Config) -> str:
-    """The whole configuration with a comment for every key, as `atoll init` writes it."""
+def to_yaml(config: Config, notes: Mapping[str, str] | None = None) -> str:
+    """The whole configuration with a comment for every key, as `atoll init` writes it; `notes` by dotted key."""
     lines: list[str] = []
-    _write_section(config, lines, "")
+    _write_section(config, lines, "", notes or {})
     return "\n".join(lines) + "\n"
 
 
-def _write_section(section: BaseModel, lines: list[str], indent: str) -> None:
+def _write_section(section: BaseModel, lines: list[str], above: str, notes: Mapping[str, str]) -> None:
+    indent = "  " if above else ""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
+        note = f" ({notes[above + name]})" if above + name in notes else ""
         if isinstance(value, BaseModel):
             if lines and not indent:
                 lines.append("")
             lines.append(f"{indent}{name}:" + (f"  # {type(value).__doc__}" if not indent else ""))
-            _write_section(value, lines, indent + "  ")
+            _write_section(value, lines, f"{name}.", notes)
             continue
         plain = section.model_dump(mode="json", include={name})[name]
         if name == "experts":
             plain = {key: _objective_name(objective) for key, objective in value.items()}
-        comment = f"  # {field.description}" if field.description else ""
+        comment = f"  # {field.description}{note}" if field.description else ""
         if isinstance(plain, dict) and plain:
             lines.extend(["", f"{indent}{name}:{comment}"] if not indent else [f"{indent}{name}:{comment}"])
             lines.extend(f"{indent}  {key}: {_inline(item)}" for key, item in plain.items())

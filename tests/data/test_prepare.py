@@ -15,6 +15,7 @@ from atoll.data.chunks import Share
 from atoll.data.clusters import Assigner
 from atoll.data.prepare import STAGES, Preparation, prepare
 from atoll.errors import AtollError
+from atoll.presets import PRESETS
 from shapes import write_run, write_shapes
 
 
@@ -268,7 +269,7 @@ def test_memory_of_clustering_is_bounded_by_the_sample(tmp_path: Path, shapes: P
 def test_emoji_clusters_are_even_and_far_from_random(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    prepare(run, configuration.resolve(configuration.PRESETS["emoji"]), ["ingest", "features", "clusters"])
+    prepare(run, configuration.resolve(PRESETS["emoji"]), ["ingest", "features", "clusters"])
     report = json.loads((run / "data/clusters/report.json").read_text())
     found, random = report["separation"]["clusters"], report["separation"]["random"]
     assert report["imbalance"] <= 1.25

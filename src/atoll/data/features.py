@@ -48,10 +48,14 @@ class Extractor:
         """Features (N, D) on the processor, of pictures (N, side, side, 3)."""
         # A transposed view of channels-last pixels is what convolutions like best; no copy is made.
         x = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).float()
+        return nn.functional.normalize(self.raw(x), dim=1).cpu()
+
+    def raw(self, x: Tensor) -> Tensor:
+        """Features (N, D) as the network gives them, of pixels from 0 to 255 (N, 3, side, side), which are used up."""
         x = x.sub_(self._mean).mul_(self._scale)
         with repeatable():
             features: Tensor = self.network(x)
-        return nn.functional.normalize(features.float(), dim=1).cpu()
+        return features.float()
 
 
 def open_extractor(model: str, resolution: int | None = None) -> Extractor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.nets import Condition, build
@@ -21,6 +21,8 @@ class Cost:
     parameters: int
     forward_flops: int
     activation_bytes: int
+    checkpointed_bytes: int
+    """Activations if only the inputs of the blocks are kept, and one block's activations at a time."""
 
     def training_flops(self, checkpointing: bool = False) -> int:
         """Of one training step for one sample: forward, backward and, with checkpointing, forward again."""
@@ -34,18 +36,37 @@ def cost(description: dict[str, Any], shape: tuple[int, ...], text: tuple[int, i
         x, at = torch.zeros(1, *shape), torch.zeros(1)
         condition = _condition(description, text)
     saved: dict[int, int] = {}
+    entering: dict[int, int] = {}
+    blocks = _blocks(network)
+    for block in blocks:
+        block.register_forward_pre_hook(lambda _, inputs, named: _note(entering, (*inputs, *named.values())), with_kwargs=True)
     weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            saved[storage._cdata] = storage.nbytes()
+        if tensor.untyped_storage()._cdata not in weights:
+            _note(saved, (tensor,))
         return tensor
 
     with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         network(x, at, condition)
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    return Cost(parameters, counter.get_total_flops(), sum(saved.values()))
+    activations = sum(saved.values())
+    checkpointed = sum(entering.values()) + activations // len(blocks) if blocks else activations
+    return Cost(parameters, counter.get_total_flops(), activations, checkpointed)
+
+
+def _blocks(network: nn.Module) -> list[nn.Module]:
+    """The blocks that activation checkpointing works on."""
+    found = getattr(network, "blocks", None) or getattr(getattr(network, "model", None), "transformer_blocks", None)
+    return list(found) if isinstance(found, nn.ModuleList) else []
+
+
+def _note(sizes: dict[int, int], values: tuple[Any, ...]) -> None:
+    """Add the bytes of the tensors among some values, each storage once."""
+    for value in values:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
 
 
 def _condition(description: dict[str, Any], text: tuple[int, int] | None) -> Condition:
@@ -59,10 +80,15 @@ def _condition(description: dict[str, Any], text: tuple[int, int] | None) -> Con
     )
 
 
-def training_bytes(cost: Cost, batch: int, averages: int, half: bool) -> int:
-    """Weights, gradients, two moments and averages in float32, and the activations of one micro-batch."""
-    activations = cost.activation_bytes * batch // (2 if half else 1)
-    return 4 * cost.parameters * (4 + averages) + activations
+def training_bytes(
+    cost: Cost, batch: int, averages: int, half: bool, *, checkpointing: bool = False, parts: int = 1
+) -> int:
+    """Of one process with micro-batches of `batch`, if the weights' share of memory is divided into `parts`.
+
+    Weights, gradients, two moments and averages are in float32; activations are halved by `half`.
+    """
+    activations = (cost.checkpointed_bytes if checkpointing else cost.activation_bytes) * batch // (2 if half else 1)
+    return 4 * cost.parameters * (4 + averages) // parts + activations
 
 
 def measured_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:

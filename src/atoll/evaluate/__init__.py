@@ -1,0 +1,5 @@
+"""Figures with their protocol, and diagnostics of an ensemble."""
+
+from atoll.evaluate.evaluation import Options, evaluate
+
+__all__ = ["Options", "evaluate"]

@@ -1,0 +1,238 @@
+"""What governs an ensemble's quality, measured on held-out samples: router, experts, their disagreement, their mixtures.
+
+Every held-out sample is noised once in each of ten bins of time, and every expert and the router is asked for its answer.
+All figures of this file follow from those answers, so they cost one pass over experts and samples whatever the routings.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll import flow
+from atoll.data.reader import Batch, Shards
+from atoll.ensemble import Ensemble
+from atoll.flow import randomness
+from atoll.nets import Condition
+from atoll.progress import progress
+from atoll.train.tasks import TIME_BINS, by_time, condition_of
+
+BATCH = 64
+TIME_STREAM, NOISE_SEED, DRAW_STREAM = 33, 7919, 34
+CALIBRATION_BINS = 15
+
+
+@dataclass(frozen=True)
+class Noisy:
+    """Held-out samples on the way to noise."""
+
+    batch: Batch
+    x: Tensor
+    t: Tensor
+    target: Tensor
+    """eps - x0."""
+    draw: Tensor
+    """A number in [0, 1) for each, for routings that draw experts."""
+
+    def condition(self, told: frozenset[str]) -> Condition:
+        """What a model is told of them."""
+        return condition_of(self.batch, told)
+
+
+def noisy(shards: Shards, limit: int, seed: int, device: torch.device) -> Iterator[Noisy]:
+    """Held-out samples (at most `limit`, always the same), each noised once in every bin of time."""
+    count = min(len(shards), limit)
+    chosen = np.linspace(0, len(shards) - 1, count).round().astype(np.int64)
+    for number in range(TIME_BINS):
+        for start in range(0, count, BATCH):
+            batch = shards.read(chosen[start : start + BATCH]).to(device)
+            first, rows = number * count + start, len(batch.index)
+            u = randomness.uniform(rows, seed=seed, stream=TIME_STREAM, first=first)
+            t = ((number + u) / TIME_BINS).to(device)
+            x0 = shards.statistics.normalise(batch.mean.float())
+            noised = flow.Objective().corrupt(x0, seed=seed + NOISE_SEED, position=first, t=t)
+            draw = randomness.uniform(rows, seed=seed, stream=DRAW_STREAM, first=first)
+            yield Noisy(batch, noised.input, t, noised.target, draw.to(device))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What an ensemble said of all noisy held-out samples; one row for each sample."""
+
+    t: Tensor
+    cluster: Tensor
+    column: Tensor
+    """Which expert is that of the sample's own cluster; -1 if it is missing."""
+    probabilities: Tensor | None
+    """The router's (rows, experts); None without a router."""
+    errors: Tensor
+    """Mean squared error of each expert's velocity (rows, experts)."""
+    angles: Tensor
+    """Mean angle between the velocities of two experts, in degrees (rows,)."""
+    chosen_angles: Tensor | None
+    """Angle between the two most probable experts (rows,)."""
+    routed: dict[str, Tensor]
+    """Error of the mixed velocity under each routing (rows,)."""
+
+
+@torch.no_grad()
+def ask(model: Ensemble, shards: Shards, routings: Sequence[str], limit: int, seed: int) -> Answers:
+    """Ask every expert and the router about held-out samples."""
+    parts: list[dict[str, Tensor]] = []
+    total = TIME_BINS * min(len(shards), limit)
+    with progress("held-out errors of the experts", total) as bar:
+        for sample in noisy(shards, limit, seed, model.device):
+            parts.append(_ask(model, sample, routings))
+            bar.update(len(sample.t))
+    joined = {key: torch.cat([part[key] for part in parts]).cpu() for key in parts[0]}
+    own = torch.tensor([expert.clusters[0] for expert in model.experts])
+    matches = joined["cluster"][:, None] == own
+    column = torch.where(matches.any(1), matches.int().argmax(1), -1)
+    routed = {routing: joined[f"routed {routing}"] for routing in routings}
+    return Answers(
+        joined["t"],
+        joined["cluster"],
+        column,
+        joined.get("probabilities"),
+        joined["errors"],
+        joined["angles"],
+        joined.get("chosen_angles"),
+        routed,
+    )
+
+
+def _ask(model: Ensemble, sample: Noisy, routings: Sequence[str]) -> dict[str, Tensor]:
+    condition, experts = sample.condition(model.told), len(model.experts)
+    velocities = torch.stack([expert_velocity(model, number, sample, condition) for number in range(experts)], 1)
+    found = {
+        "t": sample.t,
+        "cluster": sample.batch.cluster,
+        "errors": _error(velocities, sample.target[:, None]),
+        "angles": mean_angle(velocities),
+    }
+    if model.router is not None and experts > 1:
+        p = model.weights(sample.x, sample.t, condition, "full")
+        found["probabilities"] = p
+        two = p.topk(2).indices[..., None, None, None].expand(-1, -1, *velocities.shape[2:])
+        found["chosen_angles"] = mean_angle(velocities.gather(1, two))
+    for routing in routings:
+        cluster, draw = sample.batch.cluster, sample.draw
+        weights = model.weights(sample.x, sample.t, condition, routing, cluster=cluster, draw=draw)
+        mixed = torch.einsum("bk,bk...->b...", weights, velocities)
+        found[f"routed {routing}"] = _error(mixed, sample.target)
+    return found
+
+
+def expert_velocity(model: Ensemble, number: int, sample: Noisy, condition: Condition) -> Tensor:
+    """The velocity of one expert alone."""
+    cluster = torch.full_like(sample.batch.cluster, model.experts[number].clusters[0])
+    return model.velocity(sample.x, sample.t, condition, "oracle", cluster=cluster)
+
+
+def _error(velocity: Tensor, target: Tensor) -> Tensor:
+    return (velocity - target).square().flatten(-3).mean(-1)
+
+
+def mean_angle(velocities: Tensor) -> Tensor:
+    """Mean angle in degrees over the pairs of (rows, experts, …); 0 for one expert."""
+    flat = torch.nn.functional.normalize(velocities.flatten(2).double(), dim=-1)
+    cosines = flat @ flat.transpose(1, 2)
+    first, second = torch.triu_indices(flat.shape[1], flat.shape[1], 1)
+    if not len(first):
+        return torch.zeros(len(flat), dtype=flat.dtype, device=flat.device)
+    return torch.rad2deg(torch.arccos(cosines[:, first, second].clamp(-1, 1))).mean(1)
+
+
+@torch.no_grad()
+def dense_error(model: Ensemble, shards: Shards, limit: int, seed: int, name: str) -> dict[str, Any]:
+    """Held-out error of a dense model (monolith, student) on the very same noisy samples."""
+    errors, times = [], []
+    with progress(f"held-out error of {name}", TIME_BINS * min(len(shards), limit)) as bar:
+        for sample in noisy(shards, limit, seed, model.device):
+            velocity = model.velocity(sample.x, sample.t, sample.condition(model.told))
+            errors.append(_error(velocity, sample.target).cpu())
+            times.append(sample.t.cpu())
+            bar.update(len(sample.t))
+    return summary(torch.cat(errors), torch.cat(times))
+
+
+def summary(values: Tensor, t: Tensor) -> dict[str, Any]:
+    """Mean, and mean in each bin of time."""
+    return {"mean": values.double().mean().item(), "by_time": by_time(values, t)}
+
+
+def report(answers: Answers) -> dict[str, Any]:
+    """All figures that follow from the answers."""
+    experts = answers.errors.shape[1]
+    figures: dict[str, Any] = {
+        "velocity_error": {routing: summary(error, answers.t) for routing, error in answers.routed.items()},
+        "expert_on_cluster": error_matrix(answers),
+        "disagreement_degrees": summary(answers.angles, answers.t),
+    }
+    here = answers.column >= 0
+    column, t, errors = answers.column[here], answers.t[here], answers.errors[here]
+    if experts > 1:
+        own = errors.gather(1, column[:, None])[:, 0]
+        figures["own_cluster_error"] = summary(own, t)
+        figures["other_clusters_error"] = summary((errors.sum(1) - own) / (experts - 1), t)
+    if answers.probabilities is not None and answers.chosen_angles is not None:
+        p = answers.probabilities[here]
+        figures["disagreement_of_top_2_degrees"] = summary(answers.chosen_angles, answers.t)
+        figures["router"] = router_figures(p, column, t)
+        figures["router_choice"] = selection(p, errors, t)
+    return figures
+
+
+def error_matrix(answers: Answers) -> dict[str, Any]:
+    """Error of each expert (column) on each cluster (row), over all times and in each bin; None where nothing is held out."""
+    clusters = int(answers.cluster.max()) + 1
+    bins = (answers.t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
+
+    def rows(keep: Tensor) -> list[list[float | None]]:
+        means = [answers.errors[keep & (answers.cluster == cluster)].double().mean(0) for cluster in range(clusters)]
+        return [[None if value != value else value for value in row.tolist()] for row in means]
+
+    every = torch.ones_like(bins, dtype=torch.bool)
+    return {"mean": rows(every), "by_time": [rows(bins == number) for number in range(TIME_BINS)]}
+
+
+def router_figures(p: Tensor, column: Tensor, t: Tensor) -> dict[str, Any]:
+    """Accuracy, cross-entropy, confidence and calibration error of the router, whole and by time."""
+    confidence, guess = p.max(1)
+    hit = (guess == column).float()
+    loss = -p.gather(1, column[:, None])[:, 0].clamp(min=1e-12).log()
+    bins = (t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
+    by_bin = [calibration_error(confidence[bins == number], hit[bins == number]) for number in range(TIME_BINS)]
+    return {
+        "accuracy": summary(hit, t),
+        "cross_entropy": summary(loss, t),
+        "confidence": summary(confidence, t),
+        "calibration_error": {"mean": calibration_error(confidence, hit), "by_time": by_bin},
+    }
+
+
+def calibration_error(confidence: Tensor, hit: Tensor) -> float | None:
+    """Expected calibration error: |accuracy - confidence| in bins of confidence, weighted by their samples."""
+    if not len(hit):
+        return None
+    bins = (confidence * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
+    gaps = torch.zeros(CALIBRATION_BINS, dtype=torch.float64).index_add_(0, bins, (hit - confidence).double())
+    return (gaps.abs().sum() / len(hit)).item()
+
+
+def selection(p: Tensor, errors: Tensor, t: Tensor) -> dict[str, Any]:
+    """How often the router's first choice is the expert of least error, and the errors of chosen and other experts."""
+    chosen = p.argmax(1)
+    error = errors.gather(1, chosen[:, None])[:, 0]
+    others = (errors.sum(1) - error) / max(1, errors.shape[1] - 1)
+    best = (chosen == errors.argmin(1)).float()
+    return {"is_best_share": summary(best, t), "chosen_error": summary(error, t), "others_error": summary(others, t)}
+
+
+def held_out(run: Path, clusters: int) -> Shards:
+    """The held-out samples of all clusters."""
+    return Shards.open(run, list(range(clusters)), "held-out")

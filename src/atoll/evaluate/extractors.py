@@ -1,0 +1,134 @@
+"""Vision networks that metrics look through: pictures of eight bits in, features out, with a hash of the weights.
+
+`inception` is the network of FID (`inception:PATH` for other files of its weights); any other name is a feature model as in
+`features.model`: efficientnet-lite0, or a vision model of transformers such as DINOv2 or CLIP by name or folder. Features
+are taken as the network gives them, not scaled to length 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.data import efficientnet
+from atoll.data.features import Extractor, open_extractor
+from atoll.data.ingest import Pixels
+from atoll.data.models import device, fingerprint, folder_of, repeatable
+from atoll.errors import AtollError
+from atoll.evaluate import inception
+
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class Vision:
+    """A network with its preprocessing, its name and the SHA-256 of its weights."""
+
+    name: str
+    weights: str
+    resize: str
+    features: Callable[[Tensor], Tensor]
+    """Features (N, D) of pixels from 0 to 255, (N, 3, H, W) on `device`."""
+    maps: Callable[[Tensor], list[Tensor]] | None = None
+    """Feature maps of the same, for a perceptual distance; None if the network has none to offer."""
+
+    def __call__(self, pixels: Pixels) -> Tensor:
+        """Features (N, D) on the processor, of pictures (N, H, W, 3) of any size."""
+        parts = [self.features(to_pixels(pixels[start : start + BATCH])) for start in range(0, len(pixels), BATCH)]
+        return torch.cat(parts).float().cpu()
+
+    @property
+    def protocol(self) -> dict[str, str]:
+        """What to write beside a number that was taken through this network."""
+        return {"extractor": self.name, "weights_sha256": self.weights, "resize": self.resize}
+
+
+def to_pixels(pixels: Pixels) -> Tensor:
+    """Pictures (N, H, W, 3) as floats from 0 to 255, (N, 3, H, W), where the networks are."""
+    return torch.from_numpy(pixels).to(device()).permute(0, 3, 1, 2).float()
+
+
+def open_vision(name: str) -> Vision:
+    """The vision network of that name."""
+    kind, _, path = name.partition(":")
+    return _open_inception(Path(path) if path else None) if kind == "inception" else _open_features(name)
+
+
+def weights_of(name: str) -> str:
+    """SHA-256 of a vision network's weights, without opening it."""
+    kind, _, path = name.partition(":")
+    if kind == "inception":
+        return fingerprint(Path(path) if path else inception.weights_file())
+    return fingerprint(efficientnet.weights_file() if name == "efficientnet-lite0" else folder_of(name))
+
+
+def _open_inception(file: Path | None) -> Vision:
+    network = inception.load(file).to(device())
+
+    def prepared(x: Tensor) -> Tensor:
+        # For pictures smaller than 299 this is the bilinear resize of the customary tools; larger ones are smoothed too.
+        return resized(x, inception.SIDE, "bilinear").sub_(128).div_(128)
+
+    def features(x: Tensor) -> Tensor:
+        with repeatable():
+            answer: Tensor = network(prepared(x))
+        return answer
+
+    def maps(x: Tensor) -> list[Tensor]:
+        with repeatable():
+            return network.maps(prepared(x))
+
+    weights = fingerprint(file or inception.weights_file())
+    return Vision("inception", weights, f"bilinear to {inception.SIDE}, antialiased", features, maps)
+
+
+def _open_features(name: str) -> Vision:
+    extractor = open_extractor(name)
+    resize = f"bicubic to {extractor.side}, antialiased"
+    return Vision(name, weights_of(name), resize, lambda x: extractor.raw(resized(x, extractor.side, "bicubic")))
+
+
+def resized(x: Tensor, side: int, mode: str) -> Tensor:
+    """Pixels in another size, still from 0 to 255."""
+    if x.shape[-1] == side:
+        return x.clone()
+    return nn.functional.interpolate(x, (side, side), mode=mode, align_corners=False, antialias=True).clamp_(0, 255)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """An image-text model: how well do pictures fit their captions?"""
+
+    name: str
+    weights: str
+    extractor: Extractor
+    tokenizer: Any
+
+    def __call__(self, pixels: Pixels, captions: list[str]) -> Tensor:
+        """Cosine (N,) between each picture (N, H, W, 3) and its caption."""
+        parts = []
+        for start in range(0, len(pixels), BATCH):
+            x = resized(to_pixels(pixels[start : start + BATCH]), self.extractor.side, "bicubic")
+            parts.append(nn.functional.cosine_similarity(self.extractor.raw(x), self._text(captions[start:][:BATCH])))
+        return torch.cat(parts).cpu()
+
+    def _text(self, captions: list[str]) -> Tensor:
+        model: Any = self.extractor.network.network
+        tokens = self.tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt")
+        with repeatable():
+            answer = model.get_text_features(**{key: value.to(device()) for key, value in tokens.items()})
+        features: Tensor = answer if isinstance(answer, Tensor) else answer.pooler_output
+        return features.float()
+
+
+def open_alignment(name: str) -> Alignment:
+    """An image-text model of transformers (CLIP, SigLIP) by name or folder."""
+    from transformers import AutoTokenizer
+
+    extractor = open_extractor(name)
+    if not hasattr(getattr(extractor.network, "network", None), "get_text_features"):
+        raise AtollError(f"{name} is no image-text model: it has no text features; give a CLIP or SigLIP")
+    return Alignment(name, fingerprint(folder_of(name)), extractor, AutoTokenizer.from_pretrained(folder_of(name)))

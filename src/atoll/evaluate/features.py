@@ -1,0 +1,148 @@
+"""Features of real pictures and of samples, each computed once and kept in the run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from atoll.config import Config
+from atoll.data.chunks import Chunks, ahead
+from atoll.data.ingest import Index, Pixels, open_configured
+from atoll.data.order import shuffled
+from atoll.data.source import BadPicture, Sample, Source, decode
+from atoll.errors import AtollError
+from atoll.evaluate.distances import Gaussian
+from atoll.evaluate.extractors import BATCH, Vision, open_vision, weights_of
+from atoll.evaluate.samples import CHUNK, Samples
+from atoll.evaluate.store import keyed
+from atoll.run import Artifact
+
+KIND = "evaluation features"
+_STATISTICS = "statistics.safetensors"
+
+Split = Literal["train", "held-out"]
+opened = cache(open_vision)
+"""Vision networks, each opened once."""
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """Features of some pictures through one network, in the run."""
+
+    artifact: Artifact
+    protocol: dict[str, Any]
+    """What the pictures are, and what they were seen through."""
+
+    @cached_property
+    def features(self) -> Tensor:
+        """Features (N, D)."""
+        files = sorted(file for file in self.artifact.open(KIND).files if file != _STATISTICS)
+        return torch.cat([load_file(self.artifact.path(file))["features"] for file in files])
+
+    @cached_property
+    def gaussian(self) -> Gaussian:
+        """Mean and covariance."""
+        stored = load_file(self.artifact.path(_STATISTICS))
+        return Gaussian(stored["mean"], stored["root"])
+
+    @property
+    def digest(self) -> str:
+        """Fingerprint of the set."""
+        return self.artifact.open(KIND).digest
+
+    def __len__(self) -> int:
+        return int(self.artifact.open(KIND).facts["rows"])
+
+
+def of_samples(run: Path, samples: Samples, vision: str) -> FeatureSet:
+    """Features of generated pictures."""
+    made_from = {"samples": samples.digest, "extractor": vision, "weights": weights_of(vision)}
+    artifact = keyed(run, "features", f"{samples.label}-{_short(vision)}", made_from)
+    if artifact.begin(KIND, made_from) is None:
+        chunks = Chunks(artifact, len(samples), CHUNK)
+        missing = chunks.missing()
+        todo = set(missing)
+        encoded = ((c, len(p), {"features": opened(vision)(p)}) for c, p in enumerate(samples.chunks()) if c in todo)
+        chunks.fill(f"features of {samples.label}", missing, encoded)
+        _commit(artifact, chunks, opened(vision))
+    return FeatureSet(artifact, {**samples.protocol, **artifact.open(KIND).facts["protocol"]})
+
+
+def of_reference(run: Path, config: Config, split: Split, count: int, vision: str) -> FeatureSet:
+    """Features of real pictures of a split: `count` of them, always the same, or all if there are fewer."""
+    index = Index.open(run)
+    rows = _chosen(index, split, count)
+    about = {"split": split, "pictures": len(rows), "resolution": config.data.resolution}
+    made_from = {"ingest": index.manifest.digest, **about, "extractor": vision, "weights": weights_of(vision)}
+    artifact = keyed(run, "reference", f"{split}-{len(rows)}-{_short(vision)}", made_from)
+    if artifact.begin(KIND, made_from) is None:
+        chunks = Chunks(artifact, len(rows), CHUNK)
+        missing = chunks.missing()
+        source = open_configured(config.data)
+        pictures = _read(index, source, [rows[c * CHUNK : (c + 1) * CHUNK] for c in missing], config)
+        encoded = _encoded(pictures, opened(vision), chunks, missing)
+        chunks.fill(f"reference ({split}, {_short(vision)})", missing, encoded)
+        _commit(artifact, chunks, opened(vision))
+    manifest = artifact.open(KIND)
+    reference = {"reference": about, "reference_fingerprint": manifest.digest}
+    return FeatureSet(artifact, {**reference, **manifest.facts["protocol"]})
+
+
+def _commit(artifact: Artifact, chunks: Chunks, vision: Vision) -> None:
+    """Add mean and covariance, and commit."""
+    files = [artifact.path(chunks.file(chunk)) for chunk in range(chunks.count)]
+    gaussian = Gaussian.of(torch.cat([load_file(file)["features"] for file in files]))
+    artifact.write_tensors(_STATISTICS, {"mean": gaussian.mean, "root": gaussian.root})
+    artifact.commit({"rows": chunks.rows, "dimensions": len(gaussian.mean), "protocol": vision.protocol})
+
+
+def _chosen(index: Index, split: Split, count: int) -> "np.ndarray[Any, Any]":
+    """Numbers of the chosen samples in the index: the first of a fixed shuffle, in the order of the index."""
+    chunks = range(-(-index.rows // index.chunk))
+    mine = [np.array([s == split for s in index.read(chunk, ["split"])["split"]]) for chunk in chunks]
+    rows = np.flatnonzero(np.concatenate(mine))
+    if not len(rows):
+        raise AtollError(f"there is no {split} picture to compare with; set data.held_out, or take the other split")
+    order = shuffled(np.arange(min(count, len(rows)), dtype=np.uint64), len(rows), seed=0, epoch=0)
+    return np.sort(rows[order.astype(np.int64)])
+
+
+def _read(index: Index, source: Source, wanted: "list[np.ndarray[Any, Any]]", config: Config) -> Iterator[Pixels]:
+    """The wanted pictures one by one, in order, decoded ahead in threads."""
+    rows = np.concatenate(wanted) if wanted else np.array([], dtype=np.int64)
+    by_chunk = {int(chunk): rows[rows // index.chunk == chunk] % index.chunk for chunk in np.unique(rows // index.chunk)}
+
+    def samples() -> Iterator[Sample]:
+        for chunk, listed in index.walk(source, list(by_chunk)):
+            yield from (listed[row] for row in by_chunk[chunk])
+
+    return ahead(samples(), lambda sample: _pixels(sample, config.data.resolution), config.data.workers)
+
+
+def _pixels(sample: Sample, resolution: int) -> Pixels:
+    try:
+        return np.asarray(decode(sample.read(), resolution))
+    except BadPicture as bad:
+        raise AtollError(f"the source changed: {sample.id!r} was a good picture, and now: {bad.reason}") from bad
+
+
+def _encoded(
+    pictures: Iterator[Pixels], vision: Vision, chunks: Chunks, missing: list[int]
+) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
+    for chunk in missing:
+        left = chunks.length(chunk)
+        while left:
+            batch = np.stack(list(islice(pictures, min(BATCH, left))))
+            left -= len(batch)
+            yield chunk, len(batch), {"features": vision(batch)}
+
+
+def _short(vision: str) -> str:
+    return Path(vision.partition(":")[0]).name

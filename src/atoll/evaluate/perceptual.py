@@ -1,0 +1,115 @@
+"""How different do two pictures look? Distances between the feature maps of a network, as in LPIPS (Zhang et al. 2018).
+
+LPIPS itself needs its weights (AlexNet and five linear heads, in the layout of the `lpips` package) as a file. Without them
+the maps of the vision network at hand are compared with equal weights, and without maps its features; a figure says which.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from atoll.data.ingest import Pixels
+from atoll.data.models import device, fingerprint, repeatable
+from atoll.evaluate.extractors import Vision, to_pixels
+from atoll.nets.weights.files import read_weights
+from atoll.nets.weights.layout import check_fit
+
+_EPS = 1e-10
+
+
+@dataclass(frozen=True)
+class Perceptual:
+    """A distance between pictures, by name, with the SHA-256 of the weights behind it."""
+
+    name: str
+    weights: str
+    matrix: Callable[[Tensor], Tensor]
+
+    def __call__(self, pixels: Pixels) -> Tensor:
+        """Distances (N, N) on the processor, of pictures (N, H, W, 3)."""
+        return self.matrix(to_pixels(pixels)).double().cpu()
+
+
+def open_perceptual(vision: Vision, lpips: Path | None = None) -> Perceptual:
+    """LPIPS if its weights are given, else what the vision network offers."""
+    if lpips is not None:
+        network = Lpips.load(lpips)
+        return Perceptual("LPIPS (AlexNet)", fingerprint(lpips), lambda x: network.distances(x / 127.5 - 1))
+    maps = vision.maps
+    if maps is not None:
+        name = f"equally weighted maps of {vision.name} (LPIPS-style, not LPIPS)"
+        return Perceptual(name, vision.weights, lambda x: _mean([squared(unit(part)) for part in maps(x)]))
+    name = f"1 - cosine of the features of {vision.name} (not LPIPS)"
+    return Perceptual(name, vision.weights, lambda x: squared(unit(vision.features(x)[..., None, None])) / 2)
+
+
+def _mean(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).mean(0)
+
+
+def unit(maps: Tensor) -> Tensor:
+    """Maps (N, C, H, W) scaled to length 1 over the channels at every place."""
+    return maps / (maps.square().sum(1, keepdim=True).sqrt() + _EPS)
+
+
+def squared(maps: Tensor) -> Tensor:
+    """|a - b|² summed over channels and averaged over places, for every pair of N maps: (N, N)."""
+    flat = maps.flatten(1).double()
+    products = flat @ flat.T / (maps.shape[-1] * maps.shape[-2])
+    norms = products.diagonal()
+    distances = (norms[:, None] + norms[None] - 2 * products).clamp(min=0)
+    return distances.fill_diagonal_(0)
+
+
+_CONVOLUTIONS = {  # name in the lpips package: (input channels, output channels, kernel, stride, padding)
+    "net.slice1.0": (3, 64, 11, 4, 2),
+    "net.slice2.3": (64, 192, 5, 1, 2),
+    "net.slice3.6": (192, 384, 3, 1, 1),
+    "net.slice4.8": (384, 256, 3, 1, 1),
+    "net.slice5.10": (256, 256, 3, 1, 1),
+}
+
+
+class Lpips(nn.Module):
+    """LPIPS 0.1 with AlexNet, for pictures from -1 to 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = _CONVOLUTIONS.values()
+        self.convolutions = nn.ModuleList(nn.Conv2d(a, b, k, s, p) for a, b, k, s, p in shapes)
+        self.heads = nn.ParameterList(torch.empty(1, outputs, 1, 1) for _, outputs, *_ in shapes)
+        self.register_buffer("shift", torch.tensor([-0.030, -0.088, -0.188]).view(1, 3, 1, 1))
+        self.register_buffer("scale", torch.tensor([0.458, 0.448, 0.450]).view(1, 3, 1, 1))
+
+    @classmethod
+    def load(cls, file: Path) -> "Lpips":
+        """Read the state dict of the lpips package's network, as .safetensors or .pt."""
+        stored = read_weights(file)
+        names = {f"{old}.{part}": f"convolutions.{i}.{part}" for i, old in enumerate(_CONVOLUTIONS) for part in ("weight", "bias")}
+        names |= {f"lin{i}.model.1.weight": f"heads.{i}" for i in range(len(_CONVOLUTIONS))}
+        network = cls()
+        buffers = {"shift": network.shift, "scale": network.scale}
+        state = {new: stored[old] for old, new in names.items() if old in stored} | buffers
+        check_fit(state, network.state_dict(), f"LPIPS with AlexNet of {file}")
+        network.load_state_dict(state)
+        return network.to(device()).eval()
+
+    def maps(self, x: Tensor) -> list[Tensor]:
+        """The five maps of AlexNet."""
+        x, kept = (x - self.shift) / self.scale, []
+        for number, convolution in enumerate(self.convolutions):
+            if number in (1, 2):
+                x = functional.max_pool2d(x, 3, 2)
+            x = functional.relu(convolution(x))
+            kept.append(x)
+        return kept
+
+    def distances(self, x: Tensor) -> Tensor:
+        """LPIPS (N, N) of every pair."""
+        with repeatable():
+            weighted = [unit(part) * head.sqrt() for part, head in zip(self.maps(x), self.heads, strict=True)]
+            return torch.stack([squared(part) for part in weighted]).sum(0)

@@ -1,0 +1,206 @@
+"""Sets of generated pictures, kept in the run so that any figure can be taken of them again.
+
+    evaluation/samples/experts-top-2-0123456789/
+        000000.safetensors    pictures (N, H, W, 3) of eight bits; expert use by time; seconds it took
+        prompts.json          prompt, class and cluster of each
+        sheet.png             the first of them, for people
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from atoll.data.chunks import Chunks
+from atoll.data.contact import sheet
+from atoll.data.ingest import Pixels
+from atoll.data.order import shuffled
+from atoll.data.reader import Shards
+from atoll.ensemble import Ensemble, Settings
+from atoll.ensemble import Samples as Generated
+from atoll.errors import AtollError
+from atoll.evaluate.store import keyed
+from atoll.evaluate.subjects import Subject
+from atoll.flow import randomness
+from atoll.run import Artifact, to_json
+
+KIND = "evaluation samples"
+CHUNK = 256
+SEED_STREAM = 31
+SHEET = 64
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a set of samples is asked for: captions or classes of real samples, with their clusters."""
+
+    captions: list[str] | None
+    labels: list[int] | None
+    clusters: list[int]
+
+    def __len__(self) -> int:
+        return len(self.clusters)
+
+    def part(self, rows: slice) -> "Prompts":
+        """Some of them."""
+        captions = None if self.captions is None else self.captions[rows]
+        return Prompts(captions, None if self.labels is None else self.labels[rows], self.clusters[rows])
+
+    def repeated(self, prompts: int, times: int) -> "Prompts":
+        """The first `prompts` of them, each `times` in a row."""
+        rows = [row for row in range(min(prompts, len(self))) for _ in range(times)]
+        captions = None if self.captions is None else [self.captions[row] for row in rows]
+        labels = None if self.labels is None else [self.labels[row] for row in rows]
+        return Prompts(captions, labels, [self.clusters[row] for row in rows])
+
+
+def held_out_prompts(run: Path, clusters: int, count: int, seed: int = 0) -> Prompts:
+    """Prompts of held-out samples, as many of each cluster as its share of the training data asks for.
+
+    Where a cluster has fewer than that they are taken in turn again; noise differs from sample to sample.
+    """
+    sizes = Shards.open(run, list(range(clusters))).cluster_sizes()
+    captions: list[str] = []
+    labels: list[int] = []
+    owners: list[int] = []
+    facts: Any = None
+    for cluster, wanted in enumerate(shares(sizes, count)):
+        shards = Shards.open(run, [cluster], "held-out")
+        facts = shards.facts
+        if not len(shards) and wanted:
+            raise AtollError(f"cluster {cluster} has no held-out sample to take prompts from; raise data.held_out")
+        rows = [int(shuffled(np.array([i % len(shards)], np.uint64), len(shards), seed, cluster)[0]) for i in range(wanted)]
+        captions += [caption or "" for caption in shards.captions(rows)] if rows else []
+        labels += shards.read(np.array(rows)).label.tolist() if rows else []
+        owners += [cluster] * wanted
+    order = shuffled(np.arange(count, dtype=np.uint64), count, seed, clusters).astype(np.int64)
+    told = [captions[i] for i in order] if facts["text"] else None
+    return Prompts(told, [labels[i] for i in order] if facts["labels"] else None, [owners[i] for i in order])
+
+
+def shares(sizes: list[int], count: int) -> list[int]:
+    """`count` divided in the proportions of `sizes`, in whole numbers, by largest remainders."""
+    exact = [count * size / sum(sizes) for size in sizes]
+    whole = [int(share) for share in exact]
+    left = sorted(range(len(sizes)), key=lambda i: whole[i] - exact[i])
+    for i in left[: count - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A finished set of generated pictures."""
+
+    label: str
+    artifact: Artifact
+    prompts: Prompts
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What is known of the set as a whole."""
+        return dict(self.artifact.open(KIND).facts)
+
+    @property
+    def digest(self) -> str:
+        """Fingerprint of the set."""
+        return self.artifact.open(KIND).digest
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """How the pictures were made, to be written beside every figure."""
+        made_from = self.artifact.open(KIND).made_from
+        return {"model": made_from["model"], "samples": len(self), **made_from["settings"], "set": self.artifact.name}
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def chunks(self) -> Iterator[Pixels]:
+        """The pictures (N, H, W, 3), `CHUNK` at a time."""
+        for file in self._files():
+            yield load_file(file)["pictures"].numpy()
+
+    def use(self) -> dict[str, Tensor] | None:
+        """Times, mean weight of each expert and share of samples led by it, (evaluations, experts); None if dense."""
+        stored = [_read(file, ("t", "weights", "lead", "active")) for file in self._files()]
+        if "t" not in stored[0]:
+            return None
+        sums = {key: torch.stack([part[key] for part in stored]).sum(0) / len(self) for key in ("weights", "lead", "active")}
+        return {"t": stored[0]["t"], **sums}
+
+    def _files(self) -> list[Path]:
+        return [self.artifact.path(file) for file in sorted(self.artifact.open(KIND).files) if file[0].isdecimal()]
+
+
+def draw(subject: Subject, prompts: Prompts, settings: Settings, what: str, batch: int, resident: int | None) -> Samples:
+    """Make a set of samples, or open it if it is there; interrupted, it continues with the next chunk."""
+    plain = {key: value for key, value in asdict(settings).items() if key != "routing" or subject.routing}
+    told = to_json(asdict(prompts))
+    made_from = {"model": subject.model, "networks": subject.digests, "settings": plain, "prompts": asdict(prompts)}
+    artifact = keyed(subject.run, "samples", f"{subject.label} {what}", made_from)
+    short = {**made_from, "prompts": f"{len(prompts)} in prompts.json"}
+    if artifact.begin(KIND, short) is None:
+        artifact.write("prompts.json", told)
+        chunks, model = Chunks(artifact, len(prompts), CHUNK), subject.open(resident)
+        for chunk in chunks.missing():
+            print(f"{subject.label}: {what}, from {chunk * CHUNK:,} of {len(prompts):,}", flush=True)
+            artifact.write_tensors(chunks.file(chunk), _chunk(model, prompts, settings, chunk, batch))
+        artifact.commit(_finish(artifact, chunks))
+    return Samples(subject.label, artifact, prompts)
+
+
+def _chunk(model: Ensemble, prompts: Prompts, settings: Settings, chunk: int, batch: int) -> dict[str, Tensor]:
+    """One chunk of pictures. Its noise is the same for every model and routing."""
+    part = prompts.part(slice(chunk * CHUNK, (chunk + 1) * CHUNK))
+    seed = randomness.key(settings.seed, SEED_STREAM, chunk) >> 33
+    how = {key: value for key, value in asdict(settings).items() if key != "seed"}
+    start = time.perf_counter()
+    made = model.generate(
+        part.captions,
+        part.labels if "label" in model.told else None,
+        len(part),
+        clusters=part.clusters,
+        batch=batch,
+        trace=len(model.experts) > 1,
+        seed=seed,
+        **how,
+    )
+    seconds = time.perf_counter() - start
+    pictures = torch.from_numpy(np.stack([np.asarray(image) for image in made.images]))
+    return {"pictures": pictures, "seconds": torch.tensor(seconds, dtype=torch.float64), **_use(made)}
+
+
+def _use(made: Generated) -> dict[str, Tensor]:
+    """Sums over samples: each expert's weight, how often it has the largest, and how many run, at every evaluation."""
+    if made.trace is None:
+        return {}
+    weights = made.trace.weights.double()
+    lead = torch.nn.functional.one_hot(weights.argmax(-1), weights.shape[-1]).double()
+    return {"t": made.trace.t, "weights": weights.sum(1), "lead": lead.sum(1), "active": (weights > 0).double().sum((1, 2))}
+
+
+def _finish(artifact: Artifact, chunks: Chunks) -> dict[str, Any]:
+    """A sheet of the first pictures, and the time all of them took."""
+    files = [artifact.path(chunks.file(chunk)) for chunk in range(chunks.count)]
+    first = load_file(files[0])["pictures"][:SHEET].numpy()
+    with artifact.writing("sheet.png") as path:
+        sheet([Image.fromarray(picture) for picture in first]).save(path, format="PNG")
+    return {"rows": chunks.rows, "seconds": sum(float(_read(file, ("seconds",))["seconds"]) for file in files)}
+
+
+def _read(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Some tensors of a file, if they are there, without reading the others."""
+    with safe_open(file, framework="pt") as stored:
+        return {name: stored.get_tensor(name) for name in names if name in stored.keys()}  # noqa: SIM118
+
+
+__all__ = ["CHUNK", "Prompts", "Samples", "draw", "held_out_prompts", "shares"]

@@ -1,0 +1,131 @@
+"""What is evaluated: the experts under a routing, the monolith, the student, single experts; and what each of them cost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll.config import Config
+from atoll.ensemble import Ensemble, load, parse
+from atoll.errors import AtollError, unknown
+from atoll.run import Artifact
+from atoll.train.compute import Cost, cost, training_bytes
+from atoll.train.expert import EXPERT_KIND
+from atoll.train.jobs import ROUTER_KIND
+
+KINDS = ("experts", "monolith", "student", "singles", "expert:K")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model of a run, as it is sampled."""
+
+    run: Path
+    model: str
+    routing: str | None = None
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.model} {self.routing}" if self.routing else self.model
+
+    @cached_property
+    def parts(self) -> list[Artifact]:
+        """The finished networks it is made of: its experts and, if its routing asks one, the router."""
+        if self.model == "experts":
+            names = [name for name in finished(self.run) if name.startswith("experts/")]
+            asks = any(rule.source == "router" for rule in parse(self.routing or "top-1").rules)
+            names += ["router"] if asks and len(names) > 1 else []
+        elif self.model.startswith("expert:"):
+            names = [f"experts/{int(self.model.removeprefix('expert:')):03d}"]
+        else:
+            names = [self.model]
+        return [Artifact(self.run, f"{name}/final") for name in names]
+
+    @property
+    def digests(self) -> list[str]:
+        """Fingerprints of its networks."""
+        return [part.open(_kind(part)).digest for part in self.parts]
+
+    def open(self, resident: int | None = None) -> Ensemble:
+        """The model itself."""
+        return load(self.run, self.model, resident=resident, routing=self.routing or "top-1")
+
+    def training(self) -> dict[str, Any]:
+        """What its networks cost in training, from their manifests."""
+        spent = [part.open(_kind(part)).facts["compute"] for part in self.parts]
+        totals = {key: sum(one[key] for one in spent) for key in ("samples", "parameters", "flops", "seconds")}
+        return {**totals, "longest_job_seconds": max(one["seconds"] for one in spent)}
+
+    def training_bytes(self, config: Config) -> int:
+        """Estimated memory of the largest of its training jobs, on one process."""
+        settings = config.train
+        micro, half = settings.batch // settings.accumulate, settings.precision != "float32"
+        sizes = [
+            training_bytes(one, micro, len(settings.ema), half, checkpointing=settings.checkpointing)
+            for one in self._costs().values()
+        ]
+        return max(sizes)
+
+    def sampling(self, steps: int, guidance: float, solver: str, active: float) -> dict[str, Any]:
+        """Forward FLOPs for one picture, with `active` experts at an evaluation on average; bytes of all weights."""
+        costs = self._costs()
+        router = sum(one.forward_flops for name, one in costs.items() if name == "router")
+        experts = [one.forward_flops for name, one in costs.items() if name != "router"]
+        evaluations = steps * (2 if "heun" in solver else 1)
+        halves = 1 if guidance == 1 else 2
+        mean = sum(experts) / len(experts)
+        return {
+            "network_evaluations": evaluations * active * halves,
+            "flops": evaluations * (router + active * halves * mean),
+            "weights_bytes": sum(entry.size for part in self.parts for entry in part.open(_kind(part)).files.values()),
+        }
+
+    def _costs(self) -> dict[str, Cost]:
+        costs = {}
+        for part in self.parts:
+            facts = part.open(_kind(part)).facts
+            text = (facts["text"]["max_tokens"], facts["text"]["dimensions"]) if facts["text"] else None
+            costs[facts["job"]] = cost(facts["network"], tuple(facts["latents"]["shape"]), text)
+        return costs
+
+
+def _kind(part: Artifact) -> str:
+    return ROUTER_KIND if part.name.startswith("router/") else EXPERT_KIND
+
+
+def finished(run: Path) -> list[str]:
+    """Names of the finished networks of a run: experts/000, …, monolith, router, student."""
+    places = [*sorted((run / "experts").glob("[0-9]*")), run / "monolith", run / "router", run / "student"]
+    names = [place.relative_to(run).as_posix() for place in places]
+    return [name for name in names if Artifact(run, f"{name}/final").manifest() is not None]
+
+
+def subjects(run: Path, models: Sequence[str], routings: Sequence[str]) -> list[Subject]:
+    """What to evaluate; without `models` whatever of experts, monolith and student is there."""
+    there = finished(run)
+    experts = [name for name in there if name.startswith("experts/")]
+    wanted = list(models) or [name for name in ("experts", "monolith", "student") if name in there or name == "experts"]
+    if not models and not experts:
+        wanted.remove("experts")
+    found: list[Subject] = []
+    for model in wanted:
+        if model == "experts":
+            found += [Subject(run, "experts", parse(routing).text) for routing in routings]
+        elif model == "singles":
+            found += [Subject(run, f"expert:{int(name.removeprefix('experts/'))}") for name in experts]
+        elif model in ("monolith", "student") or model.startswith("expert:"):
+            found.append(Subject(run, model))
+        else:
+            raise AtollError(unknown("model", model, KINDS))
+    if not found:
+        raise AtollError(f"{run} has no trained network to evaluate; see: atoll train --help")
+    return found
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Largest memory an accelerator has used since `reset`; None on the processor, which does not count."""
+    return torch.accelerator.max_memory_allocated() if device.type != "cpu" else None

@@ -1,0 +1,91 @@
+"""The figures of an evaluation as tables for people."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show(answer: dict[str, Any], console: Console | None = None) -> None:
+    """Print quality, cost and diagnostics."""
+    console = console or Console()
+    console.print(quality(answer))
+    console.print(costs(answer))
+    diagnosed = answer.get("diagnostics", {})
+    if diagnosed:
+        console.print(errors(diagnosed))
+    if "router" in diagnosed.get("experts", {}):
+        console.print(router(diagnosed["experts"]))
+
+
+def quality(answer: dict[str, Any]) -> Table:
+    """One row for each model and extractor. The floor is what as many real pictures get against the others."""
+    table = Table("model", "seen through", "Frechet", "floor", "KID x1000", "precision", "recall", title="quality")
+    table.add_column("diversity")
+    table.add_column("alignment")
+    table.add_column("refinement")
+    for model in answer["models"]:
+        last = (_spread(model.get("diversity")), _spread(model.get("alignment")), _refinement(model))
+        rows = model.get("metrics", {})
+        for name, found in rows.items():
+            kid, near = found["kid"], found["precision_recall"]
+            numbers = (f"{found['frechet']['value']:.2f}", f"{found['floor']['frechet']:.2f}")
+            kids = f"{1000 * kid['value']:.2f} ± {1000 * kid['standard_error']:.2f}"
+            shares = (f"{near['precision']:.3f}", f"{near['recall']:.3f}")
+            table.add_row(model["label"], name, *numbers, kids, *shares, *last)
+        if not rows:
+            table.add_row(model["label"], *["-"] * 6, *last)
+    return table
+
+
+def costs(answer: dict[str, Any]) -> Table:
+    """What training cost, and what a picture costs."""
+    table = Table("model", "parameters", "training FLOPs", "seconds", "memory (estimate)", title="cost")
+    for name in ("FLOPs a picture", "seconds a picture", "weights"):
+        table.add_column(name)
+    for model in answer["models"]:
+        spent, made = model["training"], model.get("sampling")
+        picture = ["-"] * 3
+        if made:
+            picture = [f"{made['flops']:.3g}", f"{made['seconds']:.3f}", _bytes(made["weights_bytes"])]
+        numbers = (f"{spent['parameters'] / 1e6:.1f} M", f"{spent['flops']:.3g}", f"{spent['seconds']:.0f}")
+        table.add_row(model["label"], *numbers, _bytes(spent["estimated_bytes"]), *picture)
+    return table
+
+
+def errors(diagnosed: dict[str, Any]) -> Table:
+    """Held-out error of the velocity by time, of every routing and dense model on the same noisy samples."""
+    table = Table("held-out velocity error", "mean", *[f"t {number / 10:.1f}" for number in range(10)])
+    experts = diagnosed.get("experts", {})
+    rows = {f"experts {routing}": found for routing, found in experts.get("velocity_error", {}).items()}
+    rows |= {key.replace("_", " "): experts[key] for key in ("own_cluster_error", "other_clusters_error") if key in experts}
+    for name, found in {**rows, **diagnosed.get("dense", {})}.items():
+        table.add_row(name, *_times(found))
+    return table
+
+
+def router(experts: dict[str, Any]) -> Table:
+    """Router and experts by time."""
+    table = Table("router and experts", "mean", *[f"t {number / 10:.1f}" for number in range(10)])
+    for name in ("accuracy", "confidence", "calibration_error"):
+        table.add_row(name.replace("_", " "), *_times(experts["router"][name]))
+    table.add_row("chosen expert is best", *_times(experts["router_choice"]["is_best_share"]))
+    table.add_row("disagreement, degrees", *_times(experts["disagreement_degrees"], 1))
+    table.add_row("of the top 2, degrees", *_times(experts["disagreement_of_top_2_degrees"], 1))
+    return table
+
+
+def _times(found: dict[str, Any], digits: int = 3) -> list[str]:
+    return ["-" if value is None else f"{value:.{digits}f}" for value in (found["mean"], *found["by_time"])]
+
+
+def _spread(found: dict[str, Any] | None) -> str:
+    return f"{found['mean']:.3f} ± {found['standard_error']:.3f}" if found else "-"
+
+
+def _refinement(model: dict[str, Any]) -> str:
+    return f"{model['trajectory']['refinement']:.4f}" if "trajectory" in model else "-"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

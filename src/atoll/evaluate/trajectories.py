@@ -1,0 +1,134 @@
+"""What happens on the way from noise to a picture: which experts lead, how near the estimate is to their data, and how much
+a finer solver would change."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll import flow
+from atoll.data.reader import Shards
+from atoll.ensemble import Ensemble, Memory, Settings
+from atoll.evaluate.samples import Prompts, Samples
+from atoll.flow import randomness
+from atoll.progress import progress
+
+NOISE_STREAM = 35
+BANK = 512
+
+
+def bank(run: Path, clusters: int) -> list[Tensor]:
+    """Some training latents of every cluster, flat: what `nearest` measures distances to."""
+    found = []
+    for cluster in range(clusters):
+        shards = Shards.open(run, [cluster])
+        rows = np.linspace(0, len(shards) - 1, min(BANK, len(shards))).round().astype(np.int64)
+        found.append(shards.statistics.normalise(shards.read(rows).mean.float()).flatten(1))
+    return found
+
+
+def nearest(x0: Tensor, clusters: list[Tensor]) -> Tensor:
+    """Root mean squared distance of each estimate to the nearest of each cluster's latents, (samples, clusters)."""
+    flat = x0.flatten(1).float()
+    distances = [torch.cdist(flat, latents.to(flat.device)).min(1).values for latents in clusters]
+    return torch.stack(distances, 1) / flat.shape[1] ** 0.5
+
+
+@dataclass
+class _Record:
+    """What was seen at each evaluation."""
+
+    t: list[float] = field(default_factory=list)
+    chosen: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+    closest: list[float] = field(default_factory=list)
+
+    def add(self, t: float, distances: Tensor, lead: Tensor) -> None:
+        """Distances (samples, clusters) of the estimates, and the cluster of each sample's leading expert."""
+        mine = distances.gather(1, lead[:, None])[:, 0]
+        self.t.append(t)
+        self.chosen.append(mine.mean().item())
+        self.others.append(((distances.sum(1) - mine) / (distances.shape[1] - 1)).mean().item())
+        self.closest.append((distances.argmin(1) == lead).float().mean().item())
+
+    def figures(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "t": self.t,
+            "distance_to_chosen_cluster": self.chosen,
+            "distance_to_other_clusters": self.others,
+            "chosen_is_closest_share": self.closest,
+        }
+
+
+@torch.no_grad()
+def follow(model: Ensemble, prompts: Prompts, settings: Settings, clusters: list[Tensor], what: str) -> dict[str, Any]:
+    """Sample with N and with 2 N steps from the same noise.
+
+    `refinement` is the mean over samples of |x_N - x_2N| / |x_2N|, the relative change of the final latent; the distances
+    are those of the estimate x - t·v to the clusters, at every evaluation of the first pass.
+    """
+    record = _Record()
+    shape = (len(prompts), *model.shape)
+    noise = randomness.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=0).to(model.device)
+    with progress(f"refinement of {what}", 3 * settings.steps, unit="steps") as bar:
+        coarse = _solve(model, prompts, settings, noise, settings.steps, bar, record, clusters)
+        fine = _solve(model, prompts, settings, noise, 2 * settings.steps, bar, None, clusters)
+    change = (coarse - fine).flatten(1).norm(dim=1) / fine.flatten(1).norm(dim=1)
+    answer = {
+        "refinement": change.mean().item(),
+        "refinement_std": change.std().item() if len(change) > 1 else 0.0,
+        "samples": len(prompts),
+        "steps": [settings.steps, 2 * settings.steps],
+    }
+    return {**answer, **(record.figures() if record.t else {})}
+
+
+def _solve(
+    model: Ensemble,
+    prompts: Prompts,
+    settings: Settings,
+    noise: Tensor,
+    steps: int,
+    bar: Any,
+    record: _Record | None,
+    clusters: list[Tensor],
+) -> Tensor:
+    told = model.tell(model.encode(prompts.captions, prompts.labels if "label" in model.told else None), len(prompts))
+    given = torch.tensor(prompts.clusters)
+    homes = torch.tensor([expert.clusters[0] for expert in model.experts])
+    memory = Memory(settings.route_every, settings.sticky, settings.seed, 0, [])
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        guidance = settings.guidance_at(float(t[0]))
+        v = model.velocity(
+            x, t[:1], told, settings.routing, guidance, given, rescale=settings.rescale, memory=memory
+        )
+        if record is not None and len(homes) > 1 and len(clusters) > 1:
+            assert memory.trace is not None
+            lead = homes[memory.trace[-1].weights.argmax(1)]
+            estimate = x - t.view(-1, 1, 1, 1) * v
+            record.add(float(t[0]), nearest(estimate, clusters).cpu(), lead)
+        bar.update(1)
+        return v
+
+    return flow.solve(velocity, noise, steps=steps, solver=settings.solver, shift=settings.shift)
+
+
+def expert_use(samples: Samples) -> dict[str, Any] | None:
+    """Mean weight of each expert, share of samples it leads, and number of experts that run, by time; None if dense."""
+    use = samples.use()
+    if use is None:
+        return None
+    lead = use["lead"].mean(0)
+    return {
+        "t": use["t"].tolist(),
+        "weight": use["weights"].tolist(),
+        "lead_share": use["lead"].tolist(),
+        "active": use["active"].tolist(),
+        "mean_lead_share": lead.tolist(),
+        "mean_active": use["active"].mean().item(),
+    }

@@ -1,0 +1,221 @@
+"""Settings to start a run from: the built-in emoji, and the papers' experiments as far as they are published.
+
+`NOTES` says of a preset's settings where they are from; `atoll init` writes them beside the keys. What no paper tells is
+marked as our choice. `PUBLISHED` has the figures that `atoll train RUN --dry-run` shows beside its own estimate.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+EXPERTS = 8
+DDM_STEPS = 800_000
+"""Optimizer steps of the DDM experiments: FID was published every 100,000 up to here."""
+
+
+def half_life(decay: float, batch: int) -> float:
+    """An average's half-life in samples, as Atoll counts it, from its decay per step."""
+    return round(0.6931471805599453 / (1 - decay)) * float(batch)
+
+
+_PHOTOGRAPHS: dict[str, Any] = {
+    "features": {"model": "facebook/dinov2-large"},
+    "clusters": {"count": EXPERTS, "fine": 1024},
+    "latents": {"autoencoder": "stabilityai/sd-vae-ft-mse"},
+    "text": {"encoder": "openai/clip-vit-large-patch14", "max_tokens": 77},
+}
+_TRAIN: dict[str, Any] = {
+    "beta2": 0.999,
+    "precision": "bfloat16",
+    "condition_dropout": 0.1,
+    "save_every": 1_000_000,
+    "log_every": 10_000,
+    "grid_every": 1_000_000,
+    "workers": 8,
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "emoji": {
+        "features": {"resolution": 128},
+        "clusters": {"count": 4},
+        "text": {"max_tokens": 24},
+        "experts": {"default": "flow-matching"},
+    },
+    # DDM section 4: 8 experts share the monolith's batch of 256 for 800,000 steps.
+    "imagenet256": {
+        "preset": "imagenet256",
+        **_PHOTOGRAPHS,
+        "data": {"source": "path/to/imagenet/train", "resolution": 256, "held_out": 0.01, "workers": 16},
+        "text": {"encoder": "none"},
+        "experts": {"default": "flow-matching"},
+        "networks": {"default": {"name": "DiT-XL/2", "modulation": "zero", "num_classes": 1000}},
+        "train": {
+            **_TRAIN,
+            "samples": DDM_STEPS * 256 // EXPERTS,
+            "batch": 256 // EXPERTS,
+            "lr": 1e-4,
+            "warmup": 0,
+            "ema": {"ema": half_life(0.9999, 256 // EXPERTS)},
+            "condition": "label",
+        },
+        "router": {"network": "DiT-B/2", "samples": 60_000_000, "batch": 256, "lr": 1e-4},
+        "student": {"samples": DDM_STEPS * 64, "batch": 64},
+    },
+    # Paris and HDDM: experts of 606M, two of them DDPM, on 11 million pictures.
+    "laion256": {
+        "preset": "laion256",
+        **_PHOTOGRAPHS,
+        "data": {"source": "path/to/laion-aesthetics/*.tar", "resolution": 256, "held_out": 0.001, "workers": 16},
+        "experts": {"default": "flow-matching", 0: "ddpm", 3: "ddpm"},
+        "networks": {"default": "DiT-XL/2"},
+        "train": {
+            **_TRAIN,
+            "samples": 120_000 * 32,
+            "batch": 32,
+            "accumulate": 2,
+            "lr": 2e-5,
+            "warmup": 0,
+            "ema": {"ema": half_life(0.9999, 32)},
+            "condition": "text",
+        },
+        "router": {"network": "DiT-B/2", "samples": 25 * 11_000_000, "batch": 256, "lr": 5e-5, "decay": "cosine"},
+    },
+    # DDM's largest: 8 MMDiT experts of 3 billion parameters, each on a node of 8 GPUs.
+    "ddm24b": {
+        "preset": "ddm24b",
+        **_PHOTOGRAPHS,
+        "data": {"source": "path/to/laion-aesthetics/*.tar", "resolution": 256, "held_out": 0.0001, "workers": 32},
+        "experts": {"default": "flow-matching-logit-normal"},
+        "networks": {
+            "default": {
+                "_class_name": "SD3Expert",
+                "sample_size": 32,
+                "patch_size": 2,
+                "in_channels": 4,
+                "out_channels": 4,
+                "num_layers": 28,
+                "attention_head_dim": 64,
+                "num_attention_heads": 28,
+                "joint_attention_dim": 768,
+                "caption_projection_dim": 1792,
+                "pooled_projection_dim": 768,
+                "pos_embed_max_size": 96,
+            }
+        },
+        "train": {
+            **_TRAIN,
+            "samples": DDM_STEPS * 1024,
+            "batch": 1024,
+            "lr": 1e-4,
+            "warmup": 1_024_000,
+            "ema": {"ema": half_life(0.9999, 1024)},
+            "condition": "text",
+            "checkpointing": True,
+            "parallel": "fsdp2",
+            "save_every": 5_000_000,
+            "grid_every": 20_000_000,
+        },
+        "router": {"network": "DiT-B/2", "samples": 400_000_000, "batch": 1024, "lr": 1e-4},
+    },
+}
+
+_OURS = "our choice: not published"
+_COMMON = {
+    "clusters.count": "DDM, Paris and HDDM: 8; DDM found 4 and 16 worse",
+    "clusters.fine": "1024 in the clustering code that DDM names",
+    "train.beta2": _OURS,
+    "train.precision": _OURS,
+    "train.warmup": _OURS,
+    "train.weight_decay": _OURS,
+    "train.clip": _OURS,
+    "train.init": "HDDM starts experts from a DiT checkpoint: atoll convert SRC DST --to flow-matching, then name DST here",
+    "router.network": "DDM, Paris and HDDM: DiT-B/2",
+    "data.held_out": _OURS,
+}
+_DDM = {
+    "features.model": "DDM: DINOv2; its size is our choice",
+    "latents.autoencoder": _OURS,
+    "train.lr": _OURS,
+    "train.ema": f"{_OURS}; 0.9999 a step",
+    "train.condition_dropout": _OURS,
+    "router.lr": _OURS,
+    "router.batch": _OURS,
+}
+NOTES: dict[str, dict[str, str]] = {
+    "imagenet256": {
+        **_COMMON,
+        **_DDM,
+        "text.encoder": "our choice: class labels; DDM's counts of FLOPs suggest that its network had text layers here too",
+        "networks": "DDM: DiT-XL/2; AdaLN-Zero as in DiT is our choice",
+        "train.samples": "DDM: 800,000 steps",
+        "train.batch": "DDM: the monolith's 256 shared by 8 experts",
+        "router.samples": "our choice: about the 4 % of the experts' FLOPs that DDM says its router takes",
+        "student.batch": "DDM: a quarter of the batch",
+        "student.samples": _OURS,
+    },
+    "laion256": {
+        **_COMMON,
+        "features.model": "Paris: DINOv2 ViT-L/14",
+        "latents.autoencoder": "Paris",
+        "text.encoder": "Paris: CLIP ViT-L/14, 77 tokens",
+        "experts": "HDDM: 2 DDPM to 6 flow matching, DDPM for clusters 0 and 3",
+        "networks": "Paris and HDDM: DiT-XL/2 with AdaLN-Single, 606 M",
+        "train.samples": "our choice: the release tells of about 120,000 steps in total, less than half an epoch; we take "
+        "as many for each expert",
+        "train.batch": "Paris: 16 with 2 accumulated",
+        "train.lr": "Paris",
+        "train.ema": "Paris: 0.9999 a step",
+        "train.precision": "our choice; Paris: float16 with loss scaling",
+        "train.condition_dropout": "Paris",
+        "router.samples": "Paris and HDDM: 25 epochs of 11 million",
+        "router.batch": "Paris: 64 with 4 accumulated",
+        "router.lr": "Paris",
+        "router.decay": "Paris",
+    },
+    "ddm24b": {
+        **_COMMON,
+        **_DDM,
+        "text.encoder": _OURS,
+        "experts": "flow matching as in DDM; the distribution of times is our choice",
+        "networks": "DDM: MMDiT of 3 B; depth and width are our choice, 3.0 B in the proportions of SD3",
+        "train.samples": "DDM: 800,000 steps",
+        "train.batch": "our reading of DDM's FLOPs: 1024 for each expert",
+        "train.parallel": "our choice; DDM: one node of 8 GPUs for each expert",
+        "router.samples": _OURS,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a paper says its run took; None where it does not."""
+
+    source: str
+    parameters: str
+    forward_gflops: str | None
+    total_flops: str | None
+    gpu_days: str | None
+
+
+PUBLISHED: dict[str, Published] = {
+    "imagenet256": Published(
+        "DDM (arXiv 2501.05450)",
+        "8 DiT-XL/2; router 158 M",
+        "308 for an expert",
+        "1.9e20, from 308 GFLOPs, batch 256 and 800,000 steps",
+        None,
+    ),
+    "laion256": Published(
+        "Paris (arXiv 2510.03434), HDDM (arXiv 2603.06741)",
+        "8 x 605 M; router 129 M",
+        None,
+        None,
+        "72 A100-days (HDDM), 120 A40-days (Paris)",
+    ),
+    "ddm24b": Published(
+        "DDM (arXiv 2501.05450)",
+        "8 x 3 B",
+        None,
+        "4.3e22 at 800,000 steps, read off a plot",
+        "less than a week on 8 nodes of 8 GPUs; HDDM charges DDM with 1176 A100-days",
+    ),
+}
