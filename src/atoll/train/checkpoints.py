@@ -78,7 +78,7 @@ class Checkpoints:
         """Where they are."""
         return self.run / self.job / "checkpoints"
 
-    def save(self, state: State, samples: int, facts: Mapping[str, Any]) -> None:
+    def save(self, state: State, samples: int, facts: Mapping[str, Any]) -> Artifact:
         """Write a checkpoint; all processes take part, and it counts once the first has committed it."""
         artifact = self._artifact(samples)
         if self.world.first:
@@ -94,6 +94,7 @@ class Checkpoints:
             artifact.commit({"samples": samples, **facts})
             self._forget_old()
         self.world.wait()
+        return artifact
 
     def load_newest(self, state: State) -> tuple[int, Mapping[str, Any]]:
         """Fill the state from the newest good checkpoint; how many samples it had seen, and its facts."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from atoll.config import Train
 from atoll.data.reader import Batch
 from atoll.errors import AtollError
+from atoll.run import Artifact
 from atoll.train.checkpoints import Checkpoints, State
 from atoll.train.ema import Averages
 from atoll.train.journal import Journal
@@ -36,7 +38,17 @@ class Outcome:
     seconds: float
 
 
-def train(task: Task, settings: Train, checkpoints: Checkpoints, world: World) -> Outcome:
+class Watch(Protocol):
+    """Whoever looks on while a job trains; the first process calls it."""
+
+    def stepped(self, samples: int) -> bool:
+        """A step was made; whether the job should save and stop."""
+
+    def saved(self, checkpoint: Artifact) -> None:
+        """A checkpoint was committed."""
+
+
+def train(task: Task, settings: Train, checkpoints: Checkpoints, world: World, watch: Watch | None = None) -> Outcome:
     """Train until `settings.samples`, from the newest checkpoint if there is one."""
     precision = getattr(torch, settings.precision)
     wrapped = world.wrap(task.network, settings.parallel, precision)
@@ -79,13 +91,16 @@ def train(task: Task, settings: Train, checkpoints: Checkpoints, world: World) -
             state.averages.update(samples, settings.batch)
 
             journal.advance(samples, settings.batch)
-            done, stopped = samples >= settings.samples, world.agree(bool(stop))
+            told = watch is not None and world.first and watch.stepped(samples)
+            done, stopped = samples >= settings.samples, world.agree(bool(stop) or told)
             if done or stopped or due(samples, settings.log_every, settings.batch):
                 journal.write(samples // settings.batch, lr, norm)
             if settings.grid_every and (done or due(samples, settings.grid_every, settings.batch)):
                 draw_grid(task, state.averages, journal, settings)
             if done or stopped or due(samples, settings.save_every, settings.batch):
-                checkpoints.save(state, samples, {"seconds": journal.seconds})
+                checkpoint = checkpoints.save(state, samples, {"seconds": journal.seconds})
+                if watch is not None and world.first:
+                    watch.saved(checkpoint)
             if stopped and not done:
                 raise Requeue(f"{task.name}: stopped at {samples:,} samples and saved; the same command continues")
     return Outcome(state.averages, journal.seconds)
