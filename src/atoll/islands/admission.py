@@ -1,0 +1,297 @@
+"""Admission: what an expert from elsewhere must show before it joins. Each check is cheaper than the next one.
+
+1. the manifest: plain JSON, known files, sizes within the policy, a signature of someone who may publish
+2. what it declares: its own cluster, this run's data, latents and statistics, an objective and a network that the
+   policy allows
+3. the files, in quarantine: hashes, safetensors that fill their file exactly, names, shapes and dtypes of the network
+   declared (built without memory, on the meta device), finite numbers
+4. the held-out error on its own cluster, measured here, against the policy's bar and against what it claims
+
+Whatever fails is refused with its reason; nothing of it is left but that sentence.
+"""
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from atoll import flow
+from atoll.data import shards as shard_files
+from atoll.data.reader import Shards
+from atoll.errors import AtollError
+from atoll.islands.store import Store
+from atoll.islands.strict import Refused, safetensors_header, strict_json
+from atoll.islands.transfer import fetch, read_manifest, signature_key
+from atoll.nets import build, load_network
+from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
+from atoll.run import Artifact, Manifest
+from atoll.train.density import FILE as DENSITY_FILE
+from atoll.train.expert import EXPERT_KIND
+from atoll.train.tasks import ExpertTask, held_out_velocity
+from atoll.trust import Policy, verify
+
+FROM_THE_DATA = ("labels", "source", "fingerprint", "latents", "statistics", "text")
+CLAIM_TOLERANCE = 0.1
+"""How far the claimed held-out error may be from the one measured: other hardware rounds otherwise."""
+_MAX_NUMBER = 65536
+_LIMITS = {"depth": 512, "num_layers": 512, "layers_per_block": 64}
+_BUILDING = (AtollError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
+"""What an impossible description can raise while a network is built from it."""
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """An expert that someone offers for a cluster of a run."""
+
+    expert: int
+    manifest: Manifest
+    shards: Manifest
+    """The run's own manifest of that cluster's data."""
+    policy: Policy
+
+    @property
+    def name(self) -> str:
+        """The artifact it wants to become."""
+        return f"experts/{self.expert:03d}/final"
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What it declares."""
+        return self.manifest.facts
+
+
+def review(store: Store, expert: int, digest: str | None, policy: Policy | None, quarantine: Path) -> Artifact:
+    """Fetch a contribution into quarantine and check all of it; the artifact there, or `Refused`."""
+    rules = policy or Policy()
+    name = f"experts/{expert:03d}/final"
+    shutil.rmtree(quarantine, ignore_errors=True)
+    try:
+        manifest = read_manifest(store, name, digest)
+        data = read_manifest(store, shard_files.name(expert))
+        if manifest is None or data is None:
+            raise Refused(f"{store.url} has no {'manifest' if manifest is None else 'data'} of {name}")
+        offered = Contribution(expert, manifest, data, rules)
+        check_signatures(store, offered, ("publish",))
+        check_declaration(offered)
+        artifact = Artifact(quarantine, name)
+        fetch(store, name, manifest, artifact, quiet=True)
+        own = Artifact(quarantine, shard_files.name(expert))
+        fetch(store, own.name, data, own, only=lambda file: not file.startswith("train-"), quiet=True)
+        check_files(offered, artifact)
+        check_loss(offered, artifact, own)
+        return artifact
+    except (Refused, AtollError):
+        shutil.rmtree(quarantine, ignore_errors=True)
+        raise
+
+
+def check_signatures(store: Store, offered: Contribution, roles: tuple[str, ...]) -> dict[str, Any]:
+    """The signatures over a manifest, each by someone whom the policy gives that role."""
+    found = {}
+    for role in roles:
+        key = signature_key(offered.name, offered.manifest.digest, role)
+        data = store.read(key, 4096)
+        found[role] = None if data is None else strict_json(data, key)
+        try:
+            verify(offered.policy, role, offered.name, offered.manifest, found[role])  # type: ignore[arg-type]
+        except AtollError as error:
+            raise Refused(str(error)) from error
+    return {role: value for role, value in found.items() if value is not None}
+
+
+# Before anything is fetched
+
+
+def check_declaration(offered: Contribution) -> None:
+    """What the manifest says must fit the run, the cluster and the policy."""
+    if offered.manifest.kind != EXPERT_KIND:
+        raise Refused(f"it is a {offered.manifest.kind!r}; expected {EXPERT_KIND!r}")
+    _check_listing(offered)
+    _check_origin(offered)
+    _check_objective(offered)
+    tensors = declared_tensors(offered)
+    room = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    for name, entry in offered.manifest.files.items():
+        # Tensors and a header of at most 1 kB each; the density has 64 directions of one latent.
+        most = max(room, 80 * 4 * math.prod(offered.shards.facts["latents"]["shape"])) + 1024 * (len(tensors) + 64)
+        if entry.size > most:
+            raise Refused(f"{name} has {entry.size:,} bytes; the network declared needs at most {most:,}")
+
+
+def _check_listing(offered: Contribution) -> None:
+    files = offered.manifest.files
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if name not in files:
+            raise Refused(f"{name} is missing")
+    for name in files:
+        average = name.startswith("average-") and name.endswith(".safetensors") and "/" not in name
+        if name not in (CONFIG_FILE, WEIGHTS_FILE, DENSITY_FILE) and not average:
+            raise Refused(f"{name} is no file of an expert; expected {CONFIG_FILE}, {WEIGHTS_FILE} and averages")
+    size = sum(entry.size for entry in files.values())
+    if size > offered.policy.max_bytes:
+        raise Refused(f"its files have {size:,} bytes; the policy allows {offered.policy.max_bytes:,}")
+
+
+def _check_origin(offered: Contribution) -> None:
+    """It must come from its own cluster's shards of this run, in this run's space."""
+    facts, data = offered.facts, offered.shards.facts
+    job = f"experts/{offered.expert:03d}"
+    if facts.get("job") != job or facts.get("clusters") != [offered.expert]:
+        raise Refused(f"it declares job {facts.get('job')!r} of clusters {facts.get('clusters')!r}; expected {job!r}")
+    for key in FROM_THE_DATA:
+        if key not in facts:
+            raise Refused(f"it does not declare its {key}")
+        if facts[key] != data[key]:
+            raise Refused(f"its {key} is not that of this run's cluster {offered.expert}")
+    if offered.manifest.made_from.get("data") != [offered.shards.digest]:
+        raise Refused(f"it was not made from this run's shards of cluster {offered.expert}")
+
+
+def _check_objective(offered: Contribution) -> None:
+    facts, policy = offered.facts, offered.policy
+    spec, bridge, told = facts.get("objective"), facts.get("bridge"), facts.get("told")
+    try:
+        _check_bounded(spec, "objective")
+        if not isinstance(spec, dict) or flow.objective(**spec).spec != spec:
+            raise Refused("its objective is not one that Atoll knows")
+    except _BUILDING as error:
+        raise Refused(f"its objective cannot be built: {error}") from error
+    if policy.objectives is not None and spec not in [flow.objective(name).spec for name in policy.objectives]:
+        raise Refused(f"its objective is none of those the policy allows: {', '.join(policy.objectives)}")
+    shrink = bridge.get("prediction_error", 0.0) if isinstance(bridge, dict) else None
+    if not isinstance(shrink, int | float) or not 0 <= shrink <= 10 or set(bridge or {}) - {"prediction_error"}:
+        raise Refused(f"its bridge is {str(bridge)[:80]}; expected a prediction_error from 0 to 10")
+    data = offered.shards.facts
+    possible = ({"text", "pooled"} if data["text"] else set()) | ({"label"} if data["labels"] else set())
+    if not isinstance(told, list) or not set(map(str, told)) <= possible:
+        raise Refused(f"it wants to be told {str(told)[:80]}; this run's data has {sorted(possible)}")
+
+
+def declared_tensors(offered: Contribution) -> dict[str, Tensor]:
+    """Names, shapes and dtypes of the network it declares, without memory."""
+    description = offered.facts.get("network")
+    if not isinstance(description, dict):
+        raise Refused("it does not declare its network")
+    kind = description.get("_class_name")
+    if kind not in offered.policy.networks:
+        raise Refused(f"its network is a {str(kind)[:40]!r}; the policy allows {', '.join(offered.policy.networks)}")
+    _check_bounded(description, "network")
+    shape = offered.shards.facts["latents"]["shape"]
+    side = description.get("size", description.get("sample_size", shape[-1]))
+    channels = description.get("channels", description.get("in_channels"))
+    if channels != shape[0] or not isinstance(side, int) or not 1 <= side <= 4 * shape[-1]:
+        raise Refused(f"its network is for {channels} channels and side {side}; the latents are {shape}")
+    try:
+        with torch.device("meta"):
+            network = build(dict(description))
+    except _BUILDING as error:
+        raise Refused(f"its network cannot be built: {error}") from error
+    count = sum(parameter.numel() for parameter in network.parameters())
+    if count > offered.policy.max_parameters:
+        raise Refused(f"its network has {count:,} parameters; the policy allows {offered.policy.max_parameters:,}")
+    return dict(network.state_dict())
+
+
+def _check_bounded(value: Any, key: str) -> None:
+    """Plain values of sensible size: a description must not be able to ask for a million layers."""
+    if isinstance(value, dict | list):
+        if len(value) > 64:
+            raise Refused(f"{key} has {len(value)} entries")
+        for name, item in value.items() if isinstance(value, dict) else ((key, item) for item in value):
+            _check_bounded(item, str(name)[:40])
+    elif isinstance(value, int | float) and abs(value) > _LIMITS.get(key, _MAX_NUMBER):
+        raise Refused(f"{key} is {value}; at most {_LIMITS.get(key, _MAX_NUMBER)} is taken")
+    elif isinstance(value, str) and len(value) > 200:
+        raise Refused(f"{key} is a text of {len(value)} letters")
+
+
+# In quarantine
+
+
+def check_files(offered: Contribution, artifact: Artifact) -> None:
+    """The files are those of the network declared, tensor by tensor, and every number is finite."""
+    config = strict_json(artifact.path(CONFIG_FILE).read_bytes(), CONFIG_FILE, 1 << 16)
+    if config != offered.facts["network"]:
+        raise Refused(f"{CONFIG_FILE} is not the network that the manifest declares")
+    expected = {name: (_dtype_name(tensor), tuple(tensor.shape)) for name, tensor in declared_tensors(offered).items()}
+    for file in offered.manifest.files:
+        if not file.endswith(".safetensors"):
+            continue
+        found = safetensors_header(artifact.path(file))
+        if file == DENSITY_FILE:
+            _check_density(offered, found, artifact.path(file))
+        elif unknown := sorted(set(found) - set(expected)):
+            raise Refused(f"{file} has a tensor {unknown[0][:80]!r} that the network does not have")
+        elif file == WEIGHTS_FILE and (missing := sorted(set(expected) - set(found))):
+            raise Refused(f"{file} has no tensor {missing[0]!r}")
+        else:
+            for name, kind in found.items():
+                if kind != expected[name]:
+                    raise Refused(f"{file}: {name} is {kind[0]} {list(kind[1])}; expected {expected[name]}")
+        _check_finite(artifact.path(file))
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+
+
+def _check_density(offered: Contribution, found: dict[str, tuple[str, tuple[int, ...]]], file: Path) -> None:
+    size = math.prod(offered.shards.facts["latents"]["shape"])
+    rank = found.get("variances", ("", (0,)))[1]
+    shapes = {"mean": (size,), "directions": (*rank, size), "variances": rank, "rest": (), "count": ()}
+    if {name: shape for name, (_, shape) in found.items()} != shapes:
+        raise Refused(f"{file.name} does not hold the density of latents of {size} numbers")
+    with safe_open(file, "pt") as tensors:
+        count, rows = tensors.get_tensor("count").item(), offered.shards.facts["rows"]["train"]
+        variances = [*tensors.get_tensor("variances").tolist(), tensors.get_tensor("rest").item()]
+    if count != rows:
+        raise Refused(f"{file.name} counts {count} samples; cluster {offered.expert} has {rows}")
+    if min(variances) < 0 or not variances[-1]:
+        raise Refused(f"{file.name} has variances that are not positive")
+
+
+def _check_finite(file: Path) -> None:
+    with safe_open(file, "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+            if not bool(tensors.get_tensor(name).isfinite().all()):
+                raise Refused(f"{file.name}: {name} holds numbers that are not finite")
+
+
+@torch.no_grad()
+def check_loss(offered: Contribution, artifact: Artifact, data: Artifact) -> None:
+    """The held-out error on its own cluster, measured here."""
+    held_out = Shards([data], "held-out")
+    bar, claim = offered.policy.max_held_out_loss, offered.facts.get("held_out_loss")
+    if not len(held_out):
+        if bar is not None:
+            raise Refused(f"cluster {offered.expert} has no held-out samples to hold it against the bar {bar}")
+        return
+    facts = offered.facts
+    network = load_network(artifact.folder).eval()
+    objective, told = flow.objective(**facts["objective"]), frozenset(facts["told"])
+    task = ExpertTask(offered.name, network, held_out, held_out, _seed(offered), objective, told, 0.0)
+    velocity = objective.bridge(**facts["bridge"]).wrap(task.answer)
+    loss = held_out_velocity(task, velocity, told)["held_out_loss"]
+    if not math.isfinite(loss) or (bar is not None and loss > bar):
+        raise Refused(f"its held-out loss on cluster {offered.expert} is {loss:.4g}; the bar is {bar}")
+    if not isinstance(claim, int | float) or abs(claim - loss) > CLAIM_TOLERANCE * loss:
+        raise Refused(f"it claims a held-out loss of {claim}; measured here: {loss:.4g}")
+
+
+def _seed(offered: Contribution) -> int:
+    """The seed of its training also fixes the noise its held-out error was measured with."""
+    seed = offered.manifest.made_from.get("train", {}).get("seed", 0)
+    return seed if isinstance(seed, int) and 0 <= seed < 1 << 31 else 0

@@ -1,0 +1,295 @@
+"""`atoll join`: take a free expert of a shared run, fetch its shards, train it, publish it, take the next."""
+
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from zlib import crc32
+
+from atoll import config as configuration
+from atoll.config import Config
+from atoll.data import shards as shard_files
+from atoll.errors import AtollError
+from atoll.islands.admission import Contribution, check_declaration, check_files, check_loss
+from atoll.islands.leases import DURATION, Lease, LeaseLost, State, survey
+from atoll.islands.reporter import Reporter
+from atoll.islands.shared import open_config, settle
+from atoll.islands.store import Store
+from atoll.islands.strict import Refused, safetensors_header, strict_json
+from atoll.islands.transfer import commit, fetch, read_manifest, signature_key, upload
+from atoll.run import MANIFEST, Artifact, Manifest
+from atoll.train.checkpoints import KIND as CHECKPOINT_KIND
+from atoll.train.expert import EXPERT_KIND
+from atoll.train.jobs import Job, run_job
+from atoll.train.loop import Requeue
+from atoll.trust import Policy, Signer, verify
+
+POLL_SECONDS = 5.0
+CHOSEN = (
+    *("samples", "batch", "accumulate", "lr", "warmup", "decay", "beta2", "weight_decay", "clip", "precision", "ema"),
+    *("condition", "condition_dropout", "checkpointing", "compile", "save_every", "seed"),
+)
+"""Settings of training that a contributor may choose; they travel with the lease, so that another can go on."""
+LOCAL = {"train.grid_every": "0", "train.trackers": "[]"}
+"""Settings that are this machine's own affair: they do not travel."""
+
+
+@dataclass
+class Worker:
+    """A contributor at work."""
+
+    store: Store
+    folder: Path
+    config: Config
+    policy: Policy | None = None
+    signer: Signer | None = None
+    objective: str | None = None
+    network: str | None = None
+    overrides: dict[str, str] = field(default_factory=dict)
+    duration: float = DURATION
+    publish_every: float = 300.0
+    name: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
+    stop: threading.Event = field(default_factory=threading.Event)
+    _given_up: set[int] = field(default_factory=set)
+
+    def run(self, expert: int | None = None, wait: bool = False, limit: int | None = None) -> int:
+        """Work until nothing is left to take (or, with `wait`, to do) or someone says stop; how many were finished."""
+        finished = 0
+        with _stopping(self.stop):
+            while not self.stop.is_set() and (limit is None or finished < limit):
+                lease, unfinished = self._take(expert)
+                if lease is not None:
+                    with lease:
+                        finished += self._work(lease, int(lease.job.split("/")[1]))
+                elif not unfinished or not wait:
+                    print("nothing left to take" if unfinished else "every expert is done", flush=True)
+                    break
+                else:
+                    self.stop.wait(min(POLL_SECONDS, self.duration / 3))
+        return finished
+
+    def _take(self, expert: int | None) -> tuple[Lease | None, bool]:
+        """The lease of a free expert, and whether any is unfinished. Workers start looking in different places."""
+        count = self.config.clusters.count
+        start = crc32(self.name.encode()) % count
+        wanted = [expert] if expert is not None else [(start + k) % count for k in range(count)]
+        seen, unfinished = survey(self.store, "leases/experts"), False
+        for number in wanted:
+            self.config.objective(number)  # refuses a number that does not exist
+            job = f"experts/{number:03d}"
+            settle(self.store, job, seen.get(job))
+            if number in self._given_up or self.store.entry(f"{job}/final/{MANIFEST}"):
+                continue
+            unfinished = True
+            if job in seen and not seen[job].free:
+                continue
+            if lease := Lease.take(self.store, job, self.duration, self.name, self._choice(number)):
+                print(f"{job}: taken", flush=True)
+                return lease, True
+        return None, unfinished
+
+    def _choice(self, expert: int) -> dict[str, str]:
+        """The contributor's own settings, as dotted overrides that are valid for this expert."""
+        chosen = {f"experts.{expert}": self.objective, f"networks.{expert}": self.network}
+        choice = {key: value for key, value in chosen.items() if value is not None} | self.overrides
+        check_choice(choice)
+        return choice
+
+    def _work(self, lease: Lease, expert: int) -> bool:
+        """Train one expert and publish it; whether it is finished."""
+        try:
+            job = self._job(lease, expert)
+            reporter = Reporter(self.store, lease, job, self.signer, self.publish_every, self.stop)
+            try:
+                manifest = run_job(job, reporter)
+            finally:
+                reporter.close()
+            self._publish(lease, job, manifest, expert)
+            self._given_up.add(expert)
+            return True
+        except Requeue:
+            if not lease.lost:
+                self.stop.set()
+                self._end(lease, "released")
+                print(
+                    f"{lease.job}: left at {lease.record.samples:,} samples; another can go on from there", flush=True
+                )
+        except LeaseLost as lost:
+            print(f"{lost}; nothing was published", flush=True)
+        except (AtollError, Refused, RuntimeError) as error:
+            self._given_up.add(expert)
+            print(f"{lease.job} failed: {error}", flush=True)
+            self._end(lease, "failed", why=str(error)[:2000], failures=lease.record.failures + 1)
+        return False
+
+    def _end(self, lease: Lease, state: State, **news: Any) -> None:
+        """Give the lease up, if it is still ours."""
+        try:
+            lease.end(state, **news)
+        except LeaseLost as lost:
+            print(lost, flush=True)
+
+    def _job(self, lease: Lease, expert: int) -> Job:
+        """The job, with its data here and its last published checkpoint in place."""
+        own = shard_files.name(expert)
+        data = read_manifest(self.store, own)
+        if data is None:
+            raise AtollError(f"{self.store.url} has no {own}; publish it with: atoll push RUN {self.store.url}")
+        fetch(self.store, own, data, Artifact(self.folder, own))
+        choice = dict(lease.record.choice)
+        try:
+            check_choice(choice)
+            job = self._job_of(expert, choice)
+        except AtollError as error:
+            print(f"{lease.job}: the settings of the worker before are not used: {error}", flush=True)
+            lease.renew(choice=self._choice(expert), checkpoint=None, samples=0)
+            job = self._job_of(expert, self._choice(expert))
+        forget_other(job)
+        if lease.record.checkpoint is not None:
+            self._continue_from(lease.record.checkpoint, job)
+        return job
+
+    def _job_of(self, expert: int, choice: dict[str, str]) -> Job:
+        job = Job(self.folder, configuration.load(self.folder, {**LOCAL, **choice}), "expert", expert)
+        check_allowed(job, self.policy or Policy())
+        return job
+
+    def _continue_from(self, pointer: str, job: Job) -> None:
+        """Fetch another worker's checkpoint; one that is not plainly good is passed over."""
+        name, _, digest = pointer.partition("@")
+        try:
+            manifest = read_manifest(self.store, name, digest)
+            if manifest is None:
+                raise Refused("it is no longer there")
+            check_checkpoint(manifest, job)
+            key = signature_key(name, digest, "publish")
+            signature = strict_json(self.store.read(key, 4096) or b"null", key)
+            verify(self.policy, "publish", name, manifest, signature)
+            target = Artifact(self.folder, f"{job.name}/checkpoints/{manifest.facts['samples']:012d}")
+            fetch(self.store, name, manifest, target)
+            for file in manifest.files:
+                if file.endswith(".safetensors"):
+                    safetensors_header(target.path(file))
+            print(f"{job.name}: going on from {manifest.facts['samples']:,} samples", flush=True)
+        except (Refused, AtollError) as error:
+            print(f"{job.name}: the published checkpoint is passed over: {error}", flush=True)
+
+    def _publish(self, lease: Lease, job: Job, manifest: Manifest, expert: int) -> None:
+        """Check the result as any other contribution, upload it, and commit it with the lease's last record."""
+        data = Artifact(self.folder, shard_files.name(expert))
+        offered = Contribution(expert, manifest, data.open(shard_files.KIND), self.policy or Policy())
+        check_declaration(offered)
+        check_files(offered, job.result)
+        check_loss(offered, job.result, data)
+        lease.check()
+        upload(self.store, job.result, manifest, job.result.name)
+        if self.signer is not None:
+            key = signature_key(job.result.name, manifest.digest, "publish")
+            self.store.write(key, self.signer.sign("publish", job.result.name, manifest))
+        waits = bool(self.policy and self.policy.admitters)
+        news: dict[str, Any] = {"manifest": manifest.digest, "samples": job.settings.samples, "checkpoint": None}
+        lease.end("proposed" if waits else "done", **news)
+        if not waits:
+            commit(self.store, job.result.name, manifest)
+        self.store.delete([entry.key for entry in self.store.entries(f"{job.name}/checkpoints")])
+        print(f"{job.name}: {'waits for admission' if waits else 'published'}", flush=True)
+
+
+def check_choice(choice: dict[str, str]) -> None:
+    """A choice may name an objective, a network and settings of training, nothing that reaches into a machine."""
+    for key in choice:
+        section, _, name = key.partition(".")
+        if section not in ("experts", "networks") and not (section == "train" and name.split(".")[0] in CHOSEN):
+            raise AtollError(
+                f"--{key} is not for contributors to choose; possible: experts, networks, {', '.join(CHOSEN)}"
+            )
+
+
+def check_allowed(job: Job, policy: Policy) -> None:
+    """Refuse before training what would be refused after it."""
+    if policy.objectives is not None:
+        allowed = [configuration.NAMED_OBJECTIVES[name] for name in policy.objectives]
+        assert job.expert is not None
+        if job.config.objective(job.expert) not in allowed:
+            raise AtollError(f"the run's policy allows the objectives {', '.join(policy.objectives)} only")
+    kind = job.description.get("_class_name")
+    if kind not in policy.networks:
+        raise AtollError(f"the run's policy allows the networks {', '.join(policy.networks)} only, not {kind}")
+    if job.cost.parameters > policy.max_parameters:
+        raise AtollError(
+            f"the network has {job.cost.parameters:,} parameters; the run's policy allows {policy.max_parameters:,}"
+        )
+
+
+def check_checkpoint(manifest: Manifest, job: Job) -> None:
+    """A checkpoint must be of this very job: made from the same data, network, objective and settings."""
+    samples = manifest.facts.get("samples")
+    if manifest.kind != CHECKPOINT_KIND or type(samples) is not int or not 0 < samples <= job.settings.samples:
+        raise Refused("it is no checkpoint of this job")
+    if Manifest("", job.made_from, {}, {}).to_json() != Manifest("", manifest.made_from, {}, {}).to_json():
+        raise Refused("it was made with other settings")
+    room = (4 + len(job.settings.ema)) * 4 * job.cost.parameters + (1 << 24)
+    if sum(entry.size for entry in manifest.files.values()) > room:
+        raise Refused(f"it is larger than the {room:,} bytes that this network's state takes")
+
+
+def forget_other(job: Job) -> None:
+    """Remove from this machine's copy what an earlier attempt made with other settings."""
+    folder = job.run / job.name
+    checkpoints = sorted((folder / "checkpoints").glob("[0-9]*")) if folder.is_dir() else []
+    try:
+        job.result.check(EXPERT_KIND, {**job.made_from, "samples": job.settings.samples})
+        for path in checkpoints:
+            Artifact(job.run, f"{job.name}/checkpoints/{path.name}").check(CHECKPOINT_KIND, job.made_from)
+    except AtollError:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _stopping(stop: threading.Event) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks for an orderly end; the second Ctrl-C ends at once."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+        print("leaving: the checkpoint is saved and published first (Ctrl-C again to leave at once)", flush=True)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def open_worker(url: str, folder: Path | None, **how: Any) -> Worker:
+    """A worker on the run at a URL, with its local copy in `folder`."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise AtollError("atoll join works with one process; for several GPUs on one expert use atoll launch")
+    store = Store.open(url)
+    store.probe()
+    folder = folder or default_folder(url)
+    config, policy = open_config(store, folder)
+    signer = how.pop("signer")
+    listed = policy.publishers.values() if policy else ()
+    if listed and (signer is None or signer.public not in listed):
+        mine = "none" if signer is None else signer.public
+        raise AtollError(f"{url}: its policy does not list your key ({mine}); ask its owner to add it")
+    return Worker(store, folder, config, policy, signer, **how)
+
+
+def default_folder(url: str) -> Path:
+    """Where this machine keeps its part of a shared run."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    safe = "".join(letter if letter.isalnum() else "-" for letter in url)
+    return cache / "atoll" / f"{safe[-60:].strip('-')}-{crc32(url.encode()):08x}"

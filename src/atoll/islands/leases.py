@@ -1,0 +1,235 @@
+"""Leases: who works on what. One key for each job and epoch, created once, never changed.
+
+    leases/experts/003/000017       who holds it, until when, how far it is, where its last checkpoint is
+
+The record with the highest epoch counts. Taking a lease, renewing it and ending it are all the same act: creating the
+next epoch's key, which succeeds for exactly one of any number of racing writers. So whoever was overtaken, however long
+it slept, finds its next key taken: it can neither renew, nor move the pointer to the last checkpoint, nor say `done`.
+No clock decides that. Clocks only decide when a silent holder may be overtaken, and there the age of a record is taken
+by the store's own clock; a holder counts from before it asked, by its own steady clock, and gives up in time by itself.
+"""
+
+import json
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+from uuid import uuid4
+
+from pydantic import Field, ValidationError
+
+from atoll.config import Section
+from atoll.errors import AtollError
+from atoll.islands.store import Entry, Store
+from atoll.islands.strict import Refused, strict_json
+from atoll.run import to_json
+
+DURATION = 120.0
+"""Seconds after which a silent holder may be overtaken."""
+MARGIN = 2.0
+"""Seconds added to it: stores tell the time in whole seconds."""
+KEPT = 16
+"""Epochs that are kept; older keys are removed by the holder."""
+MAX_FAILURES = 3
+_MAX_RECORD = 1 << 16
+
+State = Literal["held", "released", "failed", "proposed", "refused", "done"]
+
+
+class Record(Section):
+    """What a lease's key says."""
+
+    epoch: int = Field(ge=0)
+    state: State
+    holder: str = Field(max_length=200)
+    nonce: str = Field(max_length=64)
+    issued: float
+    """The holder's clock, for people; nothing is decided by it."""
+    duration: float = Field(gt=0, le=86400)
+    samples: int = Field(0, ge=0)
+    total: int = Field(0, ge=0)
+    rate: float = Field(0.0, ge=0)
+    choice: dict[str, str] = Field(default_factory=dict, max_length=64)
+    """Settings of the holder's own choice; whoever takes over goes on with them."""
+    checkpoint: str | None = Field(None, max_length=200)
+    """Name and digest of the last published checkpoint, as `NAME@DIGEST`."""
+    manifest: str | None = Field(None, max_length=64)
+    why: str = Field("", max_length=2000)
+    failures: int = Field(0, ge=0)
+
+
+class LeaseLost(Exception):  # noqa: N818 - not an error: someone else goes on
+    """Another worker has the job, or this one was silent for too long."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The newest record of a job, and its age by the store's clock."""
+
+    record: Record
+    age: float
+
+    @property
+    def expired(self) -> bool:
+        """Whether a holder was silent for so long that it may be overtaken."""
+        return self.record.state == "held" and self.age > self.record.duration + MARGIN
+
+    @property
+    def free(self) -> bool:
+        """Whether anyone may take the job."""
+        failed = self.record.state == "failed" and self.record.failures < MAX_FAILURES
+        return self.expired or failed or self.record.state in ("released", "refused")
+
+
+def key_of(job: str, epoch: int) -> str:
+    """The key of a job's lease in one epoch."""
+    return f"leases/{job}/{epoch:06d}"
+
+
+def survey(store: Store, prefix: str = "leases") -> dict[str, Seen]:
+    """The newest record of every job that ever had a lease."""
+    newest: dict[str, Entry] = {}
+    for entry in store.entries(prefix):
+        parts = entry.key.split("/")
+        if len(parts) >= 3 and parts[-1].isdigit():
+            newest["/".join(parts[1:-1])] = entry
+    found = {}
+    for job, entry in newest.items():
+        record = _read(store, entry)
+        if record is not None:
+            found[job] = Seen(record, max(0.0, store.now() - entry.modified))
+    return found
+
+
+def look(store: Store, job: str) -> Seen | None:
+    """The newest record of one job."""
+    return survey(store, f"leases/{job}").get(job)
+
+
+def _read(store: Store, entry: Entry) -> Record | None:
+    data = store.read(entry.key, _MAX_RECORD)
+    if data is None:
+        return None  # removed since it was listed: its holder has gone on
+    try:
+        return Record.model_validate(strict_json(data, entry.key))
+    except (ValidationError, Refused) as error:
+        raise AtollError(f"{store.url}/{entry.key} is not a lease ({error}); remove it by hand") from error
+
+
+class Lease:
+    """A lease that is held. As a context it is renewed in the background until it ends or is lost."""
+
+    def __init__(self, store: Store, job: str, record: Record, since: float) -> None:
+        self.store, self.job, self.record = store, job, record
+        self._deadline = since + record.duration
+        self._news: dict[str, Any] = {}
+        self._lost = ""
+        self._renewing, self._telling = threading.Lock(), threading.Lock()
+        self._wake = threading.Event()
+        self._over = False
+        self._thread = threading.Thread(target=self._keep, name=f"lease {job}", daemon=True)
+
+    @classmethod
+    def take(
+        cls,
+        store: Store,
+        job: str,
+        duration: float = DURATION,
+        holder: str | None = None,
+        choice: dict[str, str] | None = None,
+        state: tuple[State, ...] = (),
+    ) -> "Lease | None":
+        """Take a job that is free (or in one of these states too); None if it is not, or someone was quicker."""
+        seen = look(store, job)
+        if seen is not None and not seen.free and seen.record.state not in state:
+            return None
+        before = seen.record if seen else None
+        since = time.monotonic()
+        record = Record(
+            epoch=before.epoch + 1 if before else 0,
+            state="held",
+            holder=holder or f"{socket.gethostname()}:{uuid4().hex[:8]}",
+            nonce=uuid4().hex,
+            issued=time.time(),
+            duration=duration,
+            choice=before.choice if before and before.checkpoint else choice or {},
+            checkpoint=before.checkpoint if before else None,
+            samples=before.samples if before else 0,
+            total=before.total if before else 0,
+            manifest=before.manifest if before else None,
+            failures=before.failures if before else 0,
+        )
+        lease = cls(store, job, record, since)
+        return lease if lease._create(record) else None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the job is no longer ours, or may no longer be."""
+        return not self._over and (bool(self._lost) or time.monotonic() >= self._deadline)
+
+    def check(self) -> None:
+        """Raise `LeaseLost` unless the job is ours."""
+        if self.lost:
+            raise LeaseLost(f"{self.job}: {self._lost or 'the lease ran out before it could be renewed'}")
+
+    def tell(self, **news: Any) -> None:
+        """News for the next renewal, as fields of the record."""
+        with self._telling:
+            self._news |= news
+
+    def renew(self, **news: Any) -> None:
+        """Create the next epoch's record, with all news; raises `LeaseLost` if someone else has."""
+        self._next("held", news)
+
+    def end(self, state: State, **news: Any) -> None:
+        """Give the job up, finished or not. This record is the commit: it succeeds only for whoever holds the lease."""
+        self._next(state, news)
+        self._over = True
+        self._wake.set()
+
+    def _next(self, state: State, news: dict[str, Any]) -> None:
+        with self._renewing:
+            self.check()
+            since = time.monotonic()
+            with self._telling:
+                self._news |= news
+                changes = {**self._news, "state": state, "epoch": self.record.epoch + 1, "issued": time.time()}
+            record = self.record.model_copy(update={**changes, "nonce": uuid4().hex})
+            if not self._create(record):
+                self._lost = "another worker has taken it"
+                self.check()
+            self.record, self._deadline = record, since + record.duration
+        self.store.delete([key_of(self.job, record.epoch - KEPT)] if record.epoch >= KEPT else [])
+
+    def _create(self, record: Record) -> bool:
+        """Whether the record is ours and the newest: an old key that was removed can be created, and counts nothing."""
+        data = to_json(json.loads(record.model_dump_json()))
+        if not self.store.create(key_of(self.job, record.epoch), data):
+            return False
+        epochs = [int(entry.key.split("/")[-1]) for entry in self.store.entries(f"leases/{self.job}")]
+        return max(epochs) == record.epoch
+
+    def _keep(self) -> None:
+        """Renew three times in a lease's length; a store that does not answer costs the lease only in the end."""
+        while not self._wake.wait(self.record.duration / 3):
+            try:
+                self.renew()
+            except LeaseLost:
+                return
+            except AtollError as error:
+                print(f"{self.job}: the lease could not be renewed yet: {error}", flush=True)
+
+    def __enter__(self) -> Self:
+        """Start renewing."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop renewing; a lease that was not ended runs out."""
+        self._over = True
+        self._wake.set()
+        self._thread.join()

@@ -1,0 +1,91 @@
+"""What a working island tells the others: progress with every renewal of its lease, and checkpoints to go on from."""
+
+import shutil
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from os import link
+
+from atoll.errors import AtollError
+from atoll.islands.leases import Lease, LeaseLost
+from atoll.islands.store import Store
+from atoll.islands.transfer import parts_of, proposal_key, signature_key, upload
+from atoll.run import Artifact
+from atoll.train.checkpoints import KIND
+from atoll.train.jobs import Job
+from atoll.trust import Signer
+
+
+class Reporter:
+    """Looks on while a job trains (`atoll.train.loop.Watch`); uploads run beside the training, one at a time."""
+
+    def __init__(
+        self, store: Store, lease: Lease, job: Job, signer: Signer | None, every: float, stop: threading.Event
+    ) -> None:
+        self.store, self.lease, self.signer, self.every, self.stop = store, lease, signer, every, stop
+        # Objects of different attempts never meet, so clearing up after one cannot hurt another.
+        self.name = f"{lease.job}/checkpoints/{lease.record.nonce[:16]}"
+        self.outbox = job.run / lease.job / ".outbox"
+        self._pool = ThreadPoolExecutor(1)
+        self._upload: Future[None] | None = None
+        self._last = float("-inf")
+        self._waiting: Artifact | None = None
+        self._start: tuple[float, int] | None = None
+        shutil.rmtree(self.outbox, ignore_errors=True)
+        lease.tell(total=job.settings.samples, rate=0.0)
+
+    def stepped(self, samples: int) -> bool:
+        """News for the next renewal; a lost lease or a wish to leave stops the job."""
+        now = time.monotonic()
+        if self._start is None:
+            self._start = (now, samples)
+        seconds, done = now - self._start[0], samples - self._start[1]
+        self.lease.tell(samples=samples, rate=done / seconds if seconds > 0 else 0.0)
+        return self.stop.is_set() or self.lease.lost
+
+    def saved(self, checkpoint: Artifact) -> None:
+        """Publish the checkpoint, unless one was published lately or is on its way: then it waits."""
+        busy = self._upload is not None and not self._upload.done()
+        self._waiting = checkpoint
+        if not busy and time.monotonic() - self._last >= self.every:
+            self._send()
+
+    def close(self) -> None:
+        """Publish the last checkpoint if the job is not finished, and wait until it is there."""
+        if self._waiting is not None and self._waiting.manifest() is not None:
+            self._send()
+        self._pool.shutdown()
+        shutil.rmtree(self.outbox, ignore_errors=True)
+
+    def _send(self) -> None:
+        if self._waiting is None or self.lease.lost:
+            return
+        self._last = time.monotonic()
+        copy = Artifact(self.outbox, self._waiting.folder.name)
+        # Links cost nothing, and training may forget its old checkpoints meanwhile.
+        shutil.copytree(self._waiting.folder, copy.folder, copy_function=link, dirs_exist_ok=True)
+        self._upload = self._pool.submit(self._publish, copy)
+        self._waiting = None
+
+    def _publish(self, copy: Artifact) -> None:
+        try:
+            manifest = copy.open(KIND)
+            upload(self.store, copy, manifest, self.name, quiet=True)
+            if self.signer is not None:
+                signature = self.signer.sign("publish", self.name, manifest)
+                self.store.write(signature_key(self.name, manifest.digest, "publish"), signature)
+            before = self.lease.record.checkpoint
+            # From here on it counts: whoever takes over starts from the newest record.
+            self.lease.renew(checkpoint=f"{self.name}@{manifest.digest}", samples=int(copy.folder.name))
+            kept = {part.key for entry in manifest.files.values() for part in parts_of(self.name, entry)}
+            kept |= {proposal_key(self.name, manifest.digest), signature_key(self.name, manifest.digest, "publish")}
+            old = {before.split("@")[0], self.name} if before else {self.name}
+            self.store.delete(
+                [entry.key for name in old for entry in self.store.entries(name) if entry.key not in kept]
+            )
+        except LeaseLost as lost:
+            print(f"checkpoint not published: {lost}", flush=True)
+        except AtollError as error:
+            print(f"{self.lease.job}: the checkpoint could not be published, the next one will be: {error}", flush=True)
+        finally:
+            shutil.rmtree(copy.folder, ignore_errors=True)

@@ -1,0 +1,182 @@
+"""A whole run in a store: put it there, let contributions in, bring the finished model back."""
+
+import shutil
+from pathlib import Path
+
+from atoll import config as configuration
+from atoll.config import CONFIG_FILE, Config
+from atoll.errors import AtollError
+from atoll.islands.leases import Lease, Seen, look
+from atoll.islands.store import Store
+from atoll.islands.strict import Refused, safetensors_header, strict_json
+from atoll.islands.transfer import commit, fetch, publish, read_manifest, signature_key
+from atoll.run import MANIFEST, Artifact, Manifest, to_json
+from atoll.trust import POLICY_FILE, SIGNATURES_FILE, Policy, Role, Signer, policy_of, verify
+
+OTHERS = ("router", "monolith", "student")
+_MAX_SETTINGS = 1 << 20
+
+
+def push(run: Path, store: Store, signer: Signer | None = None) -> list[str]:
+    """Put a run's settings, policy, shards and finished networks into a store; what is there is not sent again."""
+    store.probe()
+    configuration.load(run)
+    for file in (CONFIG_FILE, POLICY_FILE):
+        if (run / file).is_file() and not store.create(file, (run / file).read_bytes()):
+            raise AtollError(f"{store.url}/{file} is there already and differs from {run / file}; use another place")
+    policy, sent = policy_of(run), []
+    folders = sorted((run / "data" / "shards").glob("cluster_*")) + sorted(run.glob("experts/*/final"))
+    folders += [run / name / "final" for name in OTHERS]
+    for folder in folders:
+        artifact = Artifact(run, folder.relative_to(run).as_posix())
+        manifest = artifact.manifest()
+        if manifest is None:
+            continue
+        roles: list[Role] = [role for role in ("publish", "admit") if policy and policy.keys(role)]
+        for role in roles if folder.name == "final" else []:
+            if signer is None:
+                raise AtollError(f"{artifact.name} must be signed for {store.url}; give --key")
+            store.write(signature_key(artifact.name, manifest.digest, role), signer.sign(role, artifact.name, manifest))
+        publish(store, artifact, manifest)
+        sent.append(artifact.name)
+    if not sent:
+        raise AtollError(f"{run} has nothing to share yet; prepare it with: atoll prepare {run}")
+    return sent
+
+
+def open_config(store: Store, folder: Path) -> tuple[Config, Policy | None]:
+    """Settings and policy of a shared run, kept in this machine's copy: once seen, they must not change."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (CONFIG_FILE, POLICY_FILE):
+        data, mine = store.read(file, _MAX_SETTINGS), folder / file
+        if data is None and file == CONFIG_FILE:
+            raise AtollError(f"{store.url} holds no run; put one there with: atoll push RUN {store.url}")
+        if mine.exists() and mine.read_bytes() != data:
+            raise AtollError(f"{store.url}/{file} is not what it was ({mine}); if that is right, delete {mine}")
+        if data is not None and not mine.exists():
+            Artifact(folder, ".").write(file, data)
+    return configuration.load(folder), policy_of(folder)
+
+
+def settle(store: Store, job: str, seen: Seen | None) -> None:
+    """Finish what a worker left undone that was stopped between its last record and the manifest."""
+    if seen is None or seen.record.state != "done" or store.entry(f"{job}/final/{MANIFEST}"):
+        return
+    manifest = read_manifest(store, f"{job}/final", seen.record.manifest)
+    if manifest is not None:
+        commit(store, f"{job}/final", manifest)
+
+
+# Letting contributions in
+
+
+def admit(store: Store, run: Path, signer: Signer) -> dict[str, str]:
+    """Check every contribution that waits; the verdict for each job: `admitted`, or the reason of the refusal."""
+    config, policy = open_config(store, run)
+    if policy is None or signer.public not in policy.admitters.values():
+        raise AtollError(f"{store.url}: its policy does not list your key ({signer.public}) among the admitters")
+    verdicts = {}
+    for expert in range(config.clusters.count):
+        job = f"experts/{expert:03d}"
+        seen = look(store, job)
+        if seen is None or seen.record.state != "proposed":
+            settle(store, job, seen)
+            continue
+        lease = Lease.take(store, job, holder=f"admission {signer.public[:8]}", state=("proposed",))
+        if lease is not None:
+            with lease:
+                verdicts[job] = _judge(store, run, expert, lease, policy, signer)
+    return verdicts
+
+
+def _judge(store: Store, run: Path, expert: int, lease: Lease, policy: Policy, signer: Signer) -> str:
+    from atoll.islands.admission import review
+
+    name, digest = f"experts/{expert:03d}/final", lease.record.manifest
+    try:
+        artifact = review(store, expert, digest, policy, run / ".quarantine" / lease.job)
+    except Refused as reason:
+        lease.end("refused", why=str(reason)[:2000], manifest=None)
+        return str(reason)
+    manifest = artifact.open("expert")
+    shutil.rmtree(run / ".quarantine", ignore_errors=True)
+    store.write(signature_key(name, manifest.digest, "admit"), signer.sign("admit", name, manifest))
+    lease.end("done")
+    commit(store, name, manifest)
+    return "admitted"
+
+
+# Bringing the model back
+
+
+def pull(store: Store, run: Path, shards: bool = False) -> dict[str, str]:
+    """Bring a run's finished networks into a folder. Each is checked first; what is refused stays out."""
+    config, policy = open_config(store, run)
+    verdicts = {}
+    for expert in range(config.clusters.count):
+        job = f"experts/{expert:03d}"
+        settle(store, job, look(store, job))
+        verdicts[job] = _bring_expert(store, run, expert, policy)
+        if shards:
+            _bring(store, run, f"data/shards/cluster_{expert:03d}", None)
+    for job in OTHERS:
+        if read_manifest(store, f"{job}/final") is not None:
+            verdicts[job] = _bring(store, run, f"{job}/final", policy)
+    return verdicts
+
+
+def _bring_expert(store: Store, run: Path, expert: int, policy: Policy | None) -> str:
+    from atoll.islands.admission import Contribution, check_signatures, review
+
+    name = f"experts/{expert:03d}/final"
+    target, quarantine = Artifact(run, name), run / ".quarantine" / f"{expert:03d}"
+    notice = run / "quarantine" / f"experts-{expert:03d}.json"
+    try:
+        manifest = read_manifest(store, name)
+        mine = target.manifest()
+        if manifest is None:
+            return "missing"
+        if mine is not None and mine.digest == manifest.digest:
+            return "there"
+        artifact = review(store, expert, None, policy, quarantine)
+        offered = Contribution(expert, manifest, manifest, policy or Policy())
+        signatures = check_signatures(store, offered, ("publish", "admit"))
+    except Refused as reason:
+        notice.parent.mkdir(exist_ok=True)
+        notice.write_bytes(to_json({"job": name, "reason": str(reason)}))
+        return f"refused: {reason}"
+    _place(run, artifact, target, signatures)
+    notice.unlink(missing_ok=True)
+    shutil.rmtree(quarantine, ignore_errors=True)
+    return "fetched"
+
+
+def _place(run: Path, artifact: Artifact, target: Artifact, signatures: dict[str, object]) -> None:
+    if target.folder.exists():
+        raise AtollError(f"{target.folder} is there and is not what the store has; move it away, or pull elsewhere")
+    target.folder.parent.mkdir(parents=True, exist_ok=True)
+    if signatures:
+        Artifact(run, ".").write(SIGNATURES_FILE.format(name=target.name), to_json(signatures))
+    artifact.folder.rename(target.folder)
+
+
+def _bring(store: Store, run: Path, name: str, policy: Policy | None) -> str:
+    """An artifact of the run's owner: hashes, and a publisher's signature if the policy names publishers."""
+    manifest = read_manifest(store, name)
+    if manifest is None:
+        return "missing"
+    signature = _signature(store, name, manifest) if policy and policy.publishers else None
+    verify(policy, "publish", name, manifest, signature)
+    target = Artifact(run, name)
+    fetch(store, name, manifest, target)
+    if policy is not None and signature is not None:
+        Artifact(run, ".").write(SIGNATURES_FILE.format(name=name), to_json({"publish": signature}))
+    for file in manifest.files:
+        if file.endswith(".safetensors"):
+            safetensors_header(target.path(file))
+    return "fetched"
+
+
+def _signature(store: Store, name: str, manifest: Manifest) -> object:
+    key = signature_key(name, manifest.digest, "publish")
+    return strict_json(store.read(key, 4096) or b"null", key)

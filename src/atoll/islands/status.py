@@ -1,0 +1,128 @@
+"""`atoll status`: every job of a run, in a store or in a folder: done, running, stale, failed, waiting, free."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+from rich.table import Table
+
+from atoll import config as configuration
+from atoll.config import CONFIG_FILE
+from atoll.errors import AtollError
+from atoll.islands.leases import MAX_FAILURES, Seen, survey
+from atoll.islands.store import Store
+from atoll.run import MANIFEST
+
+OTHERS = ("router", "monolith", "student")
+ACTIVE_SECONDS = 120.0
+"""A job in a folder without leases counts as running if its journal was written within this time."""
+STYLES = {"done": "green", "running": "cyan", "proposed": "cyan", "stale": "yellow", "failed": "red"}
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """How far one job is."""
+
+    job: str
+    state: str
+    """done, running, stale (its holder is silent), failed, proposed (waits for admission), free, or missing."""
+    where: str = ""
+    samples: int = 0
+    total: int = 0
+    rate: float = 0.0
+    seconds_left: float | None = None
+    seen_seconds_ago: float | None = None
+    why: str = ""
+
+
+def status(store: Store) -> list[JobStatus]:
+    """Every job of the run."""
+    settings = store.read(CONFIG_FILE)
+    if settings is None:
+        raise AtollError(f"{store.url} holds no run: there is no {CONFIG_FILE}")
+    config = configuration.resolve(yaml.safe_load(settings) or {}, source=f"{store.url}/{CONFIG_FILE}")
+    leases = survey(store)
+    jobs = [f"experts/{expert:03d}" for expert in range(config.clusters.count)]
+    return [line for job in (*jobs, *OTHERS) if (line := _line(store, job, leases.get(job), config)) is not None]
+
+
+def _line(store: Store, job: str, seen: Seen | None, config: configuration.Config) -> JobStatus | None:
+    if store.entry(f"{job}/final/{MANIFEST}"):
+        return JobStatus(job, "done", where=seen.record.holder if seen else "")
+    if seen is not None:
+        return _leased(job, seen)
+    if store.path is not None and (line := _journal(store.path / job, job, config.train.samples)):
+        return line
+    if job in ("monolith", "student"):
+        return None  # nobody asked for it
+    return JobStatus(job, "free" if job.startswith("experts/") else "missing")
+
+
+def _leased(job: str, seen: Seen) -> JobStatus:
+    record = seen.record
+    state = {"held": "running", "released": "free", "refused": "free"}.get(record.state, record.state)
+    if seen.expired:
+        state = "stale"
+    left = (record.total - record.samples) / record.rate if state == "running" and record.rate > 0 else None
+    why = record.why
+    if state == "failed" and record.failures >= MAX_FAILURES:
+        why = f"given up after {record.failures} failures: {why}"
+    return JobStatus(job, state, record.holder, record.samples, record.total, record.rate, left, seen.age, why)
+
+
+def _journal(folder: Path, job: str, total: int) -> JobStatus | None:
+    """A job that trains in a folder without a lease, by its journal."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    while lines:
+        try:
+            last = json.loads(lines.pop())
+        except json.JSONDecodeError:
+            continue  # its writer is in the middle of this line
+        age = max(0.0, time.time() - file.stat().st_mtime)
+        state = "running" if age < ACTIVE_SECONDS else "stale"
+        rate = float(last["samples_per_second"])
+        left = max(0.0, (total - last["samples"]) / rate) if state == "running" and rate > 0 else None
+        return JobStatus(job, state, "this folder", last["samples"], total, rate, left, age)
+    return None
+
+
+def as_table(lines: list[JobStatus], title: str) -> Table:
+    """For people."""
+    table = Table("job", "state", "where", "samples", "a second", "left", "seen", "why", title=title)
+    for line in lines:
+        share = f"{line.samples:,} of {line.total:,}" if line.total else ""
+        table.add_row(
+            line.job,
+            f"[{STYLES.get(line.state, 'default')}]{line.state}[/]",
+            line.where,
+            share,
+            f"{line.rate:.1f}" if line.rate else "",
+            _span(line.seconds_left),
+            f"{_span(line.seen_seconds_ago)} ago" if line.seen_seconds_ago is not None else "",
+            line.why[:200],
+        )
+    return table
+
+
+def as_json(lines: list[JobStatus]) -> str:
+    """For programs."""
+    return json.dumps([asdict(line) for line in lines])
+
+
+def watch(store: Store, seconds: float) -> Iterator[list[JobStatus]]:
+    """The status again and again."""
+    while True:
+        yield status(store)
+        time.sleep(seconds)
+
+
+def _span(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

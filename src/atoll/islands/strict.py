@@ -1,0 +1,151 @@
+"""Reading what strangers wrote: JSON, names and safetensors headers, checked before anything is built from them.
+
+Nothing here unpacks, imports or runs anything. Whatever is not plainly right is refused with its reason.
+"""
+
+import json
+import math
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from atoll.run import MANIFEST, FileEntry, Manifest
+
+MAX_JSON = 16 << 20
+MAX_DEPTH = 32
+MAX_HEADER = 16 << 20
+_HEX = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+class Refused(Exception):  # noqa: N818 - a verdict, not an error of the program
+    """A contribution is not taken; the message is the reason."""
+
+
+def strict_json(data: bytes, what: str, limit: int = MAX_JSON) -> Any:
+    """JSON of bounded size and depth, without repeated keys and without numbers that are none."""
+    if len(data) > limit:
+        raise Refused(f"{what} has {len(data):,} bytes; at most {limit:,} are read")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise Refused(f"{what} is not UTF-8 text") from None
+    depth = 0
+    for found in _BRACKETS.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found.group(), 0)
+        if depth > MAX_DEPTH:
+            raise Refused(f"{what} is nested deeper than {MAX_DEPTH} levels")
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant, parse_float=_finite)
+    except ValueError as error:
+        raise Refused(f"{what} is not plain JSON: {error}") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:80]!r} is there twice")
+        found[key] = value
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return value
+
+
+def strict_name(name: object, what: str) -> str:
+    """The name of a file inside an artifact: plain parts below one folder, nothing hidden, nothing that climbs out."""
+    if not isinstance(name, str) or len(name) > 200:
+        raise Refused(f"{what} names a file {str(name)[:80]!r}; expected a short text")
+    parts = PurePosixPath(name).parts
+    if name != "/".join(parts) or not parts or not all(_NAME.fullmatch(part) for part in parts):
+        raise Refused(f"{what} names a file {name!r}; only letters, digits, '.', '-', '_' below its folder are allowed")
+    if name == MANIFEST:
+        raise Refused(f"{what} lists itself")
+    return name
+
+
+def strict_manifest(data: bytes, what: str) -> Manifest:
+    """A manifest whose every part is what it must be, in its one spelling."""
+    value = strict_json(data, what)
+    if not isinstance(value, dict) or set(value) != {"format", "kind", "made_from", "facts", "files"}:
+        raise Refused(f"{what} is not a manifest: expected format, kind, made_from, facts and files")
+    if value["format"] != 1 or not isinstance(value["kind"], str):
+        raise Refused(f"{what} has format {value['format']!r} and kind {value['kind']!r}; expected 1 and a text")
+    if not all(isinstance(value[key], dict) for key in ("made_from", "facts", "files")):
+        raise Refused(f"{what}: made_from, facts and files must be objects")
+    files = {strict_name(name, what): _file_entry(entry, name, what) for name, entry in value["files"].items()}
+    if len({name.casefold() for name in files}) != len(files):
+        raise Refused(f"{what} has names that differ in upper and lower case only")
+    manifest = Manifest(value["kind"], value["made_from"], value["facts"], files)
+    if manifest.to_json() != data:
+        raise Refused(f"{what} is not written in the one spelling that its digest needs")
+    return manifest
+
+
+def _file_entry(entry: object, name: str, what: str) -> FileEntry:
+    if not isinstance(entry, dict) or set(entry) != {"size", "sha256"}:
+        raise Refused(f"{what}: {name} must have a size and a sha256, and nothing else")
+    size, digest = entry["size"], entry["sha256"]
+    if type(size) is not int or not 0 <= size < 1 << 50:
+        raise Refused(f"{what}: the size of {name} is {str(size)[:40]}; expected a number of bytes")
+    if not isinstance(digest, str) or not _HEX.fullmatch(digest):
+        raise Refused(f"{what}: the sha256 of {name} is not 64 hexadecimal digits")
+    return FileEntry(size, digest)
+
+
+def safetensors_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of every tensor of a safetensors file whose tensors fill it without gap, overlap or rest."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER, size - 8):
+            raise Refused(f"{file.name} is not a safetensors file: its header would have {length:,} of {size:,} bytes")
+        header = strict_json(stream.read(length), f"the header of {file.name}", MAX_HEADER)
+    if not isinstance(header, dict):
+        raise Refused(f"the header of {file.name} is not an object")
+    _check_metadata(header.pop("__metadata__", {}), file.name)
+    tensors, spans = {}, []
+    for name, entry in header.items():
+        dtype, shape, start, end = _tensor_entry(entry, name, file.name)
+        tensors[name] = (dtype, shape)
+        spans.append((start, end, name))
+    position = 0
+    for start, end, name in sorted(spans):
+        if start != position:
+            raise Refused(f"{file.name}: tensor {name[:80]!r} starts at {start}, expected {position} (gap or overlap)")
+        position = end
+    if position != size - 8 - length:
+        raise Refused(f"{file.name}: tensors take {position:,} bytes, the file has {size - 8 - length:,} for them")
+    return tensors
+
+
+def _check_metadata(metadata: object, file: str) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Refused(f"{file}: the metadata must be texts by name")
+
+
+def _tensor_entry(entry: object, name: str, file: str) -> tuple[str, tuple[int, ...], int, int]:
+    what = f"{file}: tensor {name[:80]!r}"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise Refused(f"{what} must have dtype, shape and data_offsets, and nothing else")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPES:
+        raise Refused(f"{what} has dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
+    whole = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2 and len(shape) <= 8
+    if not whole or not all(type(n) is int and 0 <= n < 1 << 50 for n in [*shape, *offsets]):
+        raise Refused(f"{what} has a shape or offsets that are no numbers of elements and bytes")
+    if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype]:
+        raise Refused(
+            f"{what} of {shape} takes {offsets[1] - offsets[0]} bytes; expected {math.prod(shape) * DTYPES[dtype]}"
+        )
+    return dtype, tuple(shape), offsets[0], offsets[1]

@@ -1,0 +1,204 @@
+"""The verbs of shared runs: push, join, admit, status, pull, keys. Heavy imports stay inside the verbs."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, Suppress, arg
+
+from atoll.errors import AtollError
+
+if TYPE_CHECKING:
+    from atoll.trust import Signer
+
+Overrides = Annotated[dict[str, str], Suppress]
+KeyFile = Annotated[Path | None, arg(metavar="FILE")]
+
+
+@dataclass
+class Push:
+    """Put a prepared run into a store that islands share."""
+
+    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run; its policy.json, if there is one, says who may publish what."""
+    url: Annotated[Positional[str], arg(metavar="URL")]
+    """A path, file://, s3://bucket/prefix, gs://bucket/prefix or az://account/container/prefix."""
+    key: KeyFile = None
+    """Private key to sign finished networks with, where the policy asks for it; null is one's own (atoll keys)."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Send what is not there yet."""
+        from atoll.islands.shared import push
+        from atoll.islands.store import Store
+        from atoll.trust import policy_of
+
+        signer = open_signer(self.key) if policy_of(self.folder) else None
+        for name in push(self.folder, Store.open(self.url), signer):
+            print(f"{self.url}/{name} is there")
+
+
+@dataclass
+class Join:
+    """Work on a shared run: take a free expert, train it from its own shards, publish it, take the next."""
+
+    url: Annotated[Positional[str], arg(metavar="URL")]
+    """Where the run is shared."""
+    expert: int | None = None
+    """Only this expert."""
+    objective: str | None = None
+    """Objective of your own choice, within the run's policy: flow-matching, ddpm, …"""
+    network: str | None = None
+    """Network of your own choice, within the run's policy: DiT-S/2, …"""
+    folder: Path | None = None
+    """Where this machine keeps its part of the run; null is a folder in the user's cache."""
+    key: KeyFile = None
+    """Private key to sign with; null is one's own (atoll keys)."""
+    name: str | None = None
+    """How others see you; null is host and process."""
+    wait: bool = False
+    """When nothing is free, wait for what others give up, until every expert is done."""
+    lease: float = 120.0
+    """Seconds of silence after which others may take over."""
+    publish_every: float = 300.0
+    """Seconds between two published checkpoints, at least."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Work until nothing is left, or until Ctrl-C."""
+        from atoll.islands.join import check_choice, open_worker
+
+        check_choice(self.overrides)
+        name = {} if self.name is None else {"name": self.name}
+        worker = open_worker(
+            self.url,
+            self.folder,
+            signer=open_signer(self.key),
+            objective=self.objective,
+            network=self.network,
+            overrides=self.overrides,
+            duration=self.lease,
+            publish_every=self.publish_every,
+            **name,
+        )
+        print(f"working on {self.url} as {worker.name}, in {worker.folder}", flush=True)
+        finished = worker.run(self.expert, self.wait)
+        print(f"{finished} expert{'' if finished == 1 else 's'} finished", flush=True)
+
+
+@dataclass
+class Admit:
+    """Check the contributions that wait in a shared run, and let in those that pass."""
+
+    url: Annotated[Positional[str], arg(metavar="URL")]
+    """Where the run is shared."""
+    folder: Path | None = None
+    """Scratch for quarantine; null is a folder in the user's cache."""
+    key: KeyFile = None
+    """Private key of an admitter; null is one's own (atoll keys)."""
+    json: bool = False
+    """Print JSON."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Judge every contribution that waits."""
+        from atoll.islands.join import default_folder
+        from atoll.islands.shared import admit
+        from atoll.islands.store import Store
+
+        verdicts = admit(Store.open(self.url), self.folder or default_folder(self.url), open_signer(self.key))
+        show(verdicts, self.json, "nothing waits for admission")
+
+
+@dataclass
+class Status:
+    """Every job of a run, here or shared: done, running, stale, failed, free."""
+
+    url: Annotated[Positional[str], arg(metavar="RUN")]
+    """Folder or URL of the run."""
+    watch: bool = False
+    """Show it again every few seconds, until Ctrl-C."""
+    every: float = 5.0
+    """Seconds between two looks, with --watch."""
+    json: bool = False
+    """Print JSON."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Look, once or again and again."""
+        from rich.console import Console
+        from rich.live import Live
+
+        from atoll.islands.status import as_json, as_table, status, watch
+        from atoll.islands.store import Store
+
+        if "://" not in self.url and not Path(self.url).is_dir():
+            raise AtollError(f"{self.url}: no such folder; expected a run, or the URL of one")
+        store = Store.open(self.url)
+        if not self.watch:
+            lines = status(store)
+            print(as_json(lines)) if self.json else Console().print(as_table(lines, self.url))
+            return
+        try:
+            if self.json:
+                for lines in watch(store, self.every):
+                    print(as_json(lines), flush=True)
+            with Live(console=Console()) as screen:
+                for lines in watch(store, self.every):
+                    screen.update(as_table(lines, self.url), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+@dataclass
+class Pull:
+    """Bring the finished networks of a shared run into a folder, each checked before it comes in."""
+
+    url: Annotated[Positional[str], arg(metavar="URL")]
+    """Where the run is shared."""
+    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder for it; sample from it with atoll.load."""
+    shards: bool = False
+    """Bring the data of all clusters too."""
+    json: bool = False
+    """Print JSON."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Fetch, check, and tell what was refused."""
+        from atoll.islands.shared import pull
+        from atoll.islands.store import Store
+
+        show(pull(Store.open(self.url), self.folder, self.shards), self.json, "nothing is there")
+
+
+@dataclass
+class Keys:
+    """Print one's own public key, for a run's policy; the private one is made if there is none."""
+
+    key: KeyFile = None
+    """File of the private key; null is ATOLL_KEY, or atoll/key.pem among the user's settings."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Print it."""
+        print(open_signer(self.key).public)
+
+
+def open_signer(file: Path | None) -> "Signer":
+    """One's own private key."""
+    from atoll.trust import Signer, default_key_file
+
+    try:
+        return Signer.open(file or default_key_file())
+    except ImportError as error:
+        raise AtollError("signing needs the package cryptography; pip install 'atoll[islands]'") from error
+
+
+def show(verdicts: dict[str, str], as_json: bool, nothing: str) -> None:
+    """Print what became of each job."""
+    if as_json:
+        print(json.dumps(verdicts))
+    else:
+        print("\n".join(f"{job}: {verdict}" for job, verdict in verdicts.items()) or nothing)
