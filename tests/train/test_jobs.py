@@ -18,7 +18,8 @@ from atoll.errors import AtollError
 from atoll.nets import load_network, save_network
 from atoll.run import Artifact
 from atoll.train import Job, run_job
-from atoll.train.student import StudentTask, load_teacher
+from atoll.train.expert import open_expert
+from atoll.train.student import StudentTask
 from atoll.train.tasks import condition_of, held_out_velocity
 from shapes import write_run
 from train.conftest import Copy
@@ -56,7 +57,7 @@ def test_a_result_declares_itself(trained_experts: Path) -> None:
     network = load_network(trained_experts / "experts/001/final")
     assert declared["compute"]["parameters"] == sum(p.numel() for p in network.parameters())
     files = {path.name for path in (trained_experts / "experts/001/final").iterdir()}
-    others = {"average-short.safetensors", "average-long.safetensors"}
+    others = {"average-short.safetensors", "average-long.safetensors", "cluster.safetensors"}
     assert files == {"config.json", "diffusion_pytorch_model.safetensors", "manifest.json"} | others
 
 
@@ -100,11 +101,11 @@ def test_student_targets_are_the_velocities_of_the_own_cluster_expert(trained_ex
     seen = set()
     for i, number in enumerate(numbers):
         batch = task.shards.read(np.array([number]))
-        teacher = load_teacher(trained_experts, int(batch.cluster), torch.device("cpu"))
+        teacher = open_expert(trained_experts, f"experts/{int(batch.cluster):03d}", task.shards.statistics)
         x0 = task.latents(batch, 20 + i)
         noised = flow.Objective().corrupt(x0, seed=task.seed, position=20 + i)
         with torch.no_grad():
-            expected = teacher.velocity(noised.input, noised.t, condition=condition_of(batch, teacher.told))
+            expected = teacher.velocity(noised.input, noised.t, condition_of(batch, teacher.told))
         torch.testing.assert_close(targets[i : i + 1], expected, rtol=1e-4, atol=1e-4)
         seen.add(int(batch.cluster))
     assert seen == {0, 1, 2}

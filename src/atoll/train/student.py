@@ -16,34 +16,11 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.data.reader import Batch
-from atoll.nets import Condition, load_network
 from atoll.run import Artifact
+from atoll.train.expert import EXPERT_KIND, OpenExpert, open_expert
 from atoll.train.tasks import Forward, Losses, Task, condition_of, drop, held_out_velocity, on_linear_path
 
-EXPERT_KIND = "expert"
 TEACHER_BATCH = 64
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """One expert as a velocity field, and what it wants to be told."""
-
-    velocity: Callable[..., Tensor]
-    told: frozenset[str]
-
-
-def load_teacher(run: Path, expert: int, device: torch.device) -> Teacher:
-    """Open a finished expert of a run."""
-    artifact = Artifact(run, f"experts/{expert:03d}/final")
-    facts = artifact.open(EXPERT_KIND, verify=True).facts
-    network = load_network(artifact.folder).to(device).eval().requires_grad_(False)
-    bridge = flow.objective(**facts["objective"]).bridge(**facts["bridge"])
-
-    def answer(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
-        output: Tensor = network(x, time, condition)
-        return output[:, : x.shape[1]]
-
-    return Teacher(bridge.wrap(answer), frozenset(facts["told"]))
 
 
 @dataclass
@@ -115,13 +92,13 @@ class StudentTask(Task):
         for expert in self._experts():
             mine = torch.nonzero(clusters == expert).flatten()
             if len(mine):
-                teacher = load_teacher(self.run, expert, device)
+                teacher = open_expert(self.run, f"experts/{expert:03d}", self.shards.statistics, device)
                 for rows in torch.split(mine, TEACHER_BATCH):
                     targets[rows] = self._answers(teacher, first, rows, numbers, device)
         return targets
 
     def _answers(
-        self, teacher: Teacher, first: int, rows: Tensor, numbers: "np.ndarray[Any, Any]", device: torch.device
+        self, teacher: OpenExpert, first: int, rows: Tensor, numbers: "np.ndarray[Any, Any]", device: torch.device
     ) -> Tensor:
         """One teacher's velocities for scattered samples of a block, each noised as the student will see it."""
         inputs, times = [], []
@@ -130,7 +107,7 @@ class StudentTask(Task):
             noised = on_linear_path(self.latents(sample, first + row), self.seed, first + row)
             inputs.append(noised.input)
             times.append(noised.t)
-        answer = teacher.velocity(torch.cat(inputs), torch.cat(times), condition=condition_of(batch, teacher.told))
+        answer = teacher.velocity(torch.cat(inputs), torch.cat(times), condition_of(batch, teacher.told))
         return answer.float().cpu()
 
 

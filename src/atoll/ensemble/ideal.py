@@ -1,0 +1,96 @@
+"""An ensemble whose every answer is known: ideal experts and the ideal router of a Gaussian mixture.
+
+Routing strategies and whatever is built on the ensemble can be measured against it, as bridges and solvers are against
+`flow.GaussianMixture`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from atoll import flow
+from atoll.data.latents import Statistics
+from atoll.ensemble.field import Ensemble, OpenRouter
+from atoll.ensemble.residency import Member
+from atoll.nets import Router
+from atoll.train.density import SAMPLES, Density
+from atoll.train.expert import Declaration
+
+END = 1e-5
+"""Times nearer to data than this are taken as this: a prediction divides by sigma."""
+
+
+class IdealNetwork(nn.Module):
+    """What a network trained to perfection on some components, with some objective, would answer."""
+
+    def __init__(self, mixture: flow.GaussianMixture, objective: flow.Objective) -> None:
+        super().__init__()
+        self.mixture, self.objective = mixture, objective
+
+    def forward(self, x: Tensor, time: Tensor, _condition: object = None) -> Tensor:
+        """The exact prediction at a network's input and network time."""
+        schedule = self.objective.schedule
+        last = float(schedule.network_time(torch.ones(1)))
+        t = (time.double() / last).clamp(END, 1).expand(len(x))
+        z = x.flatten(1).double() / schedule.input_scale(t)[:, None]
+        return self.mixture.predict(z, t, self.objective.prediction, schedule).view(x.shape).to(x.dtype)
+
+
+class IdealRouter(nn.Module):
+    """The exact posterior of the clusters, each some components of the mixture."""
+
+    def __init__(self, mixture: flow.GaussianMixture, clusters: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.mixture, self.clusters = mixture, clusters
+
+    def logits(self, x: Tensor, time: Tensor, _condition: object = None) -> Tensor:
+        """Log-probabilities of the clusters."""
+        t = (time.double() / flow.NETWORK_TIME_SCALE).clamp(END, 1).expand(len(x))
+        density = self.mixture.log_density(x.flatten(1).double(), t)
+        return torch.stack([density[:, list(cluster)].logsumexp(1) for cluster in self.clusters], 1).to(x.dtype)
+
+
+def ideal_ensemble(
+    mixture: flow.GaussianMixture,
+    clusters: Sequence[Sequence[int]],
+    objectives: Sequence[str] = ("flow-matching",),
+    spaces: Sequence[Statistics] | None = None,
+) -> Ensemble:
+    """One ideal expert for each cluster of components, with objectives in turn, behind the ideal router.
+
+    The mixture is over latents of shape (D, 1, 1). `spaces` gives each expert statistics of its own, in which it then
+    was trained; the mixture's own space has mean 0 and standard deviation 1.
+    """
+    dimensions = mixture.means.shape[1]
+    plain = Statistics((0.0,) * dimensions, (1.0,) * dimensions)
+    members = []
+    for number, components in enumerate(clusters):
+        objective = flow.objective(objectives[number % len(objectives)])
+        space = spaces[number] if spaces else plain
+        part = seen_in(mixture.part(components), space)
+        share = float(mixture.weights[list(components)].sum())
+        drawn = part.sample(SAMPLES, torch.Generator().manual_seed(number)).view(-1, dimensions, 1, 1)
+        density = Density.fit(drawn, count=round(1e6 * share))
+        declaration = _declaration(f"experts/{number:03d}", (number,), space, objective.bridge(x0_bound=None))
+        members.append(Member(declaration, _opener(part, objective), 0, density=density))
+    known = _declaration("router", tuple(range(len(clusters))), plain, flow.Objective().bridge())
+    return Ensemble(members, OpenRouter(known, cast(Router, IdealRouter(mixture, clusters))))
+
+
+def seen_in(mixture: flow.GaussianMixture, space: Statistics) -> flow.GaussianMixture:
+    """The same data, normalised by other statistics."""
+    mean = torch.tensor(space.mean, dtype=mixture.means.dtype)
+    scale = 1 / torch.tensor(space.std, dtype=mixture.means.dtype)
+    covariances = scale[:, None] * mixture.covariances * scale
+    return flow.GaussianMixture(mixture.weights, (mixture.means - mean) * scale, covariances)
+
+
+def _opener(mixture: flow.GaussianMixture, objective: flow.Objective) -> Any:
+    return lambda: IdealNetwork(mixture, objective)
+
+
+def _declaration(name: str, clusters: tuple[int, ...], space: Statistics, bridge: flow.Bridge) -> Declaration:
+    latents = {"autoencoder": "pixels", "weights": None, "shape": [len(space.mean), 1, 1]}
+    return Declaration(name, clusters, {}, frozenset(), space, latents, None, (), bridge)

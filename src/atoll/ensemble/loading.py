@@ -1,0 +1,111 @@
+"""Opening a run as one model."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from atoll.config import CONFIG_FILE
+from atoll.data.models import device as pick_device
+from atoll.ensemble.field import Ensemble, OpenRouter
+from atoll.ensemble.residency import Member, Placement
+from atoll.errors import AtollError, unknown
+from atoll.nets import Router, load_network
+from atoll.nets.weights.files import WEIGHTS_FILE
+from atoll.run import Artifact
+from atoll.train.density import FILE, Density
+from atoll.train.expert import EXPERT_KIND, Declaration
+from atoll.train.jobs import ROUTER_KIND
+
+MODELS = ("experts", "monolith", "student", "expert:K")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(
+    source: str | Path,
+    model: str = "experts",
+    *,
+    resident: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    strict: bool = False,
+    routing: str = "top-1",
+    quantise: str | None = None,
+    compile: bool = False,
+    verify: bool = False,
+) -> Ensemble:
+    """Open a run as one model.
+
+    `model` is all experts under the router (`experts`), one of them (`expert:3`), the `monolith` or the `student`.
+    At most `resident` experts are in memory at once (all of them if None). Experts that are not there are listed in
+    `.missing` and the others act without them; with `strict` that is an error. `verify` checks the hash of every file.
+    """
+    run = Path(source)
+    if not (run / CONFIG_FILE).is_file():
+        raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}")
+    placement = Placement(torch.device(device) if device else pick_device(), _dtype(dtype), quantise, compile)
+    if model != "experts":
+        return Ensemble([open_member(run, _job(model), verify)], placement=placement)
+    names, missing = _experts(run)
+    if not names or (missing and strict):
+        raise AtollError(f"{run} has no finished {', '.join(missing)}; train with: atoll train {run} --expert K")
+    members = [open_member(run, name, verify) for name in names]
+    router = open_router(run, placement, verify)
+    return Ensemble(members, router, placement=placement, resident=resident, routing=routing, missing=missing)
+
+
+def open_member(run: Path, name: str, verify: bool = False) -> Member:
+    """A finished expert of a run; its network is read when it is needed."""
+    artifact = Artifact(run, f"{name}/final")
+    if artifact.manifest() is None:
+        flag = f"--expert {int(name[-3:])}" if name.startswith("experts/") else f"--{name}"
+        state = "is not finished" if (run / name).is_dir() else "is not there"
+        raise AtollError(f"{artifact.folder} {state}; make it with: atoll train {run} {flag}")
+    manifest = artifact.open(EXPERT_KIND, verify=verify)
+    return Member(
+        Declaration.from_facts(manifest.facts),
+        partial(load_network, artifact.folder),
+        manifest.files[WEIGHTS_FILE].size,
+        artifact.path(WEIGHTS_FILE),
+        Density.from_tensors(load_file(artifact.path(FILE))) if FILE in manifest.files else None,
+    )
+
+
+def open_router(run: Path, placement: Placement, verify: bool = False) -> OpenRouter | None:
+    """The run's router, if it is finished."""
+    artifact = Artifact(run, "router/final")
+    if artifact.manifest() is None:
+        return None
+    declaration = Declaration.from_facts(artifact.open(ROUTER_KIND, verify=verify).facts)
+    network = load_network(artifact.folder)
+    if not isinstance(network, Router):
+        raise AtollError(f"{artifact.folder} holds a {type(network).__name__}, not a router")
+    placed = Placement(placement.device, placement.dtype, None, placement.compile).put(network)
+    assert isinstance(placed, Router)
+    return OpenRouter(declaration, placed, placement.dtype)
+
+
+def _experts(run: Path) -> tuple[list[str], list[str]]:
+    """Names of the experts that are finished, and of those that are not."""
+    from atoll.config import load as load_config
+
+    expected = {f"experts/{number:03d}" for number in range(load_config(run).clusters.count)}
+    folders = {f"experts/{path.name}" for path in (run / "experts").glob("[0-9]*")}
+    done = {name for name in expected | folders if Artifact(run, f"{name}/final").manifest() is not None}
+    return sorted(done), sorted(expected - done)
+
+
+def _job(model: str) -> str:
+    kind, _, number = model.partition(":")
+    if kind == "expert" and number.isdecimal():
+        return f"experts/{int(number):03d}"
+    if model not in ("monolith", "student"):
+        raise AtollError(unknown("model", model, MODELS))
+    return model
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype:
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise AtollError(unknown("dtype", dtype, DTYPES))
+    return DTYPES[dtype] if isinstance(dtype, str) else dtype or torch.float32

@@ -1,0 +1,80 @@
+"""Samples as files: single pictures and a grid, with their settings inside, and a picture of the routing."""
+
+import json
+from pathlib import Path
+
+from PIL import Image, ImageDraw, PngImagePlugin
+
+from atoll.data.contact import sheet
+from atoll.ensemble.sampling import Samples, Trace
+
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99ddff", "#bbbbbb")
+_ROW, _WIDTH, _MARGIN, _LEGEND = 56, 640, 8, 22
+
+
+def save(samples: Samples, folder: Path) -> dict[str, list[str] | str]:
+    """Write 000.png, 001.png, …, grid.png and, if decisions were recorded, trace.png; the paths by kind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for number, image in enumerate(samples.images):
+        files.append(str(folder / f"{number:03d}.png"))
+        image.save(files[-1], pnginfo=_described(samples.metadata(number)))
+    columns = min(8, max(1, round(len(samples.images) ** 0.5)))
+    grid = folder / "grid.png"
+    settings = {**samples.metadata(0), "prompt": samples.told, "number": None}
+    sheet(samples.images, columns).save(grid, pnginfo=_described(settings))
+    written: dict[str, list[str] | str] = {"images": files, "grid": str(grid)}
+    if samples.trace is not None:
+        draw_trace(samples.trace, samples.images).save(folder / "trace.png")
+        written["trace"] = str(folder / "trace.png")
+    return written
+
+
+def _described(settings: dict[str, object]) -> PngImagePlugin.PngInfo:
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("atoll", json.dumps(settings, ensure_ascii=False))
+    return info
+
+
+def read_settings(file: Path | str) -> dict[str, object]:
+    """The settings that a picture was made with."""
+    with Image.open(file) as image:
+        settings: dict[str, object] = json.loads(image.info["atoll"])
+    return settings
+
+
+def draw_trace(trace: Trace, images: list[Image.Image]) -> Image.Image:
+    """Each picture with the weights of its experts over the steps, from noise on the left to data on the right."""
+    steps, count, experts = trace.weights.shape
+    step = max(3, _WIDTH // steps)
+    left = _ROW + 2 * _MARGIN
+    width, height = left + step * steps + _MARGIN, 2 * _LEGEND + count * (_ROW + _MARGIN) + _MARGIN
+    page = Image.new("RGB", (max(width, 360), height), "white")
+    pen = ImageDraw.Draw(page)
+    _legend(pen, trace.experts, left)
+    for number in range(count):
+        top = 2 * _LEGEND + number * (_ROW + _MARGIN)
+        page.paste(images[number].convert("RGB").resize((_ROW, _ROW)), (_MARGIN, top))
+        for position in range(steps):
+            bottom = float(top + _ROW)
+            for expert in range(experts):
+                part = float(trace.weights[position, number, expert]) * _ROW
+                if part > 0:
+                    x = left + step * position
+                    pen.rectangle((x, round(bottom - part), x + step - 2, round(bottom) - 1), fill=_colour(expert))
+                bottom -= part
+    for position in range(0, steps, max(1, steps // 5)):
+        pen.text((left + step * position, _LEGEND), f"t = {float(trace.t[position]):.2f}", fill="black")
+    return page
+
+
+def _legend(pen: ImageDraw.ImageDraw, experts: tuple[str, ...], x: float) -> None:
+    for number, name in enumerate(experts):
+        label = name.removeprefix("experts/")
+        pen.rectangle((x, 6, x + 10, 16), fill=_colour(number))
+        pen.text((x + 14, 5), label, fill="black")
+        x += 26 + pen.textlength(label)
+
+
+def _colour(expert: int) -> str:
+    return COLOURS[expert % len(COLOURS)]

@@ -1,0 +1,154 @@
+"""Experts in memory: opened when first needed, at most `resident` of them at once, the least recently used one leaves.
+
+Weights are mapped from their safetensors file, so what is not in memory is on the disk or in the system's cache of it.
+On an accelerator the next expert is copied while the present one computes. Results do not depend on any of this.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.data.latents import Statistics
+from atoll.ensemble.quantise import quantise
+from atoll.ensemble.told import Told, take
+from atoll.errors import AtollError
+from atoll.nets import Condition, DiT, PreparedCondition
+from atoll.train.density import Density
+from atoll.train.expert import Declaration, OpenExpert, only
+from atoll.train.space import rescaling
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One expert of an ensemble: what it declares, how to get its network, and how many bytes that has."""
+
+    declaration: Declaration
+    open: Callable[[], nn.Module]
+    size: int
+    file: Path | None = None
+    """Where the weights are, to have them read ahead."""
+    density: Density | None = None
+    """How its cluster's latents are distributed, for routing without a router."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how networks are kept."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    quantise: str | None = None
+    compile: bool = False
+
+    def put(self, network: nn.Module) -> nn.Module:
+        """A network, ready to answer."""
+        placed = network.to(self.device, self.dtype).eval().requires_grad_(False)
+        if self.quantise:
+            placed = quantise(placed, self.quantise)
+        if self.compile:
+            placed.compile(dynamic=True)
+        return placed
+
+
+@dataclass(eq=False)
+class Resident:
+    """An expert in memory, with what it made of the conditions it was last told."""
+
+    expert: OpenExpert
+    _told: Told | None = None
+    _prepared: PreparedCondition | None = None
+    _rows: Tensor | None = None
+    _taken: PreparedCondition | None = None
+
+    def condition(self, told: Told, rows: Tensor) -> Condition | PreparedCondition:
+        """The conditions of these numbers, as the network takes them."""
+        network = self.expert.network
+        if not (told.reused and isinstance(network, DiT)):
+            mine = self._own(told)
+            return mine if mine == Condition() else mine[rows]
+        if self._told is not told:
+            self._told, self._prepared, self._rows = told, network.prepare(self._own(told)), None
+        assert self._prepared is not None
+        if self._rows is None or self._taken is None or not torch.equal(self._rows, rows):
+            self._rows, self._taken = rows, take(self._prepared, rows)
+        return self._taken
+
+    def _own(self, told: Told) -> Condition:
+        return only(told.distinct, self.expert.told)
+
+
+@dataclass(eq=False)
+class Residents:
+    """The experts of an ensemble, of which some are in memory."""
+
+    members: Sequence[Member]
+    space: Statistics
+    placement: Placement
+    limit: int
+    loads: int = 0
+    """How often an expert was opened."""
+    _here: "OrderedDict[int, Resident]" = field(default_factory=OrderedDict)
+    _coming: dict[int, "Future[Resident]"] = field(default_factory=dict)
+    _thread: ThreadPoolExecutor | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the limit makes sense and that all experts fit into one space."""
+        if self.limit < 1:
+            raise AtollError(f"resident is {self.limit}; at least one expert must be in memory")
+        for member in self.members:
+            rescaling(self.space, member.declaration.statistics, member.declaration.name)
+
+    def order(self, wanted: Sequence[int]) -> list[int]:
+        """Those in memory first: what is there is used before it has to leave."""
+        return sorted(wanted, key=lambda number: number not in self._here)
+
+    def get(self, number: int, following: int | None = None) -> Resident:
+        """An expert, ready to answer; the one to follow is fetched meanwhile if there is room for both."""
+        resident = self._here.pop(number, None) or self._arrived(number)
+        self._here[number] = resident
+        if following is not None and following not in self._here:
+            self._fetch(following)
+        return resident
+
+    def _arrived(self, number: int) -> Resident:
+        coming = self._coming.pop(number, None)
+        if coming is not None:
+            return coming.result()
+        self._make_room()
+        return self._load(number)
+
+    def _fetch(self, number: int) -> None:
+        file = self.members[number].file
+        if self.placement.device.type == "cpu" or self.limit == 1:
+            if file is not None and hasattr(os, "posix_fadvise"):
+                with file.open("rb") as stream:
+                    os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+            return
+        if not self._coming:
+            self._make_room()
+            self._thread = self._thread or ThreadPoolExecutor(1)
+            self._coming[number] = self._thread.submit(self._load, number)
+
+    def _make_room(self) -> None:
+        while len(self._here) + len(self._coming) >= self.limit:
+            self._here.popitem(last=False)
+
+    def _load(self, number: int) -> Resident:
+        member = self.members[number]
+        self.loads += 1
+        change = rescaling(self.space, member.declaration.statistics, member.declaration.name)
+        network = self.placement.put(member.open())
+        return Resident(OpenExpert(member.declaration, network, self.placement.dtype, change))
+
+
+def weights_of(network: nn.Module) -> int:
+    """Bytes of a network's weights and buffers."""
+    tensors: list[Any] = [*network.parameters(), *network.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

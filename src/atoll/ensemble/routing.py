@@ -1,0 +1,210 @@
+"""Routing: which experts answer for a sample, and how much each counts.
+
+A routing is written as a few words, the same in Python and on the command line:
+
+    top-1, top-2, …       the most probable experts, weighted by their probabilities
+    top-2-equal           the same experts, weighted equally (as Paris 2.0 does)
+    full                  all experts
+    threshold-0.2         all experts of probability 0.2 or more; the most probable one in any case
+    nucleus-0.9           the fewest experts that together have probability 0.9
+    sample-1              one expert, drawn anew at every step by its probability
+    oracle                the expert of the cluster that is given for the sample
+    nearest               no router: probabilities from the clusters' own densities (`nearest:top-2`; alone, top-1)
+    top-2@0.6,top-1       top-2 at times of 0.6 and above, top-1 below
+
+Weights are renormalised over the chosen experts, and decided for each sample by itself.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from atoll.errors import AtollError, nearest
+from atoll.flow import randomness
+
+NEGLIGIBLE = 1e-7
+"""Weights below this, the rounding of float32, are taken as 0: their experts need not run."""
+DRAW_STREAM = 1 << 20
+"""Stream of the first step's draws of sample-1; later steps have the streams after it."""
+RULES = ("full", "top-K", "top-K-equal", "threshold-P", "nucleus-P", "sample-1", "oracle", "nearest")
+_EXAMPLES = (
+    *("full", "top-1", "top-2", "top-2-equal", "threshold-0.2", "nucleus-0.9", "sample-1", "oracle", "nearest"),
+    *("nearest:top-2", "nearest:full"),
+)
+
+Source = Literal["router", "nearest", "given"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How experts are chosen and weighted, from times of `above` on."""
+
+    name: str
+    number: float = 0.0
+    equal: bool = False
+    source: Source = "router"
+    above: float = 0.0
+
+    def weights(self, p: Tensor, score: Tensor, draw: Tensor | None) -> Tensor:
+        """Weights (rows, experts) that sum to 1, from probabilities p; experts are chosen by their score."""
+        chosen = self._chosen(score, draw)
+        kept = chosen.to(p.dtype) if self.equal else torch.where(chosen, p.clamp(min=1e-30), 0)
+        kept = kept / kept.sum(-1, keepdim=True)
+        return torch.where(kept < NEGLIGIBLE, 0, kept)
+
+    def _chosen(self, score: Tensor, draw: Tensor | None) -> Tensor:
+        if self.name == "full":
+            return torch.ones_like(score, dtype=torch.bool)
+        if self.name == "sample":
+            if draw is None:
+                raise ValueError("sample-1 needs `draw`: one number in [0, 1) for each sample")
+            cumulated = (score / score.sum(-1, keepdim=True)).cumsum(-1)
+            index = (cumulated <= draw[:, None]).sum(-1, keepdim=True).clamp(max=score.shape[-1] - 1)
+        elif self.name == "nucleus":
+            ordered, order = score.sort(dim=-1, descending=True, stable=True)
+            before = ordered.cumsum(-1) - ordered
+            keep = before < self.number * score.sum(-1, keepdim=True)
+            return torch.zeros_like(keep).scatter_(-1, order, keep)
+        elif self.name == "threshold":
+            best = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.argmax(-1, keepdim=True), True)
+            return (score >= self.number) | best
+        else:
+            index = score.topk(min(int(self.number), score.shape[-1]), dim=-1).indices
+        return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, index, True)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One rule, or several over time, the earliest (noisiest) first."""
+
+    rules: tuple[Rule, ...]
+    text: str
+
+    def active(self, t: Tensor) -> tuple[Rule, ...]:
+        """The rules that some sample needs at times t."""
+        if len(self.rules) == 1:
+            return self.rules
+        stage = self._stage(t)
+        return tuple(rule for number, rule in enumerate(self.rules) if bool((stage == number).any()))
+
+    def weights(self, probabilities: dict[Source, Tensor], t: Tensor, memory: "Memory", draw: Tensor | None) -> Tensor:
+        """Weights (rows, experts) at times t (rows or 1,)."""
+        active = self.active(t)
+        parts = [self._one(rule, probabilities[rule.source], memory, draw) for rule in active]
+        weights = parts[0]
+        if len(parts) > 1:
+            stage = self._stage(t)
+            for rule, part in zip(active[1:], parts[1:], strict=True):
+                weights = torch.where((stage == self.rules.index(rule))[:, None], part, weights)
+        memory.used = weights > 0
+        return weights
+
+    def _one(self, rule: Rule, p: Tensor, memory: "Memory", draw: Tensor | None) -> Tensor:
+        if rule.source == "given":
+            return p
+        score = p if memory.used is None else p + memory.sticky * memory.used
+        return rule.weights(p, score, draw)
+
+    def _stage(self, t: Tensor) -> Tensor:
+        """The number of the rule for each time."""
+        borders = torch.tensor([rule.above for rule in self.rules[:-1]], device=t.device, dtype=t.dtype)
+        return (t[:, None] < borders).sum(-1)
+
+
+@dataclass
+class Memory:
+    """What routing remembers along a batch's way from noise to data.
+
+    With `route_every` n, probabilities are computed at every n-th evaluation and kept in between. With `sticky` m, an
+    expert that was used in the evaluation before is chosen as if its probability were larger by m: experts change less
+    often, and with m = 1 never under top-1.
+    """
+
+    route_every: int = 1
+    sticky: float = 0.0
+    seed: int = 0
+    first: int = 0
+    trace: "list[Decision] | None" = None
+    evaluations: int = 0
+    used: Tensor | None = None
+    kept: dict[Source, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.route_every < 1 or not 0 <= self.sticky <= 1:
+            raise AtollError(
+                f"expected route_every >= 1 and sticky in [0, 1], got {self.route_every} and {self.sticky}"
+            )
+
+    def draw(self, count: int) -> Tensor:
+        """The numbers of sample-1 for this evaluation: a function of seed, position of the sample, and step."""
+        step = self.evaluations // self.route_every
+        return randomness.uniform(count, seed=self.seed, stream=DRAW_STREAM + step, first=self.first)
+
+    def fresh(self) -> bool:
+        """Whether probabilities are to be computed in this evaluation."""
+        return self.evaluations % self.route_every == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """One routing decision of a batch: probabilities and weights (samples, experts) at time t."""
+
+    t: Tensor
+    probabilities: Tensor
+    weights: Tensor
+
+
+def parse(text: str | Routing) -> Routing:
+    """Read a routing as people write it; a wrong one is refused with the nearest right one."""
+    if isinstance(text, Routing):
+        return text
+    parts = [part.strip() for part in text.split(",")]
+    rules = []
+    for number, part in enumerate(parts):
+        word, at, above = part.partition("@")
+        if bool(at) != (number < len(parts) - 1):
+            raise _refused(text, "all rules but the last say from which time on they count")
+        rules.append(_rule(word, _number(above, text, 0, 1) if at else 0.0, text))
+    times = [rule.above for rule in rules]
+    if times != sorted(times, reverse=True) or len(set(times)) != len(times):
+        raise _refused(text, "times must fall from rule to rule")
+    return Routing(tuple(rules), text)
+
+
+def _rule(word: str, above: float, text: str) -> Rule:
+    source: Source = "router"
+    if word == "nearest":
+        word, source = "nearest:top-1", "nearest"
+    if word.startswith("nearest:"):
+        word, source = word.removeprefix("nearest:"), "nearest"
+    if word == "full":
+        return Rule("full", source=source, above=above)
+    if word == "oracle" and source == "router":
+        return Rule("oracle", source="given", above=above)
+    name, _, value = word.partition("-")
+    value, dash, last = value.partition("-")
+    if name == "sample" and value == "1" and not dash:
+        return Rule("sample", 1, source=source, above=above)
+    if name == "top" and value.isdecimal() and int(value) > 0 and (not dash or last == "equal"):
+        return Rule("top", int(value), equal=last == "equal", source=source, above=above)
+    if name in ("threshold", "nucleus") and value and not dash:
+        return Rule(name, _number(value, text, 0, 1), source=source, above=above)
+    guess = nearest(word, _EXAMPLES)
+    raise _refused(text, f"unknown rule {word!r}" + (f" (did you mean {guess!r}?)" if guess else ""))
+
+
+def _number(value: str, text: str, low: float, high: float) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        raise _refused(text, f"{value!r} is not a number") from None
+    if not low <= number <= high:
+        raise _refused(text, f"{value} is not between {low} and {high}")
+    return number
+
+
+def _refused(text: str, reason: str) -> AtollError:
+    return AtollError(f"routing {text!r}: {reason}; known: {', '.join(RULES)}, and rules over time: top-2@0.6,top-1")

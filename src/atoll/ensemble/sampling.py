@@ -1,0 +1,256 @@
+"""From prompts to pictures: noise, the solver along the ensemble's velocity, and the autoencoder.
+
+Every sample's noise is a function of (seed, its position), so the same seed gives the same picture whatever the batch.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from atoll import flow
+from atoll.data.latents import Codec, Pixel, open_codec
+from atoll.ensemble.routing import Memory, parse
+from atoll.ensemble.told import Told
+from atoll.errors import AtollError, unknown
+from atoll.flow import randomness
+from atoll.nets import Condition
+from atoll.progress import progress
+
+if TYPE_CHECKING:
+    from atoll.data.text import TextEncoder
+    from atoll.ensemble.field import Ensemble
+    from atoll.train.expert import Declaration
+
+NOISE_STREAM = 21
+DECODE_BATCH = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How pictures are made. They are written into every picture."""
+
+    routing: str = "top-2"
+    steps: int = 50
+    guidance: float = 4.0
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    rescale: float = 0.0
+    solver: str = "euler"
+    shift: float = 1.0
+    seed: int = 0
+    route_every: int = 1
+    sticky: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        parse(self.routing)
+        low, high = self.guidance_interval
+        if self.solver not in flow.SOLVERS:
+            raise AtollError(unknown("solver", self.solver, flow.SOLVERS))
+        if self.steps < 1 or self.shift <= 0 or not 0 <= self.rescale <= 1 or not 0 <= low <= high <= 1:
+            raise AtollError(
+                "expected steps >= 1, shift > 0, rescale in [0, 1] and an interval of times in [0, 1], got "
+                f"{self.steps}, {self.shift}, {self.rescale} and {self.guidance_interval}"
+            )
+        Memory(self.route_every, self.sticky)
+
+    def guidance_at(self, t: float) -> float:
+        """The guidance at a time: none outside the interval."""
+        low, high = self.guidance_interval
+        return self.guidance if low <= t <= high else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Every routing decision: times (evaluations,), probabilities and weights (evaluations, samples, experts)."""
+
+    t: Tensor
+    probabilities: Tensor
+    weights: Tensor
+    experts: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Pictures with what they were made from."""
+
+    latents: Tensor
+    """In the ensemble's normalised space."""
+    images: list[Image.Image]
+    told: list[str | None]
+    """Prompt or class of each picture."""
+    settings: Settings
+    trace: Trace | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was asked for, as plain values."""
+        return {"prompts": self.told, "settings": asdict(self.settings)}
+
+    def metadata(self, number: int) -> dict[str, Any]:
+        """Everything needed to make one of the pictures again."""
+        return {"prompt": self.told[number], "number": number, **asdict(self.settings)}
+
+
+@dataclass(eq=False)
+class Models:
+    """Text encoder and autoencoder of an ensemble, opened when first needed."""
+
+    declaration: "Declaration"
+
+    @cached_property
+    def codec(self) -> Codec | Pixel:
+        """The autoencoder."""
+        return open_codec(self.declaration.latents["autoencoder"])
+
+    @cached_property
+    def text_encoder(self) -> "TextEncoder":
+        """The text encoder that the experts were trained with."""
+        from atoll.data.text import open_text_encoder
+
+        text = self.declaration.text
+        if text is None:
+            raise AtollError("these experts were trained without text: they take no prompts")
+        return open_text_encoder(text["encoder"], text["max_tokens"])
+
+    def labels(self, names: Sequence[str | int]) -> Tensor:
+        """Numbers of classes, given by name or number."""
+        known = self.declaration.labels
+        for name in names:
+            if isinstance(name, str) and name not in known:
+                raise AtollError(unknown("class", name, known))
+            if isinstance(name, int) and not 0 <= name < len(known):
+                raise AtollError(f"there is no class {name}: the experts know {len(known)} classes, numbered from 0")
+        return torch.tensor([known.index(name) if isinstance(name, str) else name for name in names])
+
+
+def encode(
+    ensemble: "Ensemble", prompts: Sequence[str] | None = None, labels: Sequence[str | int] | None = None
+) -> Condition:
+    """The condition of prompts, classes or both, one row for each."""
+    if prompts is not None and labels is not None and len(prompts) != len(labels):
+        raise AtollError(f"there are {len(prompts)} prompts and {len(labels)} labels; expected as many of both")
+    text = mask = pooled = label = None
+    if prompts is not None and ensemble.told & {"text", "pooled"}:
+        text, mask, pooled = (part.to(ensemble.device) for part in ensemble.models.text_encoder(list(prompts)))
+    if labels is not None and "label" in ensemble.told:
+        label = ensemble.models.labels(labels).to(ensemble.device)
+    return Condition(text, mask, pooled, label)
+
+
+def decode(ensemble: "Ensemble", latents: Tensor) -> list[Image.Image]:
+    """Pictures of latents of the ensemble's space."""
+    pictures: list[Image.Image] = []
+    for part in torch.split(ensemble.space.restore(latents.float()), DECODE_BATCH):
+        pictures += [Image.fromarray(pixels) for pixels in ensemble.models.codec.decode(part.cpu())]
+    return pictures
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What is wanted: for each sample its prompt or class (or neither), and its cluster if the oracle routes."""
+
+    told: list[str | None]
+    condition: Condition | None
+    """One row for each different prompt or class."""
+    rows: Tensor
+    clusters: Tensor | None
+    prompts: bool = False
+    labels: bool = False
+
+
+def request(
+    ensemble: "Ensemble",
+    prompts: Sequence[str] | None,
+    labels: Sequence[str | int] | None,
+    n: int | None,
+    clusters: Sequence[int] | None,
+) -> Request:
+    """Line up what is wanted; `n` pictures take prompts, labels and clusters in turn."""
+    for name, values in (("prompts", prompts), ("labels", labels), ("clusters", clusters)):
+        if isinstance(values, str) or (values is not None and not len(values)):
+            raise AtollError(f"{name} must be a list that is not empty, got {values!r}")
+    count = n or max(len(values) if values is not None else 1 for values in (prompts, labels, clusters))
+
+    def turns(values: Sequence[Any] | None) -> list[Any]:
+        return [None] * count if values is None else [values[i % len(values)] for i in range(count)]
+
+    pairs = list(zip(turns(prompts), turns(labels), strict=True))
+    distinct = list(dict.fromkeys(pairs))
+    condition = None
+    if prompts is not None or labels is not None:
+        words = None if prompts is None else [prompt for prompt, _ in distinct]
+        condition = encode(ensemble, words, None if labels is None else [label for _, label in distinct])
+    number = {pair: place for place, pair in enumerate(distinct)}
+    rows = torch.tensor([number[pair] for pair in pairs])
+    told = [" / ".join(str(part) for part in pair if part is not None) or None for pair in pairs]
+    given = None if clusters is None else torch.tensor(turns(clusters))
+    return Request(told, condition, rows, given, prompts is not None, labels is not None)
+
+
+def notices(ensemble: "Ensemble", wanted: Request, settings: Settings) -> list[str]:
+    """What a person should know before the pictures come."""
+    found = []
+    if ensemble.missing:
+        are = "is" if len(ensemble.missing) == 1 else "are"
+        found.append(f"{', '.join(ensemble.missing)} {are} not there; the others act without")
+    given = [name for name, value in (("prompts", wanted.prompts), ("labels", wanted.labels)) if value]
+    takes = {"prompts": ensemble.told & {"text", "pooled"}, "labels": ensemble.told & {"label"}}
+    found += [f"these experts are not told {name}; they have no effect" for name in given if not takes[name]]
+    if settings.guidance != 1 and not any(takes[name] for name in given):
+        found.append("without a prompt or label guidance has no effect")
+    return found
+
+
+@torch.no_grad()
+def generate(ensemble: "Ensemble", wanted: Request, settings: Settings, batch: int, trace: bool) -> Samples:
+    """Sample, in batches, and decode."""
+    for notice in notices(ensemble, wanted, settings):
+        print(f"warning: {notice}", file=sys.stderr)
+    count = len(wanted.told)
+    latents, traces = [], []
+    evaluations = settings.steps * (2 if "heun" in settings.solver else 1)
+    with progress("sampling", -(-count // batch) * evaluations, unit="steps") as bar:
+        for first in range(0, count, batch):
+            part, decisions = _batch(ensemble, wanted, settings, slice(first, min(first + batch, count)), trace, bar)
+            latents.append(part)
+            traces.append(decisions)
+    made = torch.cat(latents)
+    return Samples(made, decode(ensemble, made), wanted.told, settings, _joined(ensemble, traces) if trace else None)
+
+
+def _batch(
+    ensemble: "Ensemble", wanted: Request, settings: Settings, part: slice, trace: bool, bar: Any
+) -> tuple[Tensor, list[Any]]:
+    """The latents of one batch and its routing decisions."""
+    rows = wanted.rows[part].to(ensemble.device)
+    told = Told.of(wanted.condition, rows, reused=True)
+    clusters = None if wanted.clusters is None else wanted.clusters[part]
+    decisions: list[Any] = []
+    memory = Memory(settings.route_every, settings.sticky, settings.seed, part.start, decisions if trace else None)
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        bar.update(1)
+        guidance = settings.guidance_at(float(t[0]))
+        return ensemble.velocity(
+            x, t[:1], told, settings.routing, guidance, clusters, rescale=settings.rescale, memory=memory
+        )
+
+    shape = (len(rows), *ensemble.shape)
+    noise = randomness.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=part.start).to(ensemble.device)
+    return flow.solve(velocity, noise, steps=settings.steps, solver=settings.solver, shift=settings.shift), decisions
+
+
+def _joined(ensemble: "Ensemble", traces: list[list[Any]]) -> Trace:
+    """The decisions of all batches, side by side."""
+    steps = range(len(traces[0]))
+    return Trace(
+        torch.tensor([float(decision.t[0]) for decision in traces[0]]),
+        torch.stack([torch.cat([decisions[step].probabilities for decisions in traces]) for step in steps]),
+        torch.stack([torch.cat([decisions[step].weights for decisions in traces]) for step in steps]),
+        tuple(expert.name for expert in ensemble.experts),
+    )

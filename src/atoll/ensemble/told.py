@@ -1,0 +1,57 @@
+"""What the samples of a batch are told: distinct conditions, and which of them each sample has.
+
+Many pictures of one prompt have one condition, and under guidance all share the null condition. Each expert prepares
+the distinct ones once (keys and values of the text, label embeddings), and takes rows of them at every step.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.nets import Condition, PreparedCondition, concatenate
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """Distinct conditions, the null condition last, and the number of each sample's condition."""
+
+    distinct: Condition
+    rows: Tensor
+    count: int
+    reused: bool
+    """Whether later steps are told the same, so that preparing pays."""
+
+    @classmethod
+    def of(cls, condition: Condition | None, rows: Tensor, reused: bool = False) -> "Told":
+        """From the distinct conditions without the null."""
+        parts = [] if condition is None else [condition.text, condition.pooled, condition.label]
+        given = next((part for part in parts if part is not None), None)
+        if given is None or condition is None:
+            return cls(Condition(), torch.zeros_like(rows), 0, reused)
+        condition = condition.to(rows.device)
+        return cls(concatenate([condition, condition[:1].unconditional()]), rows, len(given), reused)
+
+    @property
+    def something(self) -> bool:
+        """Whether the samples are told anything, so that guidance means something."""
+        return self.count > 0
+
+    @property
+    def null(self) -> Tensor:
+        """The number of the null condition, for every sample."""
+        return torch.full_like(self.rows, self.count)
+
+
+def take(prepared: PreparedCondition, rows: Tensor) -> PreparedCondition:
+    """Rows of a prepared condition; a part that is the same for all of them has one row only."""
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[rows] if len(tensor) > 1 else tensor.expand(len(rows), *tensor.shape[1:])
+
+    return PreparedCondition(
+        # One row of an embedding stays one: a network that sees one time and one embedding has less to do.
+        tuple(None if added is None else added[rows] if len(added) > 1 else added for added in prepared.embeddings),
+        tuple((part(keys), part(values)) for keys, values in prepared.keys_values),
+        None if prepared.mask is None else part(prepared.mask),
+    )

@@ -1,0 +1,97 @@
+"""The density of one cluster's latents: what `nearest` routing asks instead of a router.
+
+Each expert measures it from its own shards alone and keeps it beside its weights, so experts can come and go. The
+cluster is taken as a Gaussian, x0 ~ N(m, U diag(l) Uᵀ + r I): the directions of most variance, and one variance for the
+rest.
+Its noisy version on the linear path is Gaussian too,
+
+    x_t ~ N((1-t) m, U diag((1-t)² l) Uᵀ + ((1-t)² r + t²) I),
+
+so log p_t(x | k) + log n_k, normalised over the clusters, is their posterior at every noise level: exact if the
+clusters are such Gaussians.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll.data.reader import Shards
+
+RANK = 64
+SAMPLES = 2048
+FILE = "cluster.safetensors"
+_FIELDS = ("mean", "directions", "variances", "rest", "count")
+
+
+@dataclass(frozen=True, eq=False)
+class Density:
+    """Mean (D,), directions (R, D) with their variances (R,), variance of the rest, number of samples."""
+
+    mean: Tensor
+    directions: Tensor
+    variances: Tensor
+    rest: Tensor
+    count: Tensor
+
+    @classmethod
+    def fit(cls, x: Tensor, noise: Tensor | None = None, count: int | None = None, rank: int = RANK) -> "Density":
+        """From samples x (N, …), of which `noise` (…) is extra variance, as of an autoencoder's posterior."""
+        rows = x.flatten(1).double()
+        mean = rows.mean(0)
+        centred = rows - mean
+        extra = 0.0 if noise is None else noise.double().mean().item()
+        kept = min(rank, len(rows) - 1, rows.shape[1])
+        values, directions = _principal(centred, kept)
+        left = centred.square().mean(0).sum() - values.sum()
+        rest = (left / max(rows.shape[1] - kept, 1)).clamp(min=1e-6) + extra
+        # In directions of more than the rest's variance only: below it a direction says nothing.
+        excess = (values + extra - rest).clamp(min=0)
+        number = torch.tensor(float(count or len(rows)))
+        return cls(mean.float(), directions.float(), excess.float(), rest.float(), number)
+
+    def log_density(self, x: Tensor, t: Tensor) -> Tensor:
+        """log p_t(x | cluster) + log of the number of its samples: shape (batch,)."""
+        alpha, sigma = (1 - t).double(), t.double()
+        offset = x.flatten(1).double() - alpha[:, None] * self.mean
+        along = offset @ self.directions.T.double()
+        base = alpha**2 * self.rest + sigma**2
+        wide = base[:, None] + alpha[:, None] ** 2 * self.variances
+        squares = (offset.square().sum(1) - along.square().sum(1)) / base + (along.square() / wide).sum(1)
+        dimensions = offset.shape[1]
+        volume = wide.log().sum(1) + (dimensions - len(self.variances)) * base.log()
+        return self.count.double().log() - 0.5 * (squares + volume + dimensions * math.log(2 * math.pi))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For a safetensors file."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Density":
+        """Read what `tensors` gave."""
+        return cls(**{name: tensors[name] for name in _FIELDS})
+
+    def to(self, device: torch.device) -> "Density":
+        """The same on another device."""
+        return Density.from_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+
+def _principal(centred: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest variances and their directions (count, D), from whichever of N × N and D × D is smaller."""
+    few = len(centred) < centred.shape[1]
+    values, vectors = torch.linalg.eigh((centred @ centred.T if few else centred.T @ centred) / len(centred))
+    values, vectors = values.flip(0)[:count].clamp(min=1e-12), vectors.flip(1)[:, :count]
+    return values, (vectors.T @ centred) / (values * len(centred)).sqrt()[:, None] if few else vectors.T
+
+
+def of_shards(shards: Shards) -> Density:
+    """The density of some clusters' normalised latents, from at most `SAMPLES` of them."""
+    rows = np.linspace(0, len(shards) - 1, min(len(shards), SAMPLES)).round().astype(np.int64)
+    batch = shards.read(rows)
+    latents = shards.statistics.normalise(batch.mean.float())
+    std = torch.tensor(shards.statistics.std).view(-1, 1, 1)
+    noise = None if batch.std is None else (batch.std.float() / std).square()
+    return Density.fit(latents, noise, len(shards))

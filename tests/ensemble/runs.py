@@ -1,0 +1,95 @@
+"""Runs with networks of random weights: the files of a trained run, without the training."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from atoll import flow
+from atoll.nets import build, save_network
+from atoll.run import Artifact
+from atoll.train.density import FILE, Density
+
+SMALL = {
+    "_class_name": "DiT",
+    "width": 32,
+    "depth": 2,
+    "heads": 2,
+    "patch": 2,
+    "channels": 3,
+    "out_channels": 3,
+    "size": 8,
+}
+WIDE = {**SMALL, "width": 64, "depth": 3, "heads": 4, "modulation": "zero", "out_channels": 6}
+ROUTER = {"_class_name": "Router", "width": 32, "depth": 2, "heads": 2, "patch": 2, "channels": 3, "size": 8}
+TEXT = {"encoder": "minilm", "weights": "w", "max_tokens": 12, "dimensions": 384, "pooled": 384}
+SPACE = {"mean": [0.1, -0.2, 0.0], "std": [0.5, 0.6, 0.55]}
+CLASSES = ["circle", "square", "triangle"]
+
+
+def randomised(network: nn.Module, seed: int) -> nn.Module:
+    """Weights that make every part count: nothing is zero as at the start of training."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            spread = 0.3 if parameter.ndim < 2 else 1.2 * parameter.shape[-1] ** -0.5
+            parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
+            if name.startswith("head.outer"):
+                parameter.mul_(6)  # routers that make up their mind
+    return network
+
+
+def facts(
+    job: str, clusters: list[int], network: dict[str, Any], told: list[str], space: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "job": job, "clusters": clusters, "network": network, "told": told, "statistics": space, "text": TEXT,
+        "labels": CLASSES, "latents": {"autoencoder": "pixels", "weights": None, "resolution": 8, "shape": [3, 8, 8]},
+    }  # fmt: skip
+
+
+def write_network(run: Path, job: str, declared: dict[str, Any], kind: str = "expert", seed: int = 0) -> None:
+    """Commit a network as a training job would."""
+    artifact = Artifact(run, f"{job}/final")
+    artifact.begin(kind, {"job": job})
+    network = randomised(build(declared["network"]), seed)
+    declared = {**declared, "network": network.describe()}
+    save_network(network, artifact.folder)
+    if kind == "expert":
+        latents = torch.randn(200, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) + 0.3 * seed
+        artifact.write_tensors(FILE, Density.fit(latents).tensors())
+    artifact.commit(declared)
+
+
+def fitted(network: dict[str, Any], told: list[str]) -> dict[str, Any]:
+    """A network's description with room for what it is told."""
+    parts: dict[str, Any] = {"text_width": 384} if "text" in told else {}
+    return {**network, **parts, **({"num_classes": len(CLASSES)} if "label" in told else {})}
+
+
+def write_run(
+    run: Path,
+    objectives: tuple[str, ...] = ("flow-matching", "ddpm", "v-prediction"),
+    networks: tuple[dict[str, Any], ...] = (SMALL, WIDE, SMALL),
+    told: tuple[str, ...] = ("text",),
+    router_told: tuple[str, ...] = (),
+    spaces: dict[int, dict[str, Any]] | None = None,
+) -> Path:
+    """A run of as many experts as objectives, with router, monolith and student."""
+    run.mkdir(parents=True)
+    (run / "atoll.yaml").write_text(yaml.safe_dump({"clusters": {"count": len(objectives)}}))
+    for number, objective in enumerate(objectives):
+        job = f"experts/{number:03d}"
+        network = fitted(networks[number % len(networks)], list(told))
+        declared = facts(job, [number], network, list(told), (spaces or {}).get(number, SPACE))
+        declared |= {"objective": flow.objective(objective).spec, "bridge": {"prediction_error": 0.05}}
+        write_network(run, job, declared, seed=number + 1)
+    everything = list(range(len(objectives)))
+    for number, job in enumerate(("monolith", "student")):
+        declared = facts(job, everything, fitted(SMALL, list(told)), list(told), SPACE)
+        write_network(run, job, {**declared, "objective": flow.Objective().spec, "bridge": {}}, seed=20 + number)
+    router = {**ROUTER, "experts": len(objectives), **({"pooled_width": 384} if "pooled" in router_told else {})}
+    write_network(run, "router", facts("router", everything, router, list(router_told), SPACE), "router", seed=30)
+    return run

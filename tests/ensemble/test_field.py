@@ -1,0 +1,172 @@
+"""Grouped evaluation against the naive one: every expert on everything, then weigh."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import atoll
+from atoll.ensemble import Ensemble, Told
+from atoll.errors import AtollError
+from atoll.nets import Condition
+from ensemble.runs import SPACE, write_run
+
+STRATEGIES = [
+    *("full", "top-1", "top-2", "top-2-equal", "threshold-0.3", "nucleus-0.8", "sample-1", "oracle"),
+    *("nearest", "nearest:full", "top-2@0.5,top-1"),
+]
+B = 9
+
+
+def batch(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(B, 3, 8, 8, generator=generator),
+        "t": torch.rand(B, generator=generator),
+        "cluster": torch.arange(B) % 3,
+        "draw": torch.rand(B, generator=generator),
+    }
+
+
+def condition(seed: int = 0) -> Condition:
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randn(B, 12, 384, generator=generator)
+    mask = torch.arange(12) < torch.randint(2, 12, (B, 1), generator=generator)
+    return Condition(text, mask, torch.randn(B, 384, generator=generator), torch.arange(B) % 3)
+
+
+def assert_alike(got: Tensor, expected: Tensor) -> None:
+    """Within 1e-5 of the velocity's size in every sample."""
+    size = expected.flatten(1).square().mean(1).sqrt()
+    error = (got - expected).flatten(1).square().mean(1).sqrt()
+    assert float((error / size).max()) < 1e-5
+
+
+def naive(ensemble: Ensemble, given: dict[str, Tensor], told: Condition, routing: str, guidance: Tensor) -> Tensor:
+    """One sample at a time, all experts, two forward passes for guidance, a loop for the sum."""
+    answers = []
+    for i in range(B):
+        x, t = given["x"][i : i + 1], given["t"][i : i + 1]
+        draw, cluster = given["draw"][i : i + 1], given["cluster"][i : i + 1]
+        halves = []
+        for this in (told[i : i + 1], told[i : i + 1].unconditional()):
+            w = ensemble.weights(x, t, this, routing, cluster, draw)[0]
+            parts = [
+                ensemble.residents.get(k).expert.velocity(
+                    x, t, Condition(this.text, this.text_mask, dropped=this.dropped)
+                )
+                for k in range(len(ensemble.members))
+            ]
+            halves.append(sum(weight * part for weight, part in zip(w, parts, strict=True)))
+        answers.append(halves[1] + guidance[i] * (halves[0] - halves[1]))
+    return torch.cat(answers)
+
+
+@pytest.mark.parametrize("routing", STRATEGIES)
+def test_grouped_is_naive(run: Path, routing: str) -> None:
+    """Mixed objectives, mixed sizes, times and guidance that differ from sample to sample."""
+    ensemble, given, told = atoll.load(run), batch(), condition()
+    for guidance in (torch.ones(B), torch.full((B,), 4.0), torch.tensor([1.0, 2.5, 7.0] * 3)):
+        expected = naive(ensemble, given, told, routing, guidance)
+        how = {"routing": routing, "cluster": given["cluster"], "draw": given["draw"]}
+        got = ensemble.velocity(given["x"], given["t"], told, guidance=guidance, **how)
+        assert_alike(got, expected)
+
+
+def test_prepared_conditions_and_one_time_give_the_same(run: Path) -> None:
+    """The path of sampling: distinct prompts prepared once, one time for the batch."""
+    ensemble, given, told = atoll.load(run), batch(), condition()
+    rows = torch.tensor([0, 1, 2, 0, 1, 2, 0, 0, 4])
+    reused = Told.of(told[:5], rows, reused=True)
+    for t, routing in product((0.9, 0.2), ("top-1", "top-2", "full")):
+        expected = ensemble.velocity(given["x"], torch.full((B,), t), told[rows], routing, guidance=3.0)
+        for _ in range(2):
+            got = ensemble.velocity(given["x"], t, reused, routing, guidance=3.0)
+            assert_alike(got, expected)
+
+
+def test_a_router_that_is_told_has_its_own_answer_for_the_null_condition(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", router_told=("pooled",))
+    ensemble, given, told = atoll.load(run), batch(), condition()
+    with_text = ensemble.weights(given["x"], given["t"], told, "full")
+    without = ensemble.weights(given["x"], given["t"], None, "full")
+    assert (with_text - without).abs().max() > 0.01
+    guidance = torch.full((B,), 4.0)
+    for routing in ("full", "top-1", "sample-1"):
+        expected = naive(ensemble, given, told, routing, guidance)
+        how = {"routing": routing, "draw": given["draw"]}
+        got = ensemble.velocity(given["x"], given["t"], told, guidance=4.0, **how)
+        assert_alike(got, expected)
+
+
+def test_labels_and_text_together(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", told=("text", "label"))
+    ensemble, given, told = atoll.load(run), batch(), condition()
+    for parts in (told, Condition(told.text, told.text_mask), Condition(label=told.label)):
+        rows = torch.arange(B)
+        plain = ensemble.velocity(given["x"], 0.5, parts, "top-2", guidance=3.0)
+        prepared = ensemble.velocity(given["x"], 0.5, Told.of(parts, rows, reused=True), "top-2", guidance=3.0)
+        assert_alike(prepared, plain)
+    with_label = ensemble.velocity(given["x"], 0.5, told, "top-2")
+    assert (with_label - ensemble.velocity(given["x"], 0.5, None, "top-2")).abs().max() > 1e-3
+
+
+def test_rescaled_guidance_has_the_spread_of_the_unguided(run: Path) -> None:
+    ensemble, given, told = atoll.load(run), batch(), condition()
+    plain = ensemble.velocity(given["x"], 0.5, told)
+    guided = ensemble.velocity(given["x"], 0.5, told, guidance=7.0)
+    rescaled = ensemble.velocity(given["x"], 0.5, told, guidance=7.0, rescale=1.0)
+    assert (guided.flatten(1).std(1) > 1.2 * plain.flatten(1).std(1)).all()
+    torch.testing.assert_close(rescaled.flatten(1).std(1), plain.flatten(1).std(1))
+
+
+def test_an_expert_with_another_scale_sees_the_same_picture(tmp_path: Path) -> None:
+    """Two runs with the same weights; in one the second expert says its latents were half as large."""
+    twice = {"mean": [0.0, 0.0, 0.0], "std": [2 * std for std in SPACE["std"]]}
+    same, other = write_run(tmp_path / "same"), write_run(tmp_path / "other", spaces={1: twice})
+    given = batch()
+    first, second = (
+        atoll.load(run).velocity(given["x"], given["t"], routing="oracle", cluster=given["cluster"])
+        for run in (same, other)
+    )
+    mine = given["cluster"] == 1
+    assert torch.equal(first[~mine], second[~mine])
+    assert (first[mine] - second[mine]).abs().max() > 0.01
+
+
+def test_dense_models_are_ensembles_of_one(run: Path) -> None:
+    given, told = batch(), condition()
+    whole = atoll.load(run)
+    for model, number in (("expert:1", 1), ("monolith", None), ("student", None)):
+        dense = atoll.load(run, model)
+        assert len(dense.experts) == 1
+        assert dense.router is None
+        got = dense.velocity(given["x"], given["t"], told)
+        if number is not None:
+            cluster = torch.full((B,), number)
+            expected = whole.velocity(given["x"], given["t"], told, "oracle", cluster=cluster)
+            assert_alike(got, expected)
+
+
+def test_velocity_carries_gradients_to_the_state(run: Path) -> None:
+    ensemble = atoll.load(run)
+    x = batch()["x"].requires_grad_(True)
+    ensemble.velocity(x, 0.5, condition(), "top-2", guidance=2.0).square().sum().backward()
+    assert x.grad is not None
+    assert bool((x.grad.flatten(1).abs().sum(1) > 0).all())
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"routing": "oracle"}, "needs the cluster of every sample"),
+        ({"routing": "oracle", "cluster": torch.full((B,), 7)}, "no expert of cluster 7"),
+        ({"routing": "top2"}, "did you mean 'top-2'?"),
+    ],
+)
+def test_impossible_routings_are_refused(run: Path, how: dict, says: str) -> None:
+    with pytest.raises(AtollError) as error:
+        atoll.load(run).velocity(batch()["x"], 0.5, **how)
+    assert says in str(error.value)

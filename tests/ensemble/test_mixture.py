@@ -1,0 +1,116 @@
+"""The ensemble against exact answers: ideal experts of a Gaussian mixture."""
+
+import pytest
+import torch
+from oracles import FLOAT, random_mixture
+
+from atoll import flow
+from atoll.data.latents import Statistics
+from atoll.ensemble.ideal import ideal_ensemble, seen_in
+from atoll.errors import AtollError
+
+OBJECTIVES = ["flow-matching", "ddpm", "x0", "v-prediction", "ddpm-linear", "edm"]
+CLUSTERS = [[0, 3], [1], [2, 4], [5]]
+
+
+def states(mixture: flow.GaussianMixture, count: int, low: float = 0.05, high: float = 0.95) -> tuple:
+    """Noisy data at as many times as samples, and the components it came from."""
+    generator = torch.Generator().manual_seed(1)
+    x0 = mixture.sample(count, generator)
+    t = low + (high - low) * torch.rand(count, generator=generator, dtype=FLOAT)
+    x = (1 - t[:, None]) * x0 + t[:, None] * torch.randn(x0.shape, generator=generator, dtype=FLOAT)
+    return x, t
+
+
+def answer(ensemble, x: torch.Tensor, t: torch.Tensor, **how: object) -> torch.Tensor:
+    return ensemble.velocity(x.float().view(*x.shape, 1, 1), t.float(), **how).flatten(1).double()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_full_routing_is_the_exact_velocity_for_every_objective(objective: str) -> None:
+    mixture = random_mixture()
+    x, t = states(mixture, 300)
+    got = answer(ideal_ensemble(mixture, CLUSTERS, [objective]), x, t, routing="full")
+    torch.testing.assert_close(got, mixture.velocity(x, t), atol=2e-3, rtol=2e-3)
+
+
+def test_full_routing_of_mixed_objectives_samples_the_right_distribution() -> None:
+    """Means and covariances of 20,000 samples, within their standard errors and the solver's."""
+    mixture = random_mixture(spread=1.0)
+    ensemble = ideal_ensemble(mixture, CLUSTERS, OBJECTIVES)
+    noise = torch.randn(20000, 3, 1, 1, generator=torch.Generator().manual_seed(0))
+    field = lambda x, t: ensemble.velocity(x, t[:1], routing="full")  # noqa: E731
+    x = flow.solve(field, noise, steps=60, solver="heun").flatten(1).double()
+    data = mixture.sample(20000, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(x.mean(0), data.mean(0), atol=0.03, rtol=0)
+    torch.testing.assert_close(torch.cov(x.T), torch.cov(data.T), atol=0.05, rtol=0.02)
+    shares = [mixture.posterior(y, torch.full((len(y),), 1e-3, dtype=FLOAT)).mean(0) for y in (x, data)]
+    torch.testing.assert_close(shares[0], shares[1], atol=0.012, rtol=0)
+
+
+def test_nearest_routing_knows_the_posterior_of_gaussian_clusters() -> None:
+    mixture = random_mixture()
+    ensemble = ideal_ensemble(mixture, [[k] for k in range(6)])
+    x, t = states(mixture, 500)
+    got = ensemble.weights(x.float().view(*x.shape, 1, 1), t.float(), routing="nearest:full").double()
+    right = mixture.posterior(x, t)
+    assert (got - right).abs().mean() < 0.01  # each density is measured from 2048 samples
+    assert (got.argmax(1) == right.argmax(1)).double().mean() > 0.97
+
+
+def test_experts_that_leave_take_only_their_own_data_with_them() -> None:
+    """Without the expert of one cluster, full routing is the exact velocity of the remaining data."""
+    mixture = random_mixture()
+    whole = ideal_ensemble(mixture, CLUSTERS)
+    rest = type(whole)([whole.members[k] for k in (0, 1, 3)], whole.router, missing=["experts/002"])
+    x, t = states(mixture, 300)
+    remaining = mixture.part([0, 1, 3, 5])
+    got = answer(rest, x, t, routing="full")
+    torch.testing.assert_close(got, remaining.velocity(x, t), atol=2e-3, rtol=2e-3)
+    near = rest.weights(x.float().view(*x.shape, 1, 1), t.float(), routing="nearest:full")
+    torch.testing.assert_close(near.sum(1), torch.ones(300))
+
+
+SPACES = [
+    Statistics((0.5, -1.0, 0.2), (2.0, 2.0, 2.0)),
+    Statistics((0.0, 0.0, 0.0), (0.3, 0.3, 0.3)),
+    Statistics((-0.7, 0.1, 0.0), (1.0, 1.0, 1.0)),
+    Statistics((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+]
+
+
+@pytest.mark.parametrize("objectives", [["flow-matching"], OBJECTIVES])
+def test_experts_with_statistics_of_their_own_answer_in_the_common_space(objectives: list[str]) -> None:
+    """Each was trained on data scaled and shifted differently; together they are the exact velocity."""
+    mixture = random_mixture()
+    x, t = states(mixture, 300)
+    ensemble = ideal_ensemble(mixture, CLUSTERS, objectives, SPACES)
+    torch.testing.assert_close(answer(ensemble, x, t, routing="full"), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
+    common = ideal_ensemble(mixture, [[k] for k in range(6)])
+    apart = ideal_ensemble(mixture, [[k] for k in range(6)], spaces=[*SPACES, *SPACES[:2]])
+    states_of = (x.float().view(*x.shape, 1, 1), t.float())
+    near = [ensemble.weights(*states_of, routing="nearest:full") for ensemble in (common, apart)]
+    assert (near[0] - near[1]).abs().mean() < 0.01
+
+
+def test_the_change_of_space_holds_at_the_ends_too() -> None:
+    mixture = random_mixture()
+    x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0), dtype=FLOAT)
+    ensemble = ideal_ensemble(mixture, [list(range(6))], spaces=SPACES[:1])
+    for time in (1.0, 0.999, 0.02):
+        t = torch.full((50,), time, dtype=FLOAT)
+        torch.testing.assert_close(answer(ensemble, x, t), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
+
+
+def test_a_scale_for_each_channel_is_refused_with_the_reason() -> None:
+    uneven = Statistics((0.0, 0.0, 0.0), (1.0, 2.0, 1.0))
+    with pytest.raises(AtollError, match=r"0.5 to 1 times.*strength in each channel"):
+        ideal_ensemble(random_mixture(), CLUSTERS, spaces=[SPACES[3], uneven, SPACES[3], SPACES[3]])
+
+
+def test_data_seen_in_another_space_is_the_same_data() -> None:
+    mixture, space = random_mixture(), SPACES[0]
+    x = mixture.sample(1000, torch.Generator().manual_seed(0))
+    y = seen_in(mixture, space).sample(1000, torch.Generator().manual_seed(0))
+    back = space.restore(y.view(-1, 3, 1, 1)).flatten(1)
+    torch.testing.assert_close(back.mean(0), x.mean(0), atol=1e-9, rtol=0)

@@ -1,0 +1,115 @@
+"""Routing: how it is written, and what it chooses, against plain loops."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from atoll.ensemble.routing import Memory, parse
+from atoll.errors import AtollError
+
+
+def weights(text: str, p: list[list[float]], t: float | list[float] = 0.5, **memory: object) -> Tensor:
+    times = torch.tensor(t, dtype=torch.float32).reshape(-1)
+    routing, table = parse(text), torch.tensor(p, dtype=torch.float32)
+    draw = memory.pop("draw", None)
+    kept = {"router": table, "nearest": table, "given": table}
+    return routing.weights(kept, times, Memory(**memory), None if draw is None else torch.tensor(draw))
+
+
+def by_hand(text: str, p: list[float]) -> list[float]:
+    """The chosen experts' probabilities, renormalised, in plain Python."""
+    order = sorted(range(len(p)), key=lambda k: -p[k])
+    name, _, value = text.partition("-")
+    if name == "full":
+        chosen = set(order)
+    elif name == "top":
+        chosen = set(order[: int(value.partition("-")[0])])
+    elif name == "threshold":
+        chosen = {k for k in order if p[k] >= float(value)} | {order[0]}
+    else:
+        chosen, mass = set(), 0.0
+        for k in order:
+            if mass >= float(value):
+                break
+            chosen.add(k)
+            mass += p[k]
+    kept = [(1.0 if text.endswith("equal") else p[k]) if k in chosen else 0.0 for k in range(len(p))]
+    return [w / sum(kept) for w in kept]
+
+
+RULES = ["full", "top-1", "top-2", "top-3", "top-9", "top-2-equal", "threshold-0.25", "nucleus-0.7", "nucleus-0.95"]
+
+
+@given(st.lists(st.integers(1, 1000), min_size=2, max_size=6, unique=True), st.sampled_from(RULES))
+@settings(max_examples=150, deadline=None)
+def test_rules_choose_what_a_plain_loop_chooses(parts: list[int], rule: str) -> None:
+    p = [part / sum(parts) for part in parts]
+    for edge in (0.25, 0.7, 0.95):  # where rounding decides, either answer is right
+        sums = [sum(sorted(p, reverse=True)[:i]) for i in range(len(p))]
+        if any(abs(value - edge) < 1e-5 for value in (*p, *sums)):
+            return
+    torch.testing.assert_close(weights(rule, [p])[0], torch.tensor(by_hand(rule, p)), atol=2e-6, rtol=1e-5)
+
+
+def test_samples_are_decided_one_by_one_and_rules_change_over_time() -> None:
+    p = [[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.5, 0.3, 0.2]]
+    answer = weights("top-2@0.6,full@0.3,top-1", p, t=[0.6, 0.31, 0.1])
+    expected = torch.tensor([[0.625, 0.375, 0.0], [0.1, 0.2, 0.7], [1.0, 0.0, 0.0]])
+    torch.testing.assert_close(answer, expected)
+
+
+def test_sample_one_follows_the_probabilities() -> None:
+    p, count = [0.2, 0.5, 0.3], 4000
+    draws = Memory(seed=3).draw(count)
+    chosen = parse("sample-1").weights({"router": torch.tensor([p] * count)}, torch.tensor([0.5]), Memory(), draws)
+    assert torch.equal(chosen.sum(1), torch.ones(count))
+    torch.testing.assert_close(chosen.mean(0), torch.tensor(p), atol=0.03, rtol=0)
+
+
+def test_draws_belong_to_seed_position_and_step() -> None:
+    memory = Memory(seed=1, first=5)
+    assert torch.equal(memory.draw(3), Memory(seed=1, first=4).draw(4)[1:])
+    first = memory.draw(3)
+    memory.evaluations = 1
+    assert not torch.equal(first, memory.draw(3))
+    assert not torch.equal(first, Memory(seed=2, first=5).draw(3))
+
+
+def test_sticky_experts_stay_unless_another_is_clearly_better() -> None:
+    memory = Memory(sticky=0.2)
+    routing, t = parse("top-1"), torch.tensor([0.5])
+    path = [[0.6, 0.4], [0.45, 0.55], [0.35, 0.65]]
+    used = [int(routing.weights({"router": torch.tensor([p])}, t, memory, None).argmax()) for p in path]
+    assert used == [0, 0, 1]
+    never = Memory(sticky=1.0)
+    used = [int(routing.weights({"router": torch.tensor([p])}, t, never, None).argmax()) for p in path]
+    assert used == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("top2", "did you mean 'top-2'?"),
+        ("top-0", "unknown rule 'top-0'"),
+        ("nuclues-0.9", "did you mean 'nucleus-0.9'?"),
+        ("threshold-2", "2 is not between 0 and 1"),
+        ("threshold-x", "'x' is not a number"),
+        ("top-2,top-1", "say from which time on"),
+        ("top-2@0.3,full@0.6,top-1", "times must fall"),
+        ("nearest:oracle", "unknown rule 'oracle'"),
+        ("", "unknown rule ''"),
+    ],
+)
+def test_wrong_words_are_refused_with_the_nearest_right_one(text: str, says: str) -> None:
+    with pytest.raises(AtollError, match="routing") as error:
+        parse(text)
+    assert says in str(error.value)
+    assert "known: full, top-K" in str(error.value)
+
+
+def test_options_out_of_range_are_refused() -> None:
+    for options in ({"route_every": 0}, {"sticky": -0.1}, {"sticky": 1.5}):
+        with pytest.raises(AtollError, match="route_every >= 1"):
+            Memory(**options)

@@ -1,0 +1,207 @@
+"""From prompts to files."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import atoll
+from atoll import cli
+from atoll.ensemble.pictures import read_settings
+from atoll.ensemble.quantise import Int8Linear, quantise
+from atoll.errors import AtollError
+from atoll.flow import SOLVERS
+from atoll.nets import load_network
+from ensemble.runs import write_run
+
+PROMPTS = ["a red circle", "a green square"]
+QUICK = {"steps": 4, "guidance": 3.0}
+
+
+@pytest.mark.parametrize("routing", ["top-1", "top-2", "sample-1", "nearest"])
+def test_the_same_seed_is_the_same_picture_whatever_the_batch(run: Path, routing: str) -> None:
+    ensemble = atoll.load(run)
+    whole = ensemble.generate(PROMPTS, n=7, routing=routing, **QUICK)
+    parts = ensemble.generate(PROMPTS, n=7, routing=routing, batch=3, **QUICK)
+    torch.testing.assert_close(parts.latents, whole.latents, atol=1e-4, rtol=1e-4)
+    fewer = ensemble.generate(PROMPTS, n=4, routing=routing, **QUICK)
+    torch.testing.assert_close(fewer.latents, whole.latents[:4], atol=1e-4, rtol=1e-4)
+    other = ensemble.generate(PROMPTS, n=7, routing=routing, seed=1, **QUICK)
+    assert (other.latents - whole.latents).flatten(1).abs().mean(1).min() > 0.05
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_every_solver_samples(run: Path, solver: str) -> None:
+    """And prompts matter: the two of them give different pictures of one noise."""
+    ensemble = atoll.load(run)
+    first, second = (ensemble.sample([prompt], solver=solver, steps=5)[0] for prompt in PROMPTS)
+    assert first.size == (8, 8)
+    assert np.abs(np.asarray(first, float) - np.asarray(second, float)).max() > 0
+
+
+def test_guidance_acts_inside_its_interval_only(run: Path) -> None:
+    ensemble = atoll.load(run)
+    plain = ensemble.generate(PROMPTS, steps=4, guidance=1.0).latents
+    never = ensemble.generate(PROMPTS, steps=4, guidance=9.0, guidance_interval=(0.3, 0.4)).latents
+    always = ensemble.generate(PROMPTS, steps=4, guidance=9.0).latents
+    late = ensemble.generate(PROMPTS, steps=4, guidance=9.0, guidance_interval=(0.0, 0.5)).latents
+    assert torch.equal(never, plain)
+    assert not torch.allclose(always, plain, atol=1e-2)
+    assert not torch.allclose(late, always, atol=1e-2)
+
+
+def test_every_decision_is_recorded(run: Path) -> None:
+    trace = atoll.load(run).generate(PROMPTS, n=5, trace=True, routing="top-2", batch=2, **QUICK).trace
+    assert trace is not None
+    assert trace.weights.shape == trace.probabilities.shape == (4, 5, 3)
+    assert trace.t.tolist() == [1.0, 0.75, 0.5, 0.25]
+    torch.testing.assert_close(trace.weights.sum(-1), torch.ones(4, 5))
+    assert ((trace.weights > 0).sum(-1) == 2).all()
+    assert trace.experts == ("experts/000", "experts/001", "experts/002")
+
+
+def test_routing_every_few_steps_keeps_decisions_in_between(run: Path) -> None:
+    how = {"n": 6, "trace": True, "routing": "top-1", "steps": 6}
+    kept = atoll.load(run).generate(PROMPTS, route_every=3, **how).trace
+    assert kept is not None
+    for start in (0, 3):
+        assert torch.equal(kept.probabilities[start], kept.probabilities[start + 2])
+    assert not torch.equal(kept.probabilities[0], kept.probabilities[3])
+
+
+def test_missing_experts_are_reported_and_the_others_act(run: Path, tmp_path: Path, capsys) -> None:
+    partial = tmp_path / "partial"
+    shutil.copytree(run, partial)
+    shutil.rmtree(partial / "experts/001")
+    ensemble = atoll.load(partial)
+    assert ensemble.missing == ("experts/001",)
+    weights = ensemble.weights(torch.randn(4, 3, 8, 8), 0.5, routing="full")
+    whole = atoll.load(run)
+    assert weights.shape == (4, 2)
+    torch.testing.assert_close(weights.sum(1), torch.ones(4))
+    ensemble.sample(PROMPTS, **QUICK)
+    assert "experts/001 is not there; the others act without" in capsys.readouterr().err
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    full = whole.weights(x, 0.5, routing="full")[:, [0, 2]]
+    torch.testing.assert_close(ensemble.weights(x, 0.5, routing="full"), full / full.sum(1, keepdim=True))
+    with pytest.raises(AtollError, match="has no finished experts/001"):
+        atoll.load(partial, strict=True)
+
+
+def test_classes_are_told_by_name_or_number(tmp_path: Path, capsys) -> None:
+    ensemble = atoll.load(write_run(tmp_path / "run", told=("label",)))
+    by_name = ensemble.generate(labels=["square"], **QUICK)
+    assert torch.equal(by_name.latents, ensemble.generate(labels=[1], **QUICK).latents)
+    assert not torch.equal(by_name.latents, ensemble.generate(labels=[2], **QUICK).latents)
+    with pytest.raises(AtollError, match=r"unknown class 'sqare' \(did you mean 'square'\?\)"):
+        ensemble.sample(labels=["sqare"])
+    capsys.readouterr()
+    ensemble.sample(PROMPTS, **QUICK)
+    told = capsys.readouterr().err
+    assert "these experts are not told prompts" in told
+    assert "guidance has no effect" in told
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"solver": "eulr"}, "did you mean 'euler'?"),
+        ({"steps": 0}, "steps >= 1"),
+        ({"guidance_interval": (0.9, 0.1)}, "interval of times"),
+        ({"prompts": "one string"}, "prompts must be a list"),
+        ({"prompts": []}, "prompts must be a list that is not empty"),
+        ({"labels": ["circle"], "prompts": ["a", "b"]}, None),
+    ],
+)
+def test_wrong_settings_are_refused(run: Path, how: dict, says: str | None) -> None:
+    ensemble = atoll.load(run)
+    if says is None:
+        assert len(ensemble.sample(**{"steps": 2, **how})) == 2
+        return
+    with pytest.raises(AtollError) as error:
+        ensemble.sample(**how)
+    assert says in str(error.value)
+
+
+def test_what_is_not_there_is_said_with_what_to_do(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(AtollError, match="is not a run"):
+        atoll.load(tmp_path)
+    with pytest.raises(AtollError, match=r"unknown model 'monolit' \(did you mean 'monolith'\?\)"):
+        atoll.load(run, "monolit")
+    with pytest.raises(AtollError, match=r"experts/007.*atoll train .* --expert 7"):
+        atoll.load(run, "expert:7")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged)
+    (damaged / "experts/000/final/diffusion_pytorch_model.safetensors").write_bytes(b"short")
+    with pytest.raises(AtollError, match="has 5 bytes"):
+        atoll.load(damaged)
+
+
+def test_without_a_router_nearest_and_oracle_still_work(run: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    shutil.copytree(run, alone)
+    shutil.rmtree(alone / "router")
+    ensemble = atoll.load(alone)
+    assert len(ensemble.sample(PROMPTS, routing="nearest", steps=2)) == 2
+    assert len(ensemble.sample(PROMPTS, routing="oracle", clusters=[2, 0], steps=2)) == 2
+    with pytest.raises(AtollError, match="no router"):
+        ensemble.sample(PROMPTS, routing="top-1", steps=2)
+    for number in range(3):
+        manifest = alone / f"experts/{number:03d}/final/manifest.json"
+        value = json.loads(manifest.read_text())
+        del value["files"]["cluster.safetensors"]
+        manifest.write_text(json.dumps(value))
+    with pytest.raises(AtollError, match="experts/000 does not tell how its cluster is distributed"):
+        atoll.load(alone).sample(PROMPTS, routing="nearest", steps=2)
+
+
+def test_other_precisions_are_close(run: Path) -> None:
+    how = {"n": 3, "routing": "oracle", "clusters": [0, 1, 2], "steps": 4, "guidance": 1.0}
+    exact = atoll.load(run).generate(PROMPTS, **how).latents
+    for options, limit in (({"dtype": "bfloat16"}, 0.05), ({"quantise": "int8"}, 0.05)):
+        other = atoll.load(run, **options).generate(PROMPTS, **how).latents
+        error = ((other - exact).norm() / exact.norm()).item()
+        assert 0 < error < limit, options
+
+
+def test_quantised_weights_are_within_half_a_step(run: Path) -> None:
+    network = load_network(run / "experts/000/final")
+    weight = network.blocks[0].mlp.inner.weight.detach().clone()
+    quantised = quantise(network, "int8").blocks[0].mlp.inner
+    assert isinstance(quantised, Int8Linear)
+    step = weight.abs().amax(1, keepdim=True) / 127
+    assert ((quantised.weight - weight).abs() <= step / 2 + 1e-7).all()
+
+
+def test_the_verb_writes_pictures_that_say_how_they_were_made(run: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out"
+    command = ["sample", str(run), *PROMPTS, "--count", "3", "--steps", "3", "--seed", "5", "--out", str(out)]
+    assert cli.main([*command, "--trace", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [Path(file).name for file in answer["images"]] == ["000.png", "001.png", "002.png"]
+    assert answer["settings"]["routing"] == "top-2"
+    settings = read_settings(out / "002.png")
+    assert settings["prompt"] == PROMPTS[0]
+    again = atoll.load(run).generate(
+        PROMPTS, n=3, **{key: settings[key] for key in ("steps", "seed", "routing", "guidance")}
+    )
+    for number in range(3):
+        made = np.asarray(Image.open(out / f"{number:03d}.png"), float)
+        assert np.abs(made - np.asarray(again.images[number], float)).max() <= 1
+    assert read_settings(out / "grid.png")["prompt"] == [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
+    with Image.open(out / "trace.png") as trace:
+        colours = {colour for _, colour in trace.getcolors(100000) or []}
+        assert len(colours) > 3
+
+
+def test_the_verb_prints_the_plan_and_refuses_wrong_words(run: Path, capsys) -> None:
+    assert cli.main(["sample", str(run), "a circle", "--plan", "--json", "--resident", "1"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["resident"] == 1
+    assert plan["total"] == sum(plan["parts"].values())
+    assert cli.main(["sample", str(run), "--routing", "top2", "--steps", "2"]) == 2
+    assert "did you mean 'top-2'?" in capsys.readouterr().err
