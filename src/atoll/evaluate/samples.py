@@ -8,7 +8,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,8 @@ def draw(subject: Subject, prompts: Prompts, settings: Settings, what: str, batc
     if artifact.begin(KIND, short) is None:
         artifact.write("prompts.json", told)
         chunks, model = Chunks(artifact, len(prompts), CHUNK), subject.open(resident)
+        # One step first, so that opening networks is no part of the time that pictures take.
+        _generate(model, prompts.part(slice(0, 1)), replace(settings, steps=1), batch)
         for chunk in chunks.missing():
             print(f"{subject.label}: {what}, from {chunk * CHUNK:,} of {len(prompts):,}", flush=True)
             artifact.write_tensors(chunks.file(chunk), _chunk(model, prompts, settings, chunk, batch))
@@ -162,21 +164,18 @@ def _chunk(model: Ensemble, prompts: Prompts, settings: Settings, chunk: int, ba
     """One chunk of pictures. Its noise is the same for every model and routing."""
     part = prompts.part(slice(chunk * CHUNK, (chunk + 1) * CHUNK))
     seed = randomness.key(settings.seed, SEED_STREAM, chunk) >> 33
-    how = {key: value for key, value in asdict(settings).items() if key != "seed"}
-    start = time.perf_counter()
-    made = model.generate(
-        part.captions,
-        part.labels if "label" in model.told else None,
-        len(part),
-        clusters=part.clusters,
-        batch=batch,
-        trace=len(model.experts) > 1,
-        seed=seed,
-        **how,
-    )
-    seconds = time.perf_counter() - start
+    made, seconds = _generate(model, part, replace(settings, seed=seed), batch)
     pictures = torch.from_numpy(np.stack([np.asarray(image) for image in made.images]))
     return {"pictures": pictures, "seconds": torch.tensor(seconds, dtype=torch.float64), **_use(made)}
+
+
+def _generate(model: Ensemble, prompts: Prompts, settings: Settings, batch: int) -> tuple[Generated, float]:
+    """Pictures, and the seconds they took."""
+    labels = prompts.labels if "label" in model.told else None
+    how = {"batch": batch, "trace": len(model.experts) > 1, **asdict(settings)}
+    start = time.perf_counter()
+    made = model.generate(prompts.captions, labels, len(prompts), clusters=prompts.clusters, **how)
+    return made, time.perf_counter() - start
 
 
 def _use(made: Generated) -> dict[str, Tensor]:

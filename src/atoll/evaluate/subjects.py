@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from atoll.config import Config
 from atoll.ensemble import Ensemble, load, parse
@@ -51,8 +49,8 @@ class Subject:
         return [part.open(_kind(part)).digest for part in self.parts]
 
     def open(self, resident: int | None = None) -> Ensemble:
-        """The model itself."""
-        return load(self.run, self.model, resident=resident, routing=self.routing or "top-1")
+        """The model itself, with no routing chosen: all routings of the experts share one."""
+        return _opened(self.run, self.model, resident)
 
     def training(self) -> dict[str, Any]:
         """What its networks cost in training, from their manifests."""
@@ -93,6 +91,12 @@ class Subject:
         return costs
 
 
+@lru_cache(maxsize=1)
+def _opened(run: Path, model: str, resident: int | None) -> Ensemble:
+    """One model is in memory at a time."""
+    return load(run, model, resident=resident)
+
+
 def _kind(part: Artifact) -> str:
     return ROUTER_KIND if part.name.startswith("router/") else EXPERT_KIND
 
@@ -124,8 +128,3 @@ def subjects(run: Path, models: Sequence[str], routings: Sequence[str]) -> list[
     if not found:
         raise AtollError(f"{run} has no trained network to evaluate; see: atoll train --help")
     return found
-
-
-def peak_bytes(device: torch.device) -> int | None:
-    """Largest memory an accelerator has used since `reset`; None on the processor, which does not count."""
-    return torch.accelerator.max_memory_allocated() if device.type != "cpu" else None

@@ -6,10 +6,16 @@ from rich.console import Console
 from rich.table import Table
 
 
-def show(answer: dict[str, Any], console: Console | None = None) -> None:
+LEAST_WIDTH = 112
+
+
+def show(answer: dict[str, Any]) -> None:
     """Print quality, cost and diagnostics."""
-    console = console or Console()
-    console.print(quality(answer))
+    console = Console()
+    console = Console(width=max(console.width, LEAST_WIDTH))
+    for extractor in dict.fromkeys(name for model in answer["models"] for name in model.get("metrics", {})):
+        console.print(quality(answer, extractor))
+    console.print(sampled(answer))
     console.print(costs(answer))
     diagnosed = answer.get("diagnostics", {})
     if diagnosed:
@@ -18,23 +24,30 @@ def show(answer: dict[str, Any], console: Console | None = None) -> None:
         console.print(router(diagnosed["experts"]))
 
 
-def quality(answer: dict[str, Any]) -> Table:
-    """One row for each model and extractor. The floor is what as many real pictures get against the others."""
-    table = Table("model", "seen through", "Frechet", "floor", "KID x1000", "precision", "recall", title="quality")
-    table.add_column("diversity")
-    table.add_column("alignment")
-    table.add_column("refinement")
+def quality(answer: dict[str, Any], extractor: str) -> Table:
+    """Distances to the real pictures through one network; the floor is what as many real pictures get."""
+    names = ("model", "Frechet", "floor", "KID x1000", "precision", "recall", "density", "coverage")
+    table = Table(*names, title=f"against real pictures, through {extractor}")
     for model in answer["models"]:
-        last = (_spread(model.get("diversity")), _spread(model.get("alignment")), _refinement(model))
-        rows = model.get("metrics", {})
-        for name, found in rows.items():
-            kid, near = found["kid"], found["precision_recall"]
-            numbers = (f"{found['frechet']['value']:.2f}", f"{found['floor']['frechet']:.2f}")
-            kids = f"{1000 * kid['value']:.2f} ± {1000 * kid['standard_error']:.2f}"
-            shares = (f"{near['precision']:.3f}", f"{near['recall']:.3f}")
-            table.add_row(model["label"], name, *numbers, kids, *shares, *last)
-        if not rows:
-            table.add_row(model["label"], *["-"] * 6, *last)
+        found = model["metrics"][extractor]
+        kid, near = found["kid"], found["precision_recall"]
+        kids = f"{1000 * kid['value']:.2f} ± {1000 * kid['standard_error']:.2f}"
+        shares = [f"{near[name]:.3f}" for name in ("precision", "recall", "density", "coverage")]
+        table.add_row(
+            model["label"], f"{found['frechet']['value']:.2f}", f"{found['floor']['frechet']:.2f}", kids, *shares
+        )
+    return table
+
+
+def sampled(answer: dict[str, Any]) -> Table:
+    """What the samples are like among themselves."""
+    table = Table("model", "diversity", "alignment", "refinement", "experts a step", title="samples")
+    for model in answer["models"]:
+        use = model.get("expert_use")
+        active = f"{use['mean_active']:.2f}" if use else "-"
+        table.add_row(
+            model["label"], _spread(model.get("diversity")), _spread(model.get("alignment")), _refinement(model), active
+        )
     return table
 
 
@@ -55,7 +68,7 @@ def costs(answer: dict[str, Any]) -> Table:
 
 def errors(diagnosed: dict[str, Any]) -> Table:
     """Held-out error of the velocity by time, of every routing and dense model on the same noisy samples."""
-    table = Table("held-out velocity error", "mean", *[f"t {number / 10:.1f}" for number in range(10)])
+    table = _by_time("held-out velocity error")
     experts = diagnosed.get("experts", {})
     rows = {f"experts {routing}": found for routing, found in experts.get("velocity_error", {}).items()}
     rows |= {key.replace("_", " "): experts[key] for key in ("own_cluster_error", "other_clusters_error") if key in experts}
@@ -66,13 +79,17 @@ def errors(diagnosed: dict[str, Any]) -> Table:
 
 def router(experts: dict[str, Any]) -> Table:
     """Router and experts by time."""
-    table = Table("router and experts", "mean", *[f"t {number / 10:.1f}" for number in range(10)])
+    table = _by_time("router and experts")
     for name in ("accuracy", "confidence", "calibration_error"):
         table.add_row(name.replace("_", " "), *_times(experts["router"][name]))
     table.add_row("chosen expert is best", *_times(experts["router_choice"]["is_best_share"]))
     table.add_row("disagreement, degrees", *_times(experts["disagreement_degrees"], 1))
     table.add_row("of the top 2, degrees", *_times(experts["disagreement_of_top_2_degrees"], 1))
     return table
+
+
+def _by_time(title: str) -> Table:
+    return Table(title, "mean", *[f"{number / 10:.1f}-" for number in range(10)], caption="by time: 0 data, 1 noise")
 
 
 def _times(found: dict[str, Any], digits: int = 3) -> list[str]:
