@@ -9,6 +9,7 @@ An expert's job reads `atoll.yaml` and its own cluster's shards, and writes only
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,14 +22,18 @@ from atoll import flow
 from atoll.config import Config, NetworkChoice, Train
 from atoll.data.models import device as pick_device
 from atoll.data.reader import Shards
+from atoll.data.shards import name as shards_name
 from atoll.errors import AtollError, unknown
 from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
 from atoll.nets.expert import DiffusersExpert
 from atoll.run import Artifact, Manifest
+from atoll.train import density
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.compute import Cost, cost
-from atoll.train.loop import Outcome, train
-from atoll.train.student import EXPERT_KIND, StudentTask
+from atoll.train.expert import EXPERT_KIND
+from atoll.train.expected import expected_facts
+from atoll.train.loop import Outcome, Watch, train
+from atoll.train.student import StudentTask
 from atoll.train.tasks import ExpertTask, RouterTask, Task
 from atoll.train.world import World, join, whole
 
@@ -76,11 +81,17 @@ class Job:
         return Shards.open(self.run, self.clusters)
 
     @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        """What the shards tell of the data; before they are made, what the configuration lets expect."""
+        made = Artifact(self.run, shards_name(self.clusters[0])).manifest() is not None
+        return self.shards.facts if made else expected_facts(self.config)
+
+    @cached_property
     def settings(self) -> Train:
         """How this job trains: `train`, with the job's own section on top, in whole steps."""
         own = {"router": self.config.router, "student": self.config.student}.get(self.kind)
         changes = {
-            key: getattr(own, key) for key in ("samples", "batch", "lr") if own and getattr(own, key) is not None
+            key: getattr(own, key) for key in ("samples", "batch", "lr", "decay") if getattr(own, key, None) is not None
         }
         if self.kind == "router":
             changes["checkpointing"] = False  # the router is small
@@ -94,7 +105,7 @@ class Job:
     @cached_property
     def told(self) -> frozenset[str]:
         """What the network is told: any of text, pooled and label."""
-        facts = self.shards.facts
+        facts = self.facts
         if self.kind == "router":
             choice: str = self.config.router.told
         elif self.config.train.condition == "auto":
@@ -106,12 +117,14 @@ class Job:
             raise AtollError(f"{self.name} is to be told text, but {self.run} was prepared without; set text.encoder")
         if "label" in wish and not facts["labels"]:
             raise AtollError(f"{self.name} is to be told labels, but the data of {self.run} has none")
+        if self.kind != "router" and "text" in wish and _takes_pooled(self._choice):
+            wish = {*wish, "pooled"}
         return frozenset(wish)
 
     @cached_property
     def description(self) -> dict[str, Any]:
         """The network, in the plain values of its manifest."""
-        facts = self.shards.facts
+        facts = self.facts
         channels, size = facts["latents"]["shape"][0], facts["latents"]["shape"][-1]
         fitting: dict[str, Any] = {"channels": channels, "size": size}
         if "label" in self.told:
@@ -145,7 +158,7 @@ class Job:
     @cached_property
     def cost(self) -> Cost:
         """FLOPs and memory of one sample."""
-        facts = self.shards.facts
+        facts = self.facts
         text = (facts["text"]["max_tokens"], facts["text"]["dimensions"]) if facts["text"] else None
         return cost(self.description, tuple(facts["latents"]["shape"]), text)
 
@@ -187,7 +200,7 @@ class Job:
         return ExpertTask(*base, self.objective, self.told, dropout)
 
 
-def run_job(job: Job) -> Manifest:
+def run_job(job: Job, watch: Watch | None = None) -> Manifest:
     """Train a job to its end, or do nothing if its result is there."""
     kind = ROUTER_KIND if job.kind == "router" else EXPERT_KIND
     goal = {**job.made_from, "samples": job.settings.samples}
@@ -197,7 +210,7 @@ def run_job(job: Job) -> Manifest:
     with join(pick_device()) as world:
         task = job.task()
         checkpoints = Checkpoints(job.run, job.name, job.made_from, world, job.settings.keep_last)
-        outcome = train(task, job.settings, checkpoints, world)
+        outcome = train(task, job.settings, checkpoints, world, watch)
         return commit(job, task, outcome, world, kind, goal)
 
 
@@ -216,6 +229,8 @@ def commit(job: Job, task: Task, outcome: Outcome, world: World, kind: str, goal
         save_network(network, job.result.folder)
         for other in others:
             job.result.write_tensors(f"average-{other}.safetensors", averages[other])
+        if job.kind == "expert":
+            job.result.write_tensors(density.FILE, density.of_shards(job.shards).tensors())
         made = job.result.commit({**declaration(job, task), **figures, "compute": compute(job, outcome)})
         Checkpoints(job.run, job.name, {}, world).clear()
         print(f"{task.name}: done, {job.result.folder}", flush=True)
@@ -277,6 +292,11 @@ def _named(kind: str, choice: NetworkChoice, fitting: dict[str, Any]) -> dict[st
         raise AtollError(unknown("network size", name, NAMES))
     with torch.device("meta"):
         return build({"_class_name": kind, **NAMES[name], **fitting, **parts}).describe()
+
+
+def _takes_pooled(choice: NetworkChoice) -> bool:
+    """Whether a network is told one vector of the caption besides its tokens, as the MMDiT of SD3 is."""
+    return isinstance(choice, dict) and bool(choice.get("pooled_width") or choice.get("pooled_projection_dim"))
 
 
 def _adopted(folder: str, fitting: dict[str, Any]) -> dict[str, Any]:
