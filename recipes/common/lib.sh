@@ -71,3 +71,12 @@ train() { # train NAME JOB...: jobs of an arm ("0" to "7", router, "monolith --t
         echo "$atoll train $run --$job"
     done | xargs -P "$JOBS" -I{} sh -c '{} || exit 255'
 }
+
+measure() { # measure NAME OPTION...: figures of an arm; the features of the real pictures are computed once for all arms
+    local run; run=$(arm "$1"); shift
+    mkdir -p "$run/evaluation" "$ROOT/base/reference"
+    [ -d "$run/evaluation/reference" ] || cp -al "$ROOT/base/reference" "$run/evaluation/reference"
+    $atoll evaluate "$run" --samples "${SAMPLES:-1024}" --references 2048 --steps 25 --guidance 2 --held-out 256 \
+        --followed 16 --allow-few "$@"
+    cp -aln "$run/evaluation/reference/." "$ROOT/base/reference/"
+}

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Everything of this recipe, resumable: bash recipes/emoji-student/run.sh [RUN]
+# Everything of this recipe, resumable: bash recipes/student/run.sh [RUN]
 set -euo pipefail
-run=${1:-runs/emoji-student}
+run=${1:-runs/student}
 atoll=${ATOLL:-.venv/bin/atoll}
 mkdir -p "$run"
-cp recipes/emoji-student/atoll.yaml "$run/atoll.yaml"
+cp recipes/student/atoll.yaml "$run/atoll.yaml"
 $atoll prepare "$run"
 for expert in 0 1 2 3; do $atoll train "$run" --expert $expert; done
 $atoll train "$run" --router
 $atoll train "$run" --student
 # From scratch with the student's FLOPs, its teachers' forward passes included: 4/3 as many samples.
 $atoll train "$run" --monolith --train.samples 17056
-.venv/bin/python recipes/emoji-student/figures.py "$run"
+.venv/bin/python recipes/student/figures.py "$run"

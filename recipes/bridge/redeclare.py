@@ -1,0 +1,15 @@
+"""An expert of one run as an expert of another, over another bridge: redeclare.py FROM TO EXPERT exact|published."""
+
+import sys
+from pathlib import Path
+
+from atoll.run import Artifact
+
+source, target, expert, bridge = sys.argv[1:]
+name = f"experts/{int(expert):03d}/final"
+old, new = Artifact(Path(source), name), Artifact(Path(target), name)
+manifest = old.open("expert", verify=True)
+if new.begin("expert", {**manifest.made_from, "bridge": bridge}) is None:
+    for file in manifest.files:
+        new.write(file, old.path(file).read_bytes())
+    new.commit({**manifest.facts, "bridge": {"mode": bridge}})
