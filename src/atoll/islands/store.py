@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -98,7 +99,7 @@ class Store:
 
         return self._try(get)
 
-    def stream(self, key: str, start: int, end: int, chunk: int = 1 << 20) -> Iterator[bytes]:
+    def stream(self, key: str, start: int, end: int, chunk: int = 1 << 18) -> Iterator[bytes]:
         """The bytes `start` to `end` of an object, as they come. A cut raises; go on from where it was."""
         answer = self.backend.get(key, options={"range": (start, end)})
         for part in answer.stream(min_chunk_size=chunk):
@@ -122,11 +123,12 @@ class Store:
 
     def delete(self, keys: list[str]) -> None:
         """Remove objects; one that is not there is no matter."""
+        if self.path is None and keys:
+            self._try(lambda: self.backend.delete(keys))
+            return
         for key in keys:
-            try:
-                self._try(lambda key=key: self.backend.delete(key))  # type: ignore[misc]
-            except (exceptions.NotFoundError, FileNotFoundError):
-                continue
+            with suppress(FileNotFoundError):
+                self.backend.delete(key)
 
     # What can be relied on
 

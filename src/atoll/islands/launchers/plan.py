@@ -1,0 +1,136 @@
+"""The jobs of a run and what they wait for.
+
+    ingest -> features -> clusters ─┐                ┌-> experts -> student
+       └────> latents, text ────────┴─> shards ──────┼-> router
+                                                     └-> monolith
+
+A step is one command of `atoll`. Steps that are alike and do not wait for one another form a group; groups wait for
+groups. What is finished is told by the run's artifacts alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from atoll.config import Config
+from atoll.data import shards
+from atoll.errors import AtollError
+from atoll.run import Artifact
+
+Kind = Literal["prepare", "experts", "router", "monolith", "student"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command. Its name is that of its lease and its log; a training job's is its folder in the run."""
+
+    name: str
+    index: int
+    arguments: tuple[str, ...]
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Steps that are alike and can run side by side."""
+
+    name: str
+    steps: tuple[Step, ...]
+    needs: tuple[str, ...] = ()
+    device: Literal["cpu", "gpu", "island"] = "island"
+    """What a step can use: cores only, one GPU, or all processes of an island."""
+
+    def only(self, names: set[str]) -> "Group":
+        """The same group with these of its steps."""
+        return replace(self, steps=tuple(step for step in self.steps if step.name in names))
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What someone wants done."""
+
+    kinds: tuple[Kind, ...] = ("prepare", "experts", "router")
+    experts: tuple[int, ...] = ()
+    shares: int = 1
+    overrides: Mapping[str, str] | None = None
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The dotted options that every job is given; those of the island are the launcher's own affair."""
+        given = (self.overrides or {}).items()
+        return tuple(word for key, value in given if not key.startswith("island.") for word in (f"--{key}", value))
+
+
+def missing_groups(run: Path, config: Config, wish: Wish) -> list[Group]:
+    """Every group with something left to do, each after those it needs; a need that is not among them is met."""
+    numbers = wish.experts or tuple(range(config.clusters.count))
+    for number in numbers:
+        config.objective(number)
+    _check_teachers(run, config, wish, numbers)
+    training = [group for group in _training(run, config, wish, numbers) if group.steps]
+    wants_all = ("prepare" in wish.kinds and not wish.experts) or any(group.name != "experts" for group in training)
+    clusters = range(config.clusters.count) if wants_all else numbers
+    if (training or "prepare" in wish.kinds) and not _has_shards(run, clusters):
+        if "prepare" not in wish.kinds:
+            raise AtollError(f"{run} has no shards yet; let them be made too: --jobs prepare {' '.join(wish.kinds)}")
+        return _preparation(run, config, wish) + training
+    return training
+
+
+def _check_teachers(run: Path, config: Config, wish: Wish, numbers: Sequence[int]) -> None:
+    """A student waits for the experts that are trained with it; all others must be there."""
+    along = set(numbers) if "experts" in wish.kinds else set()
+    others = [number for number in range(config.clusters.count) if number not in along]
+    absent = [number for number in others if Artifact(run, f"experts/{number:03d}/final").manifest() is None]
+    if "student" in wish.kinds and absent:
+        raise AtollError(
+            f"the student learns from all experts; {', '.join(map(str, absent))} are neither finished nor asked for. "
+            "Add them: --jobs experts student"
+        )
+
+
+def _has_shards(run: Path, clusters: Sequence[int]) -> bool:
+    return all(Artifact(run, shards.name(cluster)).manifest() for cluster in clusters)
+
+
+def _training(run: Path, config: Config, wish: Wish, numbers: Sequence[int]) -> list[Group]:
+    """The training jobs that are wanted and not finished; the router waits for no expert."""
+    last = "shards" if wish.shares > 1 else "prepare"
+    commands: dict[Kind, list[tuple[str, int, tuple[str, ...]]]] = {
+        "experts": [(f"experts/{number:03d}", number, ("--expert", str(number))) for number in numbers],
+        "router": [("router", 0, ("--router",))],
+        "monolith": [("monolith", 0, ("--monolith",))],
+        "student": [("student", 0, ("--student",))],
+    }
+    groups = []
+    for kind, jobs in commands.items():
+        own = {"router": config.router.samples, "student": config.student.samples}.get(kind)
+        steps = tuple(
+            Step(name, index, ("train", str(run), *arguments, *wish.options), own or config.train.samples)
+            for name, index, arguments in jobs
+            if kind in wish.kinds and Artifact(run, f"{name}/final").manifest() is None
+        )
+        groups.append(Group(kind, steps, (last, "experts") if kind == "student" else (last,)))
+    return groups
+
+
+def _preparation(run: Path, config: Config, wish: Wish) -> list[Group]:
+    """The stages of preparation that are not finished; with shares, those that can be divided are."""
+    if wish.shares == 1:
+        return [Group("prepare", (Step("prepare", 0, ("prepare", str(run), *wish.options)),), (), "gpu")]
+    from atoll.data.prepare import NEEDS, SHARED, STAGES, Preparation
+
+    work = Preparation(run, config)
+    groups = []
+    for stage in STAGES:
+        if (stage == "text" and work.unneeded(stage)) or work.done(stage):
+            continue
+        count = wish.shares if stage in SHARED else 1
+        steps = []
+        for share in range(count):
+            divided = ("--shard", f"{share}/{count}") if count > 1 else ()
+            name = f"prepare/{stage}" + (f"-{share}-of-{count}" if count > 1 else "")
+            steps.append(Step(name, share, ("prepare", str(run), "--stage", stage, *divided, *wish.options)))
+        groups.append(Group(stage, tuple(steps), NEEDS[stage], "gpu" if stage in SHARED else "cpu"))
+    return groups

@@ -1,0 +1,231 @@
+"""The store contract: on a file system, in memory, and on a real S3 server."""
+
+import hashlib
+import shutil
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import pytest
+
+from atoll.errors import AtollError
+from atoll.islands import transfer
+from atoll.islands.store import Store
+from atoll.islands.strict import Refused
+from atoll.islands.transfer import fetch, parts_of, publish, read_manifest, upload
+from atoll.run import Artifact, Manifest
+from islands.servers import forgetful, proxy
+
+
+def make(run: Path, name: str = "data/shards/cluster_000", sizes: tuple[int, ...] = (10, 0, 3_000_000)) -> Artifact:
+    artifact = Artifact(run, name)
+    artifact.begin("shards", {"name": name})
+    for number, size in enumerate(sizes):
+        artifact.write(f"file-{number}.bin", np.random.default_rng(number).bytes(size))
+    artifact.commit({"rows": 1})
+    return artifact
+
+
+def content(artifact: Artifact) -> dict[str, str]:
+    files = [path for path in artifact.folder.rglob("*") if path.is_file()]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def manifest_of(artifact: Artifact) -> Manifest:
+    found = artifact.manifest()
+    assert found is not None
+    return found
+
+
+def test_keys_are_created_once(store: Store) -> None:
+    store.probe()
+    assert store.create("a/b", b"first")
+    assert not store.create("a/b", b"second")
+    assert store.create("a/b", b"first"), "the same words again are no conflict"
+    assert store.read("a/b") == b"first"
+    assert store.read("a/c") is None
+    assert store.entry("a/c") is None
+    store.write("a/c", b"")
+    assert [(entry.key, entry.size) for entry in store.entries("a")] == [("a/b", 5), ("a/c", 0)]
+    store.delete(["a/b", "a/never"])
+    assert [entry.key for entry in store.entries("a")] == ["a/c"]
+    assert store.entries("probe") == []
+
+
+def test_an_object_that_is_too_large_is_not_read(store: Store) -> None:
+    store.write("a", bytes(1001))
+    with pytest.raises(AtollError, match="1,001 bytes; at most 1,000"):
+        store.read("a", 1000)
+
+
+def test_the_stores_clock_goes_with_its_objects(store: Store) -> None:
+    before = store.now()
+    store.write("a", b"")
+    entry = store.entry("a")
+    assert entry is not None
+    assert -1.5 < entry.modified - before < 10
+
+
+def test_a_store_that_ignores_conditions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that answers every conditional write with 200, as several S3 imitations do."""
+    with forgetful() as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "test")
+        with pytest.raises(AtollError, match="overwrites a key that it was asked to create only if absent"):
+            Store.open("s3://bucket/run").probe()
+
+
+def test_an_unknown_kind_of_place_is_refused() -> None:
+    with pytest.raises(AtollError, match="gopher://x: cannot be opened"):
+        Store.open("gopher://x")
+
+
+def test_an_artifact_makes_the_round_trip(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parts, so that the large file travels in pieces; what is there is not sent again."""
+    monkeypatch.setattr(transfer, "PART", 1 << 20)
+    source = make(tmp_path / "a")
+    publish(store, source, manifest_of(source))
+    assert len(store.entries(f"{source.name}/sha256")) == 2 + 3
+    target = Artifact(tmp_path / "b", source.name)
+    manifest = read_manifest(store, source.name)
+    assert manifest is not None
+    fetch(store, source.name, manifest, target)
+    assert target.open("shards", verify=True).digest == manifest.digest
+    assert content(target) == content(source)
+    written = {entry.key: entry.modified for entry in store.entries(source.name)}
+    publish(store, source, manifest)
+    assert {entry.key for entry in store.entries(source.name)} == set(written)
+    fetch(store, source.name, manifest, target)
+
+
+def test_other_content_cannot_take_a_published_name(store: Store, tmp_path: Path) -> None:
+    first, second = make(tmp_path / "a"), make(tmp_path / "b", sizes=(11,))
+    publish(store, first, manifest_of(first))
+    with pytest.raises(AtollError, match="published before with other content"):
+        publish(store, second, manifest_of(second))
+    manifest = read_manifest(store, first.name)
+    assert manifest is not None
+    assert manifest.digest == manifest_of(first).digest
+    fetch(store, first.name, manifest, Artifact(tmp_path / "c", first.name))
+    assert content(Artifact(tmp_path / "c", first.name)) == content(first)
+
+
+def test_what_is_damaged_in_the_store_does_not_come_in(store: Store, tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    manifest = manifest_of(source)
+    publish(store, source, manifest)
+    part = parts_of(source.name, manifest.files["file-2.bin"])[0]
+    data = bytearray(store.read(part.key, 1 << 30) or b"")
+    data[1000] ^= 1
+    store.write(part.key, bytes(data))
+    target = Artifact(tmp_path / "b", source.name)
+    with pytest.raises(Refused, match=r"file-2.bin is not what its manifest says \(its SHA-256 differs\)"):
+        fetch(store, source.name, manifest, target)
+    assert target.manifest() is None
+    assert not target.path("file-2.bin").exists()
+    store.write(part.key, source.path("file-2.bin").read_bytes())
+    fetch(store, source.name, manifest, target)
+    assert content(target) == content(source)
+
+
+def test_an_object_that_is_missing_or_short_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "pause", lambda attempt: 0)
+    store, source = Store.open(f"memory://{uuid4().hex}"), make(tmp_path / "a")
+    manifest = manifest_of(source)
+    publish(store, source, manifest)
+    key = parts_of(source.name, manifest.files["file-2.bin"])[0].key
+    store.write(key, b"short")
+    with pytest.raises(AtollError, match="5 of 3,000,000 bytes came"):
+        fetch(store, source.name, manifest, Artifact(tmp_path / "b", source.name))
+    store.delete([key])
+    with pytest.raises(Refused, match="is missing though a manifest lists it"):
+        fetch(store, source.name, manifest, Artifact(tmp_path / "c", source.name))
+
+
+def test_cuts_in_an_upload_leave_nothing_half_visible(
+    s3: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every connection is cut after 100 kB: it fails, and nothing is there but whole objects. Then it is finished."""
+    monkeypatch.setattr(transfer, "PART", 1 << 20)
+    monkeypatch.setattr("atoll.islands.store.ATTEMPTS", 1)
+    source = make(tmp_path / "a", sizes=(50_000, 3_000_000))
+    manifest = manifest_of(source)
+    with proxy(s3) as line:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", line.address)
+        store = Store.open(bucket)
+        line.cut_up = [100_000] * 1000
+        with pytest.raises(AtollError, match="does not answer"):
+            publish(store, source, manifest)
+        assert line.cuts >= 3
+        line.cut_up = []
+        sizes = {part.key: part.size for entry in manifest.files.values() for part in parts_of(source.name, entry)}
+        there = store.entries(source.name)
+        assert all(sizes[entry.key] == entry.size for entry in there)
+        assert len(there) < len(sizes)
+        assert read_manifest(store, source.name) is None
+        before = line.up
+        line.cut_up = [700_000, 300_000]  # some cuts more: the retries finish it
+        publish(store, source, manifest)
+        assert line.up - before < 1.5 * 3_050_000
+        fetch(store, source.name, manifest, Artifact(tmp_path / "b", source.name))
+    assert content(Artifact(tmp_path / "b", source.name)) == content(source)
+
+
+def test_cuts_in_a_download_leave_nothing_half_visible_and_cost_little(
+    s3: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make(tmp_path / "a", sizes=(4_000_000,))
+    manifest = manifest_of(source)
+    publish(Store.open(bucket), source, manifest)
+    target = Artifact(tmp_path / "b", source.name)
+    with proxy(s3) as line:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", line.address)
+        monkeypatch.setattr("atoll.islands.store._RETRIES", {"max_retries": 0})
+        monkeypatch.setattr(transfer, "ATTEMPTS", 2)
+        monkeypatch.setattr(transfer, "pause", lambda attempt: 0)
+        store = Store.open(bucket)
+        line.cut_down = [1_500_000, *[0] * 50]
+        with pytest.raises(AtollError, match="of 4,000,000 bytes came"):
+            fetch(store, source.name, manifest, target)
+        assert target.manifest() is None
+        assert not target.path("file-0.bin").exists()
+        line.cut_down = [1_000_000]
+        fetch(store, source.name, manifest, target)
+        assert line.cuts >= 3
+        assert line.down < 1.2 * 4_000_000, "a download goes on where it was cut"
+    assert content(target) == content(source)
+
+
+def test_bytes_moved_are_those_of_the_artifact(
+    s3: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make(tmp_path / "a", sizes=(2_000_000, 2_000_000, 500_000))
+    size = sum(entry.size for entry in manifest_of(source).files.values())
+    with proxy(s3) as line:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", line.address)
+        store = Store.open(bucket)
+        publish(store, source, manifest_of(source))
+        assert line.up < 1.05 * size
+        fetch(store, source.name, manifest_of(source), Artifact(tmp_path / "b", source.name))
+        assert line.down < 1.05 * size
+
+
+def test_a_part_of_an_artifact_can_be_fetched(store: Store, tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    publish(store, source, manifest_of(source))
+    target = Artifact(tmp_path / "b", source.name)
+    fetch(store, source.name, manifest_of(source), target, only=lambda file: file != "file-2.bin")
+    assert set(content(target)) == {"file-0.bin", "file-1.bin", "manifest.json"}
+    assert target.open("shards", verify=True).facts == {"rows": 1}
+
+
+def test_an_upload_alone_counts_for_nothing(store: Store, tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    upload(store, source, manifest_of(source), source.name)
+    assert read_manifest(store, source.name) is None
+    shutil.rmtree(tmp_path / "a")
+    digest = next(entry.key for entry in store.entries(f"{source.name}/manifests")).split("/")[-1].removesuffix(".json")
+    manifest = read_manifest(store, source.name, digest)
+    assert manifest is not None
+    fetch(store, source.name, manifest, Artifact(tmp_path / "b", source.name))
