@@ -24,8 +24,8 @@ def test_help_lists_the_verbs_in_pipeline_order_and_never_imports_torch() -> Non
     assert result.returncode == 0, result.stderr
     listed = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")]
     assert listed == list(cli.VERBS)
-    journey = ["demo", "init", "config", "prepare", "train", "launch", "join", "status", "sample", "evaluate", "report"]
-    journey += ["convert", "export", "serve"]
+    journey = ["demo", "init", "config", "prepare", "train", "launch", "push", "join", "admit", "status"]
+    journey += ["pull", "keys", "sample", "evaluate", "report", "convert", "export", "serve"]
     assert [verb for verb in journey if verb in listed] == listed
 
 

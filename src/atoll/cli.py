@@ -14,6 +14,7 @@ from tyro.conf import Positional, Suppress, arg
 from atoll import __version__
 from atoll import config as configuration
 from atoll.errors import AtollError, unknown
+from atoll.islands import verbs as shared
 from atoll.presets import NOTES, PRESETS
 from atoll.vocabulary import SOLVERS
 
@@ -374,6 +375,12 @@ VERBS: dict[str, type[Verb]] = {
     "config": Config,
     "prepare": Prepare,
     "train": Train,
+    "push": shared.Push,
+    "join": shared.Join,
+    "admit": shared.Admit,
+    "status": shared.Status,
+    "pull": shared.Pull,
+    "keys": shared.Keys,
     "sample": Sample,
     "evaluate": Evaluate,
     "convert": Convert,

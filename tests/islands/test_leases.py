@@ -74,7 +74,7 @@ def test_a_lease_is_taken_renewed_and_given_up(store: Store) -> None:
 
 
 def test_a_silent_holder_is_overtaken_and_can_say_nothing_more() -> None:
-    """It stalls past its lease: it cannot renew, move the pointer, or publish, neither before nor after it is overtaken."""
+    """It stalls past its lease: it cannot renew, move the pointer, or publish, before and after it is overtaken."""
     store = Store.open(f"memory://{uuid4().hex}")
     stalled = Lease.take(store, "experts/000", 0.3, "stalled")
     assert stalled is not None

@@ -130,7 +130,7 @@ def test_what_is_damaged_in_the_store_does_not_come_in(store: Store, tmp_path: P
 
 
 def test_an_object_that_is_missing_or_short_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "pause", lambda attempt: 0)
+    monkeypatch.setattr(transfer, "pause", lambda _: 0)
     store, source = Store.open(f"memory://{uuid4().hex}"), make(tmp_path / "a")
     manifest = manifest_of(source)
     publish(store, source, manifest)
@@ -183,7 +183,7 @@ def test_cuts_in_a_download_leave_nothing_half_visible_and_cost_little(
         monkeypatch.setenv("AWS_ENDPOINT_URL", line.address)
         monkeypatch.setattr("atoll.islands.store._RETRIES", {"max_retries": 0})
         monkeypatch.setattr(transfer, "ATTEMPTS", 2)
-        monkeypatch.setattr(transfer, "pause", lambda attempt: 0)
+        monkeypatch.setattr(transfer, "pause", lambda _: 0)
         store = Store.open(bucket)
         line.cut_down = [1_500_000, *[0] * 50]
         with pytest.raises(AtollError, match="of 4,000,000 bytes came"):
