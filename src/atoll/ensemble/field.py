@@ -67,6 +67,7 @@ class Ensemble(nn.Module):
         self.routing = parse(routing)
         self.missing = tuple(missing)
         self.models = sampling.Models(members[0].declaration)
+        self.scheduler: Any = None  # a diffusers scheduler that takes the place of the solver
         first = (router or members[0]).declaration
         self.space: Statistics = first.statistics
         self.residents = Residents(self.members, self.space, self.placement, resident or len(members))

@@ -242,6 +242,8 @@ def _batch(
 
     shape = (len(rows), *ensemble.shape)
     noise = randomness.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=part.start).to(ensemble.device)
+    if ensemble.scheduler is not None:
+        return flow.run_scheduler(ensemble.scheduler, velocity, noise, settings.steps), decisions
     return flow.solve(velocity, noise, steps=settings.steps, solver=settings.solver, shift=settings.shift), decisions
 
 

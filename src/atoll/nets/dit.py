@@ -245,7 +245,8 @@ class DiT(nn.Module):
         """Projected text with the null condition in place, (batch or 1, length, width), and the attention mask."""
         if self.text is None or self.null_text is None:
             return None, None
-        null = self.text(self.null_text[None, None])
+        # One token here; a network from elsewhere may know the null condition as a whole empty caption.
+        null = self.text(self.null_text.view(1, -1, self.null_text.shape[-1]))
         if condition.text is None:
             return null, None
         text, mask = self.text(condition.text.to(self.null_text.dtype)), condition.text_mask
