@@ -180,6 +180,21 @@ class Student(Section):
     block: int = Field(8192, ge=1, description="samples whose targets are computed at once, expert after expert")
 
 
+class Island(Section):
+    """What atoll launch asks of a scheduler for every training job; no result depends on it."""
+
+    nodes: int = Field(1, ge=1, description="machines of one island")
+    gpus: int = Field(0, ge=0, description="GPUs of each node")
+    processes: int | None = Field(None, ge=1, description="on each node; null is one for each GPU, or one")
+    cores: int | None = Field(None, ge=1, description="of each node; null is a fair share, or the scheduler's default")
+    memory_gb: float | None = Field(None, gt=0, description="of each node; null is the scheduler's default")
+    hours: float | None = Field(None, gt=0, description="time limit of one attempt; null is the scheduler's default")
+    setup: list[str] = Field([], description="Slurm: lines of shell before every job, such as module load cuda")
+    sbatch: list[str] = Field([], description="Slurm: further options of sbatch, such as --partition=gpu")
+    resources: dict[str, float] = Field({}, description="Ray: further resources that a job takes")
+    accelerator: str | None = Field(None, description="SkyPilot: kind of GPU, such as A100; null is any machine")
+
+
 class Config(Section):
     """Everything a run needs to know."""
 
@@ -201,6 +216,7 @@ class Config(Section):
     train: Train = Train()
     router: Router = Router()
     student: Student = Student()
+    island: Island = Island()
 
     @field_validator("networks")
     @classmethod

@@ -22,7 +22,7 @@ StageName = Literal["ingest", "features", "clusters", "latents", "text", "shards
 STAGES: tuple[StageName, ...] = get_args(StageName)
 SHARED: tuple[StageName, ...] = ("features", "latents", "text")
 """Stages that several jobs can share."""
-_NEEDS: dict[StageName, tuple[StageName, ...]] = {
+NEEDS: dict[StageName, tuple[StageName, ...]] = {
     "ingest": (),
     "features": ("ingest",),
     "clusters": ("features",),
@@ -88,7 +88,7 @@ class Preparation:
 
     def done(self, stage: StageName) -> bool:
         """Whether a stage is finished. Raises `AtollError` if what is there was made from something else."""
-        if not all(self.done(earlier) for earlier in _NEEDS[stage]):
+        if not all(self.done(earlier) for earlier in NEEDS[stage]):
             return False
         if self.unneeded(stage):
             return True

@@ -111,6 +111,8 @@ class Local:
 
     def wait(self) -> None:
         """Run everything; SIGINT and SIGTERM let running steps save, and end."""
+        if not self._groups:
+            return
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, lambda *_: self._ask_to_stop()) for number in numbers}
         total = sum(map(len, self._left.values()))
@@ -158,7 +160,7 @@ class Local:
             self._running.append(Running(process, group, step, slot))
 
     def _reap(self) -> int:
-        """Note what ended, and count what is done; what asks for it, or died without a word, stays with what is left."""
+        """Note what ended and count what is done; what asks for it, or died without a word, is still left."""
         done = 0
         for running in list(self._running):
             code = running.process.poll()

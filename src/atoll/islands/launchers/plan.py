@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 from atoll.config import Config
-from atoll.data import shards
 from atoll.errors import AtollError
 from atoll.run import Artifact
 
 Kind = Literal["prepare", "experts", "router", "monolith", "student"]
+SHARDS = "data/shards/cluster_{:03d}"
+"""As `atoll.data.shards` names them; that would import torch, and a launch shall answer at once."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _check_teachers(run: Path, config: Config, wish: Wish, numbers: Sequence[int
 
 
 def _has_shards(run: Path, clusters: Sequence[int]) -> bool:
-    return all(Artifact(run, shards.name(cluster)).manifest() for cluster in clusters)
+    return all(Artifact(run, SHARDS.format(cluster)).manifest() for cluster in clusters)
 
 
 def _training(run: Path, config: Config, wish: Wish, numbers: Sequence[int]) -> list[Group]:

@@ -55,9 +55,7 @@ class Ray:
                 raise AtollError("--on ray needs Ray: pip install 'atoll[ray]'") from error
             if not ray.is_initialized():
                 try:
-                    # Another loopback address lets one machine act as several nodes.
-                    address = {"_node_ip_address": os.environ["RAY_NODE_IP"]} if "RAY_NODE_IP" in os.environ else {}
-                    ray.init(address="auto", namespace=_NAMESPACE, log_to_driver=False, **address)
+                    ray.init(address="auto", namespace=_NAMESPACE, log_to_driver=False)
                 except ConnectionError as error:
                     raise AtollError("no Ray cluster answers; start one with: ray start --head") from error
             self._ray = ray

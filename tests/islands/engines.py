@@ -1,0 +1,202 @@
+"""The launchers as the contract sees them: start a launch, kill a job, take a job's machine away."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from islands import slurm
+from islands.slurm import wait_for
+
+MAIN = "import sys; from atoll.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+class Local:
+    """Processes of this machine, two at a time."""
+
+    options = ("--on", "local", "--at-once", "2")
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def launch(self, run: Path, *options: str) -> subprocess.Popen[str]:
+        return self._start(MAIN, "launch", str(run), *self.options, "--island.cores", "1", *options)
+
+    def _start(self, code: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, *arguments]
+        return subprocess.Popen(
+            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    @contextmanager
+    def preempted(self, run: Path, step: str) -> Iterator[None]:
+        """Whoever owns a machine asks its processes to leave it with SIGTERM."""
+        os.kill(attempts(run, step)[0], signal.SIGTERM)
+        yield
+
+
+class Slurm(Local):
+    """Two nodes of one core each; a job in a better partition takes a node away."""
+
+    options = ("--on", "slurm", "--wait")
+
+    def start(self) -> None:
+        self.cluster = slurm.Cluster()
+        self.cluster.start()
+
+    def stop(self) -> None:
+        self.cluster.stop()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**self.cluster.environment, "OMP_NUM_THREADS": "1"}
+
+    @contextmanager
+    def preempted(self, run: Path, step: str) -> Iterator[None]:
+        job = self.job_of(run, step)
+        taker = ["srun", "--partition=high", f"--nodelist={self.cluster.node_of(job)}", "sleep", "2"]
+        better = subprocess.Popen(taker, env=self.environment)
+        yield
+        assert better.wait(120) == 0
+
+    def job_of(self, run: Path, step: str) -> str:
+        words = Path(f"/proc/{attempts(run, step)[0]}/environ").read_bytes().decode().split("\0")
+        return next(word.split("=slurm-")[1] for word in words if word.startswith("ATOLL_TICKET="))
+
+
+class Ray(Local):
+    """A head and two nodes of one core each; a node dies and another one comes."""
+
+    options = ("--on", "ray", "--wait")
+
+    def start(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        # Not 127.0.0.1: Ray replaces it by the machine's outward address.
+        head = {"num_cpus": 0, "node_ip_address": "127.0.0.2", "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.nodes = {f"127.0.0.{number}": self._add(f"127.0.0.{number}") for number in (3, 4)}
+
+    def _add(self, address: str) -> object:
+        return self.cluster.add_node(num_cpus=1, node_ip_address=address)
+
+    def stop(self) -> None:
+        self.cluster.shutdown()
+
+    def launch(self, run: Path, *options: str) -> subprocess.Popen[str]:
+        connect = f"import ray; ray.init({self.cluster.address!r}, _node_ip_address='127.0.0.2', log_to_driver=False)"
+        return self._start(f"{connect}; {MAIN}", "launch", str(run), *self.options, "--island.cores", "1", *options)
+
+    @contextmanager
+    def preempted(self, run: Path, step: str) -> Iterator[None]:
+        """The raylet of the node that a job is on dies."""
+        words = Path(f"/proc/{attempts(run, step)[0]}/environ").read_bytes().decode().split("\0")
+        variables = dict(word.partition("=")[::2] for word in words)
+        address = variables["ATOLL_TEST_NODE"] if "ATOLL_TEST_NODE" in variables else self._address_of(run, step)
+        self.cluster.remove_node(self.nodes.pop(address), allow_graceful=False)
+        yield
+        self.nodes["127.0.0.5"] = self._add("127.0.0.5")
+
+    def _address_of(self, run: Path, step: str) -> str:
+        """The node whose worker is the parent of an attempt: its command line names the node's address."""
+        import psutil
+
+        worker = psutil.Process(attempts(run, step)[0]).parent()
+        raylet = worker.parent()
+        words = " ".join(raylet.cmdline())
+        return next(address for address in self.nodes if f"={address}" in words)
+
+
+ENGINES = {"local": Local, "slurm": Slurm, "ray": Ray}
+
+
+def attempts(run: Path, step: str) -> list[int]:
+    """The processes that hold the lease of a step, on this machine."""
+    return [
+        number for number, words in processes() if "atoll.islands.launchers.attempt" in words and step in words
+        and str(run) in words
+    ]  # fmt: skip
+
+
+def trainers(run: Path, step: str) -> list[int]:
+    """The processes that work on a step."""
+    wanted = f"ATOLL_STEP={run}:{step}".encode()
+    found = []
+    for number, _ in processes():
+        try:
+            if wanted in Path(f"/proc/{number}/environ").read_bytes().split(b"\0"):
+                found.append(number)
+        except OSError:
+            continue
+    return found
+
+
+def processes() -> Iterator[tuple[int, list[str]]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        # srun, too, has the whole command among its words; a Python comes first in that of an attempt.
+        if "python" in Path(words[0]).name:
+            yield int(folder.name), words
+
+
+class Watch(threading.Thread):
+    """Looks at a run all the time: which checkpoints and results were written, and how often."""
+
+    def __init__(self, run: Path) -> None:
+        super().__init__(daemon=True)
+        self.run_folder, self.over = run, threading.Event()
+        self.seen: dict[str, set[tuple[int, int]]] = {}
+
+    def run(self) -> None:
+        while not self.over.wait(0.01):
+            self.look()
+
+    def look(self) -> None:
+        for pattern in ("experts/*/checkpoints/*/manifest.json", "experts/*/final/manifest.json"):
+            for path in self.run_folder.glob(pattern):
+                try:
+                    found = path.stat()
+                except FileNotFoundError:
+                    continue
+                name = path.parent.relative_to(self.run_folder).as_posix()
+                self.seen.setdefault(name, set()).add((found.st_ino, found.st_mtime_ns))
+
+    def checkpoints(self, step: str) -> list[int]:
+        return sorted(int(name.split("/")[-1]) for name in list(self.seen) if name.startswith(f"{step}/checkpoints/"))
+
+    def __enter__(self) -> "Watch":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.join()
+        self.look()
+
+
+def wait_until(condition: object, process: subprocess.Popen[str], what: str, seconds: float = 180) -> None:
+    """Wait for something that a launch shall bring about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() in (None, 0), process.stderr.read() if process.stderr else ""
+        assert time.monotonic() < deadline, f"{what}: it never happened"
+        time.sleep(0.01)
+
+
+__all__ = ["ENGINES", "Local", "Ray", "Slurm", "Watch", "attempts", "trainers", "wait_for", "wait_until"]

@@ -1,0 +1,111 @@
+"""The contract of all launchers, on real ones: whatever happens to jobs, all finish, and as if nothing had happened."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from islands import slurm
+from islands.engines import ENGINES, Local, Watch, attempts, wait_until
+from train.conftest import merge
+from train.workers import TINY, assert_same_weights, finish, metrics
+
+Run = Callable[..., Path]
+LONGER = {"train": {"samples": 960, "save_every": 64, "keep_last": 99, "log_every": 64}}
+
+
+@pytest.fixture(scope="module", params=["local", "slurm", pytest.param("ray", marks=pytest.mark.slow)])
+def engine(request: pytest.FixtureRequest) -> Iterator[Local]:
+    if request.param == "slurm" and (reason := slurm.obstacle()):
+        pytest.skip(reason)
+    if request.param == "ray":
+        pytest.importorskip("ray", reason="RAY IS NOT TESTED: pip install 'atoll[ray]'")
+    engine = ENGINES[request.param]()
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def copy_run(prepared: Path, run: Path, **changes: Any) -> Path:
+    values = merge(merge(merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY), LONGER), changes)
+    shutil.copytree(prepared / "data" / "shards", run / "data" / "shards")
+    (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    return run
+
+
+@pytest.fixture
+def new_run(prepared: Path, tmp_path: Path) -> Run:
+    """Make copies of the prepared run, with jobs long enough to be disturbed."""
+    return lambda name="run", **changes: copy_run(prepared, tmp_path / name, **changes)
+
+
+@pytest.fixture(scope="module")
+def plain(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All experts trained one after the other on one machine, by nothing but `atoll train`."""
+    run = copy_run(prepared, tmp_path_factory.mktemp("plain") / "run")
+    for expert in range(3):
+        assert finish(run, "--expert", str(expert)) == 0
+    return run
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 300) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def log_of(run: Path, step: str) -> str:
+    return (run / "launch" / "logs" / f"{step}.log").read_text()
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+
+def test_killed_and_preempted_experts_finish_as_if_nothing_had_happened(
+    engine: Local, new_run: Run, plain: Path
+) -> None:
+    run = new_run()
+    with Watch(run) as watch:
+        launch = engine.launch(run, "--jobs", "experts")
+        wait_until(lambda: watch.checkpoints("experts/000"), launch, "a checkpoint of expert 0")
+        os.kill(attempts(run, "experts/000")[0], signal.SIGKILL)
+        again = engine.launch(run, "--jobs", "experts", "--json")
+        wait_until(lambda: watch.checkpoints("experts/001"), launch, "a checkpoint of expert 1")
+        with engine.preempted(run, "experts/001"):
+            pass
+        code, _, err = ended(launch)
+        assert code == 0, err
+        code, out, err = ended(again)
+        assert code == 0, err
+
+    for expert in range(3):
+        step = f"experts/{expert:03d}"
+        assert_same_weights(plain / step / "final", run / step / "final")
+        assert len(watch.seen[f"{step}/final"]) == 1, "exactly one manifest"
+        twice = {name for name, times in watch.seen.items() if name.startswith(step) and len(times) > 1}
+        assert not twice, f"written again, so not resumed from the last checkpoint: {twice}"
+        losses = [{line["samples"]: line["loss"] for line in metrics(folder, step)} for folder in (plain, run)]
+        # A job that is told to stop writes one line more, in the middle of the one that would have followed.
+        assert losses[0] == losses[1] or expert == 1
+        starts = re.findall(r"attempt at \S+?(?:, from ([\d,]+) samples)?\n", log_of(run, step))
+        assert len(starts) == (1 if expert == 2 else 2), log_of(run, step)
+        if expert < 2:
+            assert int(starts[1].replace(",", "")) >= 64, "from its last checkpoint"
+    assert json.loads(out)["submitted"] == [], "what is queued or running is not submitted twice"
+
+    before = snapshot(run / "experts")
+    code, out, err = ended(engine.launch(run, "--jobs", "experts", "--json"))
+    assert code == 0, err
+    assert json.loads(out) == {"submitted": [], "under_way": {}, "later": {}}
+    assert snapshot(run / "experts") == before
