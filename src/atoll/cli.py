@@ -131,7 +131,7 @@ class Train:
     match_flops: Annotated[Path | None, arg(metavar="RUN")] = None
     """Train for as many FLOPs as all experts of this run together."""
     dry_run: bool = False
-    """Print what it would cost in memory, FLOPs and time, and do nothing; alone, for all jobs of the run. Needs no data."""
+    """Print what it would cost in memory, FLOPs and time, and do nothing; alone, for all jobs. Needs no data."""
     gpus: int | None = None
     """With --dry-run: processes that share one job."""
     json: bool = False
@@ -201,14 +201,13 @@ class Launch:
             print(write_task(run, config, self.url, dry=self.print), end="")
             return
         from atoll.islands.launchers.base import Setting
-        from atoll.islands.launchers.launch import as_dict, as_lines, finish, look_around, open_launcher, submit
+        from atoll.islands.launchers.launch import as_dict, as_lines, finish, open_launcher, show, submit
         from atoll.islands.launchers.plan import Wish
 
         launcher = open_launcher(self.on, Setting(run, config.island, self.retries, self.at_once))
         wish = Wish(self.jobs, self.experts, self.shares, self.overrides)
         if self.print:
-            found = look_around(launcher, run, config, wish)
-            print(launcher.show(found.todo, found.live))
+            print(show(launcher, run, config, wish))
             return
         found = submit(launcher, run, config, wish)
         print("\n".join(as_lines(found)), file=sys.stderr, flush=True)
@@ -316,7 +315,7 @@ class Evaluate:
     samples: int = 2048
     """Pictures that are drawn of each model."""
     models: tuple[str, ...] = ()
-    """experts, monolith, student, expert:K, singles (every expert by itself); default what is there of the first three."""
+    """experts, monolith, student, expert:K, singles (every expert alone); default what is there of the first three."""
     routings: tuple[str, ...] = ("top-1", "top-2", "full")
     """Routings under which the experts are evaluated."""
     steps: int = 50

@@ -1,7 +1,7 @@
 """Settings to start a run from: the built-in emoji, and the papers' experiments as far as they are published.
 
-`NOTES` says of a preset's settings where they are from; `atoll init` writes them beside the keys. What no paper tells is
-marked as our choice. `PUBLISHED` has the figures that `atoll train RUN --dry-run` shows beside its own estimate.
+`NOTES` says of a preset's settings where they are from; `atoll init` writes them beside the keys. What no paper tells
+is marked as our choice. `PUBLISHED` has the figures that `atoll train RUN --dry-run` shows beside its own estimate.
 """
 
 from dataclasses import dataclass
@@ -127,7 +127,7 @@ _COMMON = {
     "train.warmup": _OURS,
     "train.weight_decay": _OURS,
     "train.clip": _OURS,
-    "train.init": "HDDM starts experts from a DiT checkpoint: atoll convert SRC DST --to flow-matching, then name DST here",
+    "train.init": "HDDM starts from a DiT checkpoint: atoll convert SRC DST --to flow-matching, and DST here",
     "router.network": "DDM, Paris and HDDM: DiT-B/2",
     "data.held_out": _OURS,
 }
@@ -144,7 +144,7 @@ NOTES: dict[str, dict[str, str]] = {
     "imagenet256": {
         **_COMMON,
         **_DDM,
-        "text.encoder": "our choice: class labels; DDM's counts of FLOPs suggest that its network had text layers here too",
+        "text.encoder": "our choice: class labels; DDM's FLOPs suggest that its network had text layers here too",
         "networks": "DDM: DiT-XL/2; AdaLN-Zero as in DiT is our choice",
         "train.samples": "DDM: 800,000 steps",
         "train.batch": "DDM: the monolith's 256 shared by 8 experts",
@@ -159,8 +159,7 @@ NOTES: dict[str, dict[str, str]] = {
         "text.encoder": "Paris: CLIP ViT-L/14, 77 tokens",
         "experts": "HDDM: 2 DDPM to 6 flow matching, DDPM for clusters 0 and 3",
         "networks": "Paris and HDDM: DiT-XL/2 with AdaLN-Single, 606 M",
-        "train.samples": "our choice: the release tells of about 120,000 steps in total, less than half an epoch; we take "
-        "as many for each expert",
+        "train.samples": "our choice: 120,000 steps for each expert; the release tells of about as many in total",
         "train.batch": "Paris: 16 with 2 accumulated",
         "train.lr": "Paris",
         "train.ema": "Paris: 0.9999 a step",

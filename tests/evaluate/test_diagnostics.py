@@ -25,7 +25,9 @@ def test_calibration_error_of_known_routers() -> None:
     confidence = 0.5 + 0.5 * torch.rand(20_000, generator=generator)
     honest = (torch.rand(20_000, generator=generator) < confidence).float()
     assert calibration_error(confidence, honest) < 0.02
-    assert calibration_error(torch.full((100,), 0.9), torch.cat([torch.ones(60), torch.zeros(40)])) == pytest.approx(0.3)
+    assert calibration_error(torch.full((100,), 0.9), torch.cat([torch.ones(60), torch.zeros(40)])) == pytest.approx(
+        0.3
+    )
     assert calibration_error(torch.empty(0), torch.empty(0)) is None
 
 
@@ -46,7 +48,9 @@ def answers(column: list[int]) -> Answers:
     cluster = torch.tensor([0, 2, 2])
     p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.1, 0.9]])
     angles: Tensor = torch.tensor([10.0, 20.0, 30.0])
-    return Answers(t, cluster, torch.tensor(column), p, errors, angles, angles, {"top-1": torch.tensor([1.0, 5.0, 4.0])})
+    return Answers(
+        t, cluster, torch.tensor(column), p, errors, angles, angles, {"top-1": torch.tensor([1.0, 5.0, 4.0])}
+    )
 
 
 def test_errors_of_experts_on_clusters() -> None:

@@ -35,7 +35,11 @@ def test_frechet_distance_equals_scipy(counts: tuple[int, int]) -> None:
 
 
 def test_frechet_distance_of_known_gaussians() -> None:
-    mean, one, two = torch.tensor([1.0, -2.0]).double(), torch.tensor([2.0, 3.0]).double(), torch.tensor([0.5, 4.0]).double()
+    mean, one, two = (
+        torch.tensor([1.0, -2.0]).double(),
+        torch.tensor([2.0, 3.0]).double(),
+        torch.tensor([0.5, 4.0]).double(),
+    )
     distance = frechet(Gaussian(torch.zeros(2).double(), one.diag()), Gaussian(mean, two.diag()))
     assert distance == pytest.approx(5 + 1.5**2 + 1.0**2, abs=1e-12)
 

@@ -1,7 +1,8 @@
-"""What governs an ensemble's quality, measured on held-out samples: router, experts, their disagreement, their mixtures.
+"""What governs an ensemble's quality, measured on held-out samples: router, experts, disagreement, mixtures.
 
-Every held-out sample is noised once in each of ten bins of time, and every expert and the router is asked for its answer.
-All figures of this file follow from those answers, so they cost one pass over experts and samples whatever the routings.
+Every held-out sample is noised once in each of ten bins of time, and every expert and the router is asked for its
+answer. All figures of this file follow from those answers, so they cost one pass over experts and samples whatever
+the routings.
 """
 
 from collections.abc import Iterator, Sequence
@@ -188,7 +189,7 @@ def report(answers: Answers) -> dict[str, Any]:
 
 
 def error_matrix(answers: Answers) -> dict[str, Any]:
-    """Error of each expert (column) on each cluster (row), over all times and in each bin; None where nothing is held out."""
+    """Error of each expert (column) on each cluster (row), whole and by time; None where nothing is held out."""
     clusters = int(answers.cluster.max()) + 1
     bins = (answers.t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
 

@@ -1,11 +1,10 @@
 """Distances between two sets of features, in float64: Frechet distance, KID, precision and recall, diversity.
 
-Everything here is a formula on tensors of features (samples, dimensions); where the features come from is told elsewhere.
+Everything here is a formula on tensors of features (samples, dimensions); where the features come from is told
+elsewhere.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -35,12 +34,12 @@ class Gaussian:
 def frechet(a: Gaussian, b: Gaussian) -> float:
     """|mean_a - mean_b|² + tr(A) + tr(B) - 2 tr (A B)^½.
 
-    With A = RᵀR and B = SᵀS the eigenvalues of AB are the squared singular values of RSᵀ, so the last trace is the sum of
-    those: no root of a matrix is taken, nothing turns complex, and rank-deficient covariances lose no digits.
+    With A = RᵀR and B = SᵀS the eigenvalues of AB are the squared singular values of RSᵀ, so the last trace is the
+    sum of those: no root of a matrix is taken, nothing turns complex, and rank-deficient covariances lose no digits.
     """
     overlap = torch.linalg.svdvals(a.root @ b.root.T).sum()
     distance = (a.mean - b.mean).square().sum() + a.root.square().sum() + b.root.square().sum() - 2 * overlap
-    return max(0.0, distance.item())
+    return max(0.0, float(distance))
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def kernel_distance(x: Tensor, y: Tensor, *, subsets: int = 100, size: int = 100
 
 def _kernel_sums(a: Tensor, b: Tensor) -> Tensor:
     """Row sums of the cubic kernel (a·b/D + 1)³, without ever holding the whole matrix."""
-    return torch.cat([((rows @ b.T) / a.shape[1] + 1).pow(3).sum(1) for rows in a.split(_BLOCK)])
+    return torch.cat([((rows @ b.T) / a.shape[1] + 1).pow(3).sum(1) for rows in torch.split(a, _BLOCK)])
 
 
 def _mmd(x: Tensor, y: Tensor) -> tuple[float, float]:
@@ -135,7 +134,7 @@ def precision_recall(real: Tensor, made: Tensor, *, neighbours: int = 3) -> Cove
 
 def _radii(features: Tensor, neighbours: int) -> Tensor:
     """Distance of every sample to its k-th nearest neighbour; its distance to itself is the nearest and not counted."""
-    nearest = [torch.cdist(rows, features).kthvalue(neighbours + 1).values for rows in features.split(_BLOCK)]
+    nearest = [torch.cdist(rows, features).kthvalue(neighbours + 1).values for rows in torch.split(features, _BLOCK)]
     return torch.cat(nearest)
 
 
@@ -162,9 +161,3 @@ def pairwise_mean(distances: Tensor) -> Tensor:
     if seeds < 2:
         raise ValueError("a distance between samples of one prompt needs at least 2 seeds")
     return distances.sum((1, 2)) / (seeds * (seeds - 1))
-
-
-def groups(total: int, size: int) -> Iterator[slice]:
-    """Slices that cover `total` rows, `size` at a time."""
-    for start, end in pairwise([*range(0, total, size), total]):
-        yield slice(start, end)

@@ -1,7 +1,7 @@
 """`atoll evaluate RUN`: draw samples of every model that is there, take their figures, and diagnose the ensemble.
 
-Everything that takes time is an artifact below `RUN/evaluation`, so the same command continues, and other settings add to
-what is there. The answer is one tree of plain values; `RUN/evaluation/latest.json` keeps the last one.
+Everything that takes time is an artifact below `RUN/evaluation`, so the same command continues, and other settings
+add to what is there. The answer is one tree of plain values; `RUN/evaluation/latest.json` keeps the last one.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,7 +92,9 @@ class Evaluation:
     def references(self) -> dict[str, FeatureSet]:
         """Features of real pictures, through each network."""
         how = self.options
-        return {name: of_reference(self.run, self.config, how.reference, how.references, name) for name in how.extractors}
+        return {
+            name: of_reference(self.run, self.config, how.reference, how.references, name) for name in how.extractors
+        }
 
     def prompts(self, count: int) -> Prompts:
         """Prompts for so many samples."""
@@ -145,37 +147,39 @@ class Evaluation:
 
         def compute() -> dict[str, Any]:
             clusters = trajectories.bank(self.run, self.config.clusters.count)
-            return trajectories.follow(
-                subject.open(self.options.resident), prompts, settings, clusters, subject.label
-            )
+            return trajectories.follow(subject.open(self.options.resident), prompts, settings, clusters, subject.label)
 
         return figures(self.run, "trajectories", subject.label, {**told, "data": data}, compute)
 
     def diagnose(self, found: Sequence[Subject]) -> dict[str, Any]:
-        """Errors on held-out samples: of every expert, of their mixtures, and of the dense models on the same samples."""
+        """Errors on the same held-out samples: of every expert, of their mixtures, and of the dense models."""
         how = self.options
         shards = diagnostics.held_out(self.run, self.config.clusters.count)
         if not len(shards):
             raise AtollError(f"{self.run} has no held-out sample; raise data.held_out, or --skip diagnostics")
         data = [artifact.open("shards").digest for artifact in shards.artifacts]
-        told = {"data": data, "samples": min(how.held_out, len(shards)), "seed": how.settings.seed}
+        told: dict[str, Any] = {"data": data, "samples": min(how.held_out, len(shards)), "seed": how.settings.seed}
         routings = [subject.routing for subject in found if subject.routing is not None]
-        answer: dict[str, Any] = {"protocol": {"held_out_samples": told["samples"], "seed": told["seed"], "time_bins": 10}}
+        answer: dict[str, Any] = {
+            "protocol": {"held_out_samples": told["samples"], "seed": told["seed"], "time_bins": 10}
+        }
         if routings:
             group = Subject(self.run, "experts", routings[0])
             digests = sorted({digest for subject in found if subject.routing for digest in subject.digests})
 
             def asked() -> dict[str, Any]:
                 model = group.open(how.resident)
-                return diagnostics.report(
-                    diagnostics.ask(model, shards, routings, told["samples"], told["seed"])
-                )
+                return diagnostics.report(diagnostics.ask(model, shards, routings, told["samples"], told["seed"]))
 
             made_from = {**told, "networks": digests, "routings": routings}
             answer["experts"] = figures(self.run, "diagnostics", "experts", made_from, asked)
         answer["dense"] = {
             subject.model: figures(
-                self.run, "diagnostics", subject.model, {**told, "networks": subject.digests}, self._dense(subject, told)
+                self.run,
+                "diagnostics",
+                subject.model,
+                {**told, "networks": subject.digests},
+                self._dense(subject, told),
             )
             for subject in found
             if subject.routing is None and not subject.model.startswith("expert:")
@@ -184,9 +188,7 @@ class Evaluation:
 
     def _dense(self, subject: Subject, told: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         shards = diagnostics.held_out(self.run, self.config.clusters.count)
-        return lambda: diagnostics.dense_error(
-            subject.open(), shards, told["samples"], told["seed"], subject.model
-        )
+        return lambda: diagnostics.dense_error(subject.open(), shards, told["samples"], told["seed"], subject.model)
 
 
 _opened_alignment = cache(open_alignment)

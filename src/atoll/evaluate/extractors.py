@@ -1,8 +1,8 @@
 """Vision networks that metrics look through: pictures of eight bits in, features out, with a hash of the weights.
 
-`inception` is the network of FID (`inception:PATH` for other files of its weights); any other name is a feature model as in
-`features.model`: efficientnet-lite0, or a vision model of transformers such as DINOv2 or CLIP by name or folder. Features
-are taken as the network gives them, not scaled to length 1.
+`inception` is the network of FID (`inception:PATH` for other files of its weights); any other name is a feature model
+as in `features.model`: efficientnet-lite0, or a vision model of transformers such as DINOv2 or CLIP by name or
+folder. Features are taken as the network gives them, not scaled to length 1.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def _open_inception(file: Path | None) -> Vision:
     network = inception.load(file).to(device())
 
     def prepared(x: Tensor) -> Tensor:
-        # For pictures smaller than 299 this is the bilinear resize of the customary tools; larger ones are smoothed too.
+        # For pictures below 299 this is the bilinear resize of the customary tools; larger ones are smoothed too.
         return resized(x, inception.SIDE, "bilinear").sub_(128).div_(128)
 
     def features(x: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def resized(x: Tensor, side: int, mode: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Alignment:
-    """An image-text model: how well do pictures fit their captions?"""
+    """An image-text model, to tell how well pictures fit their captions."""
 
     name: str
     weights: str

@@ -117,7 +117,9 @@ def _chosen(index: Index, split: Split, count: int) -> "np.ndarray[Any, Any]":
 def _read(index: Index, source: Source, wanted: "list[np.ndarray[Any, Any]]", config: Config) -> Iterator[Pixels]:
     """The wanted pictures one by one, in order, decoded ahead in threads."""
     rows = np.concatenate(wanted) if wanted else np.array([], dtype=np.int64)
-    by_chunk = {int(chunk): rows[rows // index.chunk == chunk] % index.chunk for chunk in np.unique(rows // index.chunk)}
+    by_chunk = {
+        int(chunk): rows[rows // index.chunk == chunk] % index.chunk for chunk in np.unique(rows // index.chunk)
+    }
 
     def samples() -> Iterator[Sample]:
         for chunk, listed in index.walk(source, list(by_chunk)):

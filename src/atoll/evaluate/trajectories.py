@@ -1,6 +1,6 @@
-"""What happens on the way from noise to a picture: which experts lead, how near the estimate is to their data, and how much
-a finer solver would change."""
+"""The way from noise to a picture: who leads, how near the estimate is to their data, what finer steps change."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def nearest(x0: Tensor, clusters: list[Tensor]) -> Tensor:
     """Root mean squared distance of each estimate to the nearest of each cluster's latents, (samples, clusters)."""
     flat = x0.flatten(1).float()
     distances = [torch.cdist(flat, latents.to(flat.device)).min(1).values for latents in clusters]
-    return torch.stack(distances, 1) / flat.shape[1] ** 0.5
+    return torch.stack(distances, 1) / math.sqrt(flat.shape[1])
 
 
 @dataclass
@@ -68,8 +68,8 @@ class _Record:
 def follow(model: Ensemble, prompts: Prompts, settings: Settings, clusters: list[Tensor], what: str) -> dict[str, Any]:
     """Sample with N and with 2 N steps from the same noise.
 
-    `refinement` is the mean over samples of |x_N - x_2N| / |x_2N|, the relative change of the final latent; the distances
-    are those of the estimate x - t·v to the clusters, at every evaluation of the first pass.
+    `refinement` is the mean over samples of |x_N - x_2N| / |x_2N|, the relative change of the final latent; the
+    distances are those of the estimate x - t·v to the clusters, at every evaluation of the first pass.
     """
     record = _Record()
     shape = (len(prompts), *model.shape)
@@ -104,9 +104,7 @@ def _solve(
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         guidance = settings.guidance_at(float(t[0]))
-        v = model.velocity(
-            x, t[:1], told, settings.routing, guidance, given, rescale=settings.rescale, memory=memory
-        )
+        v = model.velocity(x, t[:1], told, settings.routing, guidance, given, rescale=settings.rescale, memory=memory)
         if record is not None and len(homes) > 1 and len(clusters) > 1:
             assert memory.trace is not None
             lead = homes[memory.trace[-1].weights.argmax(1)]

@@ -47,7 +47,9 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
     entering: dict[int, int] = {}
     blocks = _blocks(network)
     for block in blocks:
-        block.register_forward_pre_hook(lambda _, inputs, named: _note(entering, (*inputs, *named.values())), with_kwargs=True)
+        block.register_forward_pre_hook(
+            lambda _, inputs, named: _note(entering, (*inputs, *named.values())), with_kwargs=True
+        )
     weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ TEXT: dict[str, tuple[int, int]] = {
 
 
 def expected_facts(config: Config) -> dict[str, Any]:
-    """The facts of the shards that decide what a network costs: shape of the latents, of the text, number of classes."""
+    """The facts of the shards that decide what a network costs: shapes of latents and text, number of classes."""
     return {
         "latents": {"shape": _latents(config.latents.autoencoder, config.data.resolution)},
         "text": _text(config.text.encoder, config.text.max_tokens),
