@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+ALL    := $(VENV)/.ready-all
 
 .PHONY: demo test test-all lint format bench clean
 
@@ -16,14 +17,22 @@ $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/mod
 	@$(BIN)/python scripts/check_environment.py
 	@touch $@
 
+$(ALL): $(READY)
+	@echo "installing Ray for the slow tests (once; 79 MB) …"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
+	@$(BIN)/python scripts/check_environment.py
+	@touch $@
+
 demo: $(READY)
 	@ATOLL=$(BIN)/atoll bash examples/islands.sh
 	@$(BIN)/python examples/mixture.py
 
 test: $(READY)
+	@bash scripts/install_slurm.sh
 	@$(BIN)/python -m pytest -n 2
 
-test-all: $(READY)
+test-all: $(ALL)
+	@bash scripts/install_slurm.sh
 	@$(BIN)/python -m pytest -n 2 -m ''
 
 lint: $(READY)

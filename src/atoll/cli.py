@@ -379,6 +379,62 @@ class Evaluate:
 
 
 @dataclass
+class Report:
+    """Write one page that tells what happened in a run, pictures first; pictures that are missing are drawn."""
+
+    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    prompts: tuple[str, ...] = ()
+    """What the pictures show; default a few captions of each cluster, seen and held out."""
+    routings: tuple[str, ...] = ()
+    """Routings to show; default those of the last evaluation."""
+    steps: int | None = None
+    """Steps of the solver; default as in the last evaluation, as are the next two."""
+    guidance: float | None = None
+    """Classifier-free guidance; 1 is none."""
+    seed: int | None = None
+    """The same seed gives the same pictures."""
+    out: Path | None = None
+    """File to write; default RUN/report.html."""
+    json: bool = False
+    """Print where the page is as JSON."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Write the page, and say where it is."""
+        from contextlib import redirect_stdout
+
+        config = configuration.load(self.folder, self.overrides)
+        from atoll.evaluate.report import Options, report
+
+        options = Options(self.prompts, self.routings or None, self.steps, self.guidance, self.seed)
+        with redirect_stdout(sys.stderr):
+            page = report(self.folder, config, options, self.out)
+        print(json.dumps({"report": str(page)}) if self.json else f"report: {page}")
+
+
+@dataclass
+class Demo:
+    """The whole journey on some emoji: prepare, experts, router, monolith, figures, report; again, it continues."""
+
+    minutes: float = 15.0
+    """Time it may take on two cores; more trains longer."""
+    run_folder: Annotated[Path, arg(name="run", metavar="DIR")] = Path("runs/demo")
+    """Folder of the run."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Do what is left to do."""
+        from atoll.demo import demo
+
+        if self.overrides:
+            raise AtollError(
+                "the demo takes no settings; change RUN/atoll.yaml, or start from: atoll init --preset demo"
+            )
+        demo(self.run_folder, self.minutes)
+
+
+@dataclass
 class Convert:
     """Bring other people's checkpoints in, or write an expert in someone else's layout."""
 
@@ -425,6 +481,7 @@ class Convert:
 
 
 VERBS: dict[str, type[Verb]] = {
+    "demo": Demo,
     "init": Init,
     "config": Config,
     "prepare": Prepare,
@@ -438,6 +495,7 @@ VERBS: dict[str, type[Verb]] = {
     "keys": shared.Keys,
     "sample": Sample,
     "evaluate": Evaluate,
+    "report": Report,
     "convert": Convert,
 }
 

@@ -109,3 +109,32 @@ def test_killed_and_preempted_experts_finish_as_if_nothing_had_happened(
     assert code == 0, err
     assert json.loads(out) == {"submitted": [], "under_way": {}, "later": {}}
     assert snapshot(run / "experts") == before
+
+
+def test_a_job_that_cannot_succeed_fails_in_the_end_and_holds_up_only_what_needs_it(
+    engine: Local, new_run: Run
+) -> None:
+    """Expert 1 has lost a shard: it is refused, with its reason. The others finish, the student does not start."""
+    run = new_run(train={"samples": 16})
+    next((run / "data/shards/cluster_001").glob("*.safetensors")).unlink()
+    code, _, err = ended(engine.launch(run, "--jobs", "experts", "student"))
+    assert code == 2
+    assert "not finished: experts/001, student" in err
+    finals = sorted(path.parent.parent.name for path in run.glob("experts/*/final/manifest.json"))
+    assert finals == ["000", "002"]
+    assert "is missing though the manifest lists it" in log_of(run, "experts/001")
+    assert log_of(run, "experts/001").count("attempt at") == 1, "what was refused is not tried again"
+    assert not (run / "launch/logs/student.log").exists()
+
+
+def test_several_processes_of_an_island_train_one_expert_together(engine: Local, new_run: Run, plain: Path) -> None:
+    """Local: two processes of one node. Slurm, Ray: one process on each of two nodes."""
+    run = new_run(train={"samples": 160})
+    straight = new_run("straight", train={"samples": 160})
+    assert finish(straight, "--expert", "0") == 0
+    shape = ("--island.processes", "2") if type(engine) is Local else ("--island.nodes", "2")
+    code, _, err = ended(engine.launch(run, "--jobs", "experts", "--experts", "0", *shape))
+    assert code == 0, f"{err}\n{log_of(run, 'experts/000')}"
+    losses = [[line["loss"] for line in metrics(folder, "experts/000")] for folder in (straight, run)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0] != losses[1], "the sums of two processes are rounded in another order"

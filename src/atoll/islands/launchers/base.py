@@ -33,8 +33,8 @@ class Launcher(Protocol):
     def submit(self, groups: Sequence[Group], live: Mapping[str, Sequence[str]]) -> None:
         """Submit all steps of these groups; each waits for the groups it needs, also for their tickets in `live`."""
 
-    def wait(self) -> None:
-        """Return when nothing that was submitted is queued or running."""
+    def wait(self, groups: Sequence[Group]) -> None:
+        """Return when no step of these groups is queued or running here."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """`atoll launch`: submit what is missing and not under way, in the order of needs."""
 
 import fcntl
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,6 +95,16 @@ def look_around(launcher: Launcher, run: Path, config: Config, wish: Wish) -> La
     return Launch(launcher, groups, here, elsewhere)
 
 
+def show(launcher: Launcher, run: Path, config: Config, wish: Wish) -> str:
+    """What a launch would submit now; without a scheduler in reach, what it would submit to an empty one."""
+    try:
+        found = look_around(launcher, run, config, wish)
+    except AtollError as error:
+        print(f"{error}\nshown as if nothing were queued:", file=sys.stderr, flush=True)
+        found = Launch(launcher, missing_groups(run, config, wish), {}, {})
+    return launcher.show(found.todo, found.live)
+
+
 def submit(launcher: Launcher, run: Path, config: Config, wish: Wish) -> Launch:
     """Look around and submit; two launches at the same time do it one after the other."""
     Store.open(run).probe()
@@ -106,7 +117,7 @@ def submit(launcher: Launcher, run: Path, config: Config, wish: Wish) -> Launch:
 
 def finish(launch: Launch, run: Path, config: Config, wish: Wish) -> None:
     """Wait for what was submitted; raise if something of it is still missing then."""
-    launch.launcher.wait()
+    launch.launcher.wait(launch.groups)
     submitted = {step.name for group in launch.todo for step in group.steps}
     submitted |= set(launch.here)
     left = [step.name for group in missing_groups(run, config, wish) for step in group.steps if step.name in submitted]

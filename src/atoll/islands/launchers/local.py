@@ -109,8 +109,9 @@ class Local:
         json.dump([step.name for group in groups for step in group.steps], self._list)
         self._list.flush()
 
-    def wait(self) -> None:
-        """Run everything; SIGINT and SIGTERM let running steps save, and end."""
+    def wait(self, groups: Sequence[Group]) -> None:
+        """Run what was submitted; SIGINT and SIGTERM let running steps save, and end."""
+        del groups
         if not self._groups:
             return
         numbers = (signal.SIGINT, signal.SIGTERM)

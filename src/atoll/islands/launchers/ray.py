@@ -84,9 +84,10 @@ class Ray:
 
     def observe(self, groups: Sequence[Group]) -> dict[str, str]:
         """What the run's actor has not seen the end of."""
-        del groups
+        names = {step.name for group in groups for step in group.steps}
         supervisor = self._supervisor(create=False)
-        return {} if supervisor is None else dict(self.ray.get(supervisor.live.remote()))
+        live: dict[str, str] = {} if supervisor is None else self.ray.get(supervisor.live.remote())
+        return {name: ticket for name, ticket in live.items() if name in names}
 
     def show(self, groups: Sequence[Group], live: Mapping[str, Sequence[str]]) -> str:
         """The tasks, with resources and commands."""
@@ -123,9 +124,9 @@ class Ray:
                 tasks.append(Task(step.name, group.name, group.needs, command, told, setting.nodes(group), bundle))
         return tasks
 
-    def wait(self) -> None:
-        """Until the actor has seen the end of everything."""
-        while self.observe([]):
+    def wait(self, groups: Sequence[Group]) -> None:
+        """Until the actor has seen the end of all of them."""
+        while self.observe(groups):
             time.sleep(_POLL_SECONDS)
 
 

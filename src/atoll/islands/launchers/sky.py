@@ -29,8 +29,8 @@ def task(config: Config, url: str) -> dict[str, Any]:
         "resources": resources,
         "num_nodes": 1,
         "envs": {"ATOLL_RUN": url},
-        "setup": f"pip install 'atoll[islands]=={__version__}'\n",
-        "run": 'atoll join "$ATOLL_RUN"\n',
+        "setup": f"pip install 'atoll[islands]=={__version__}'",
+        "run": 'atoll join "$ATOLL_RUN"',
     }
 
 

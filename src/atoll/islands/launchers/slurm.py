@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from atoll.errors import AtollError
 from atoll.islands.launchers.base import AGAIN, TICKET, Setting, as_shell
@@ -27,7 +27,6 @@ class Slurm:
 
     setting: Setting
     stays: bool = False
-    _submitted: list[Group] = field(default_factory=list)
 
     def job_name(self, group: Group) -> str:
         """The name by which a later launch knows a group's jobs again."""
@@ -57,12 +56,11 @@ class Slurm:
         for group in groups:
             script = self.script(group, needed_jobs(group, live, new))
             new[group.name] = _slurm("sbatch", "--parsable", given=script).strip().split(";")[0]
-            self._submitted.append(group)
             print(f"{group.name}: {len(group.steps)} in job {new[group.name]}", file=sys.stderr, flush=True)
 
-    def wait(self) -> None:
+    def wait(self, groups: Sequence[Group]) -> None:
         """Until none of them is in the queue."""
-        while self.observe(self._submitted):
+        while self.observe(groups):
             time.sleep(_POLL_SECONDS)
 
     def script(self, group: Group, needs: Sequence[str]) -> str:
