@@ -40,6 +40,36 @@ PRESETS: dict[str, dict[str, Any]] = {
         "text": {"max_tokens": 24},
         "experts": {"default": "flow-matching"},
     },
+    # What `atoll demo` does in its minutes: few pictures of one style, small networks, a router that reads the prompt.
+    "demo": {
+        "data": {
+            "source": "emoji:styles=twemoji;categories=animals-nature,flags,food-drink,smileys-emotion;skin-tones=no",
+            "held_out": 0.1,
+        },
+        "features": {"resolution": 128},
+        "clusters": {"count": 5},
+        "text": {"max_tokens": 16},
+        "experts": {"default": "flow-matching", 1: "ddpm"},
+        "networks": {"default": {"name": "DiT-XS/2", "width": 192, "depth": 6, "heads": 3}},
+        "train": {
+            "samples": 16_000,
+            "batch": 8,
+            "lr": 2e-3,
+            "warmup": 800,
+            "decay": "cosine",
+            "ema": {"ema": 1000.0},
+            "save_every": 4_000,
+            "log_every": 400,
+            "grid_every": 0,
+        },
+        "router": {
+            "network": {"name": "DiT-XS/2", "width": 128, "depth": 4, "heads": 2},
+            "told": "pooled",
+            "samples": 25_600,
+            "batch": 32,
+            "lr": 1e-3,
+        },
+    },
     # DDM section 4: 8 experts share the monolith's batch of 256 for 800,000 steps.
     "imagenet256": {
         "preset": "imagenet256",

@@ -1,0 +1,74 @@
+"""`atoll report RUN`: one self-contained HTML page that tells what happened in a run, pictures first."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from atoll.config import Config
+from atoll.ensemble import Settings
+from atoll.errors import AtollError
+from atoll.evaluate.report.findings import Findings
+from atoll.evaluate.report.page import page
+from atoll.evaluate.report.showcase import Showcase, choose
+from atoll.evaluate.subjects import Subject, finished, subjects
+
+__all__ = ["Options", "report"]
+
+FILE = "report.html"
+ROUTINGS = ("top-1", "top-2", "full")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the page shows. None is as the last evaluation did it."""
+
+    prompts: tuple[str, ...] = ()
+    routings: tuple[str, ...] | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    seed: int | None = None
+
+
+def report(run: Path, config: Config, options: Options | None = None, out: Path | None = None) -> Path:
+    """Write the page of a run and return where it is; pictures that are not there yet are drawn."""
+    options, findings = options or Options(), Findings(run, config)
+    if not findings.experts:
+        raise AtollError(f"{run} has no finished expert to report on; train with: atoll train {run} --expert K")
+    answer = findings.figures
+    settings = _settings(answer, options)
+    shown = _subjects(run, options.routings or _routings(answer))
+    routings = [subject.routing for subject in shown if subject.routing]
+    settings = replace(settings, routing="top-2" if "top-2" in routings or not routings else routings[0] or "top-1")
+    showcase = Showcase(choose(run, config.clusters.count, options.prompts), settings)
+    strips = [showcase.strip(subject) for subject in shown]
+    target = out or run / FILE
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page(findings, settings, showcase.examples, strips), encoding="utf-8")
+    return target
+
+
+def _subjects(run: Path, routings: Sequence[str]) -> list[Subject]:
+    """Whose pictures are shown: the experts together, as far as a router allows, the dense models, and each expert."""
+    there = finished(run)
+    found: list[Subject] = []
+    experts = [name for name in there if name.startswith("experts/")]
+    if "router" in there or len(experts) == 1:
+        found += subjects(run, ["experts"], routings if len(experts) > 1 else ["top-1"])
+    found += [Subject(run, name) for name in ("monolith", "student") if name in there]
+    return found + (subjects(run, ["singles"], routings) if len(experts) > 1 else [])
+
+
+def _settings(answer: dict[str, Any] | None, options: Options) -> Settings:
+    """As the last evaluation sampled, unless told otherwise."""
+    told: dict[str, Any] = {}
+    for model in (answer or {}).get("models", []):
+        for found in [*model.get("metrics", {}).values(), *([model["diversity"]] if "diversity" in model else [])]:
+            told = told or {key: found["protocol"][key] for key in ("steps", "guidance", "solver", "seed")}
+    wanted = {"steps": options.steps, "guidance": options.guidance, "seed": options.seed}
+    return Settings(**{**told, **{key: value for key, value in wanted.items() if value is not None}})
+
+
+def _routings(answer: dict[str, Any] | None) -> tuple[str, ...]:
+    found = [model["routing"] for model in (answer or {}).get("models", []) if model["routing"]]
+    return tuple(found) or ROUTINGS

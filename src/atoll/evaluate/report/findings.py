@@ -1,0 +1,151 @@
+"""Everything the report tells, gathered from the files of a run; nothing is computed here."""
+
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+
+from atoll import __version__
+from atoll.config import Config
+from atoll.data import clusters, ingest
+from atoll.data.reader import Shards
+from atoll.evaluate.evaluation import LATEST
+from atoll.evaluate.store import ROOM
+from atoll.evaluate.subjects import finished
+from atoll.run import Artifact
+
+LABELS_LOOKED_AT = 512
+
+
+@dataclass(frozen=True)
+class Job:
+    """One finished network: what it declares, and its way there."""
+
+    name: str
+    facts: Mapping[str, Any]
+    metrics: list[dict[str, Any]]
+
+    @property
+    def expert(self) -> int | None:
+        """The number of an expert; None for router, monolith and student."""
+        return int(self.name.removeprefix("experts/")) if self.name.startswith("experts/") else None
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return self.name.capitalize() if self.expert is None else f"Expert {self.expert}"
+
+    @property
+    def objective(self) -> str:
+        """How it was trained, in the words of the papers."""
+        objective = self.facts.get("objective")
+        if objective is None:
+            return "classification" if self.name == "router" else "distillation"
+        schedule, prediction = objective["schedule"]["name"], objective["prediction"]
+        names = {("linear", "velocity"): "flow matching", ("cosine", "epsilon"): "DDPM"}
+        return names.get((schedule, prediction), f"{prediction.replace('_', '-')} on the {schedule} schedule")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One part of the data."""
+
+    number: int
+    size: int
+    held_out: int
+    sheet: Image.Image
+    mostly: str | None
+    """Its most frequent classes, if the data has classes."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A run, as the report sees it."""
+
+    run: Path
+    config: Config
+
+    @cached_property
+    def jobs(self) -> list[Job]:
+        """All finished networks."""
+        return [self._job(name) for name in finished(self.run)]
+
+    def _job(self, name: str) -> Job:
+        manifest, file = Artifact(self.run, f"{name}/final").manifest(), self.run / name / "metrics.jsonl"
+        assert manifest is not None
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        return Job(name, manifest.facts, [json.loads(line) for line in lines])
+
+    def job(self, name: str) -> Job | None:
+        """A finished network by name."""
+        return next((job for job in self.jobs if job.name == name), None)
+
+    @property
+    def experts(self) -> list[Job]:
+        """The finished experts."""
+        return [job for job in self.jobs if job.expert is not None]
+
+    @cached_property
+    def clusters(self) -> list[Cluster]:
+        """The partition; empty on a machine that has none of the preparation."""
+        artifact = Artifact(self.run, clusters.NAME)
+        manifest = artifact.manifest()
+        if manifest is None:
+            return []
+        sizes = manifest.facts["sizes"]
+        sheets = [Image.open(artifact.path(f"cluster_{number:03d}.png")) for number in range(len(sizes["train"]))]
+        rows = enumerate(zip(sizes["train"], sizes["held-out"], sheets, strict=True))
+        return [Cluster(number, size, out, sheet, self._mostly(number)) for number, (size, out, sheet) in rows]
+
+    def _mostly(self, cluster: int) -> str | None:
+        shards = Shards.open(self.run, [cluster])
+        names, count = shards.facts["labels"], min(LABELS_LOOKED_AT, len(shards))
+        if not names or not count:
+            return None
+        labels = shards.read(np.linspace(0, len(shards) - 1, count).round()).label.tolist()
+        common = Counter(names[label] for label in labels if label >= 0).most_common(2)
+        return " and ".join(f"{name} ({number / count:.0%})" for name, number in common) or None
+
+    @cached_property
+    def figures(self) -> dict[str, Any] | None:
+        """What the last `atoll evaluate` found."""
+        file = self.run / ROOM / LATEST
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    @cached_property
+    def pictures(self) -> int | None:
+        """Number of training pictures."""
+        return sum(cluster.size for cluster in self.clusters) or None
+
+    @cached_property
+    def makers(self) -> list[str]:
+        """Who made the pictures, under which licence, where the source says so."""
+        artifact = Artifact(self.run, ingest.NAME)
+        if artifact.manifest() is None:
+            return []
+        column = pq.read_table(artifact.path(ingest.SAMPLES), columns=["attributes"])["attributes"]
+        found = [json.loads(text) for text in column.unique().to_pylist()]
+        told = {(row["attribution"], row.get("licence", "licence unknown")) for row in found if "attribution" in row}
+        return [f"{maker} ({licence})" for maker, licence in sorted(told)]
+
+
+def machine() -> str:
+    """The machine and the software, in a line."""
+    name = platform.processor() or platform.machine()
+    table = Path("/proc/cpuinfo")
+    if table.is_file():
+        lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
+        name = lines[0].partition(":")[2].strip() if lines else name
+    devices = f", {torch.accelerator.device_count()} accelerators" if torch.accelerator.is_available() else ""
+    software = f"Atoll {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores of {name}{devices}; {platform.system()}; {software}"

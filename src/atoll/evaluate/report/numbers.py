@@ -1,0 +1,267 @@
+"""The sections with numbers: loss curves, the table of figures, and diagnostics."""
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from atoll.evaluate.report import words
+from atoll.evaluate.report.charts import Line, colour, lines
+from atoll.evaluate.report.findings import Findings, Job
+from atoll.evaluate.report.html import (
+    fixed,
+    lookup,
+    megabytes,
+    missing,
+    number,
+    power,
+    prose,
+    section,
+    table,
+    tag,
+    word,
+)
+from atoll.evaluate.report.pictures import title
+from atoll.evaluate.subjects import Subject
+
+DENSE = {"monolith": "var(--ink)", "student": "var(--soft)"}
+
+
+def losses(findings: Findings) -> str:
+    """One chart for each kind of loss: losses of different objectives cannot be compared."""
+    kinds: dict[str, list[Job]] = {}
+    for job in findings.jobs:
+        if job.metrics:
+            kinds.setdefault(job.objective, []).append(job)
+    charts = []
+    for kind, jobs in kinds.items():
+        series = [Line(job.title, _curve(job), _shade(job)) for job in jobs]
+        charts.append(
+            tag("div", tag("h3", escape(_loss_name(kind))), lines(series, "samples seen", "loss", f"{kind} loss"))
+        )
+    return section("training", "Training", tag("p", prose(words.LOSSES)), tag("div", *charts, class_="charts"))
+
+
+def _curve(job: Job) -> list[tuple[float, float]]:
+    return [(line["samples"], line["loss"]) for line in job.metrics]
+
+
+def _shade(job: Job) -> str:
+    if job.expert is not None:
+        return colour(job.expert)
+    return DENSE.get(job.name, "var(--ink)")
+
+
+def _loss_name(kind: str) -> str:
+    names = {
+        "flow matching": "Flow matching: error of the direction",
+        "DDPM": "DDPM: error of the noise",
+        "classification": "Router: cross-entropy",
+        "distillation": "Student: distance to its teachers",
+    }
+    return names.get(kind, kind)
+
+
+def figures(findings: Findings) -> str:
+    """The table DDM / monolith / single experts / student, with protocol."""
+    answer = findings.figures
+    if answer is None:
+        return section("figures", "Figures", missing("Nothing was measured yet.", f"atoll evaluate {findings.run}"))
+    subjects = [Subject(findings.run, model["model"], model["routing"]) for model in answer["models"]]
+    parts = [_quality(answer, subjects), _protocol(answer), _costs(answer, subjects)]
+    equal = _equal_flops(findings)
+    return section("figures", "Figures", *parts, tag("p", equal + prose(words.COSTS), class_="note"))
+
+
+def extractors(answer: Mapping[str, Any]) -> list[str]:
+    """Networks that the pictures were seen through."""
+    return list(dict.fromkeys(name for model in answer["models"] for name in model.get("metrics", {})))
+
+
+def _quality(answer: Mapping[str, Any], subjects: list[Subject]) -> str:
+    names = extractors(answer)
+    head = [""]
+    for name in names:
+        head += [_distance(name), f"{word('KID')} × 1000", "precision", "recall"]
+    head += [word("diversity"), "held-out error"]
+    rows = []
+    for place, subject in enumerate(subjects):
+        row = [title(subject)]
+        for name in names:
+            at = ("models", place, "metrics", name)
+            error = number(answer, (*at, "kid", "standard_error"), fixed(1, 1000))
+            row += [
+                number(answer, (*at, "frechet", "value"), fixed(1)),
+                f"{number(answer, (*at, 'kid', 'value'), fixed(1, 1000))} ± {error}",
+                number(answer, (*at, "precision_recall", "precision"), fixed(2)),
+                number(answer, (*at, "precision_recall", "recall"), fixed(2)),
+            ]
+        row += [number(answer, ("models", place, "diversity", "mean"), fixed(3)), _held_out(answer, subject)]
+        rows.append(row)
+    if names:
+        rows.append(_floor(answer, names))
+    return table(head, rows, class_="figures")
+
+
+def _floor(answer: Mapping[str, Any], names: list[str]) -> list[str]:
+    place = next(i for i, model in enumerate(answer["models"]) if model.get("metrics"))
+    row = [f"{word('floor', 'Floor')}{tag('small', 'real against real')}"]
+    for name in names:
+        at = ("models", place, "metrics", name, "floor")
+        error = number(answer, (*at, "kid_standard_error"), fixed(1, 1000))
+        row += [number(answer, (*at, "frechet"), fixed(1))]
+        row += [f"{number(answer, (*at, 'kid'), fixed(1, 1000))} ± {error}", "", ""]
+    return [*row, "", ""]
+
+
+def _held_out(answer: Mapping[str, Any], subject: Subject) -> str:
+    if subject.routing:
+        return number(answer, ("diagnostics", "experts", "velocity_error", subject.routing, "mean"), fixed(3))
+    return number(answer, ("diagnostics", "dense", subject.model, "mean"), fixed(3))
+
+
+def _distance(extractor: str) -> str:
+    if extractor.startswith("inception"):
+        return word("FID")
+    return f"Frechet distance{tag('small', escape(extractor))}"
+
+
+def _protocol(answer: Mapping[str, Any]) -> str:
+    """How the quality figures were taken, right under them."""
+    parts = []
+    for name in extractors(answer):
+        told = next(
+            model["metrics"][name]["protocol"] for model in answer["models"] if name in model.get("metrics", {})
+        )
+        real = told["reference"]
+        weights = str(told.get("weights_sha256") or told.get("weights") or "")[:12]
+        parts.append(
+            f"{told['samples']:,} pictures of each model for prompts held out from training, seed {told['seed']}, "
+            f"{told['steps']} steps of {told['solver']}, guidance {told['guidance']:g}, against {real['pictures']:,} "
+            f"real pictures ({real['split']}), seen through {name}{f' (weights {weights}…)' if weights else ''}. "
+            f"{words.FEW}"
+        )
+    spread = next((model["diversity"]["protocol"] for model in answer["models"] if "diversity" in model), None)
+    if spread:
+        parts.append(
+            f"Diversity: {spread['samples'] // spread['seeds_per_prompt']} prompts, {spread['seeds_per_prompt']} "
+            f"pictures of each, {spread['distance']}."
+        )
+    if "diagnostics" in answer:
+        held = answer["diagnostics"]["protocol"]["held_out_samples"]
+        parts.append(
+            f"Held-out error: of the velocity, on {held:,} pictures that no training saw, noised at ten times each."
+        )
+    return tag("p", escape(" ".join(parts)), class_="note")
+
+
+def _costs(answer: Mapping[str, Any], subjects: list[Subject]) -> str:
+    head = [
+        "",
+        "parameters",
+        f"training {word('FLOPs')}",
+        "training time",
+        "memory",
+        "FLOPs a picture",
+        "time a picture",
+        "weights",
+    ]
+    rows = []
+    for place, subject in enumerate(subjects):
+        spent, made = ("models", place, "training"), ("models", place, "sampling")
+        longest = number(answer, (*spent, "longest_job_seconds"), fixed(0))
+        rows.append(
+            [
+                title(subject),
+                f"{number(answer, (*spent, 'parameters'), fixed(1, 1e-6))} M",
+                number(answer, (*spent, "flops"), power),
+                f"{number(answer, (*spent, 'seconds'), fixed(0))} s ({longest} s)",
+                number(answer, (*spent, "estimated_bytes"), megabytes),
+                number(answer, (*made, "flops"), power),
+                f"{number(answer, (*made, 'seconds'), fixed(2))} s",
+                number(answer, (*made, "weights_bytes"), megabytes),
+            ]
+        )
+    return table(head, rows, class_="figures")
+
+
+def _equal_flops(findings: Findings) -> str:
+    monolith = findings.job("monolith")
+    if monolith is None:
+        return ""
+    spent = sum(job.facts["compute"]["flops"] for job in findings.experts)
+    share = monolith.facts["compute"]["flops"] / spent
+    return f"The monolith was trained with {share:.1%} of the FLOPs of all experts together, the router not counted. "
+
+
+def diagnostics(findings: Findings) -> str:
+    """Whether the router is right, and whether each expert knows its own cluster best."""
+    found = lookup(findings.figures, ("diagnostics",))
+    if found is None:
+        return ""
+    experts = found.get("experts", {})
+    charts = []
+    if "router" in experts:
+        charts.append(_accuracy(findings, experts))
+    if experts:
+        charts.append(_errors(found, experts))
+    matrix = _matrix(findings, experts) if len(lookup(experts, ("expert_on_cluster", "mean")) or []) > 1 else ""
+    return section("diagnostics", "Does it work as it should?", tag("div", *charts, class_="charts"), matrix)
+
+
+def _over_time(values: list[float | None]) -> list[tuple[float, float]]:
+    width = 1 / len(values)
+    return [((place + 0.5) * width, value) for place, value in enumerate(values) if value is not None]
+
+
+def _accuracy(findings: Findings, experts: Mapping[str, Any]) -> str:
+    router = experts["router"]
+    sizes = [cluster.held_out for cluster in findings.clusters]
+    series = [
+        Line("router is right", _over_time(router["accuracy"]["by_time"]), colour(0)),
+        Line("its own confidence", _over_time(router["confidence"]["by_time"]), colour(1)),
+    ]
+    if sum(sizes):
+        chance = max(sizes) / sum(sizes)
+        series.append(
+            Line(f"always the largest cluster ({chance:.0%})", [(0, chance), (1, chance)], "var(--soft)", True)
+        )
+    mean = number(findings.figures, ("diagnostics", "experts", "router", "accuracy", "mean"), lambda v: f"{v:.0%}")
+    text = prose(words.ROUTER, accuracy=mean)
+    chart = lines(series, "noise: 0 is the picture, 1 is noise", "share", "router accuracy by time", top=1.0)
+    return tag("div", tag("h3", "Router"), tag("p", text), chart)
+
+
+def _errors(found: Mapping[str, Any], experts: Mapping[str, Any]) -> str:
+    series = [
+        Line(f"experts, {routing}", _over_time(value["by_time"]), colour(place))
+        for place, (routing, value) in enumerate(experts.get("velocity_error", {}).items())
+    ]
+    for name, value in found.get("dense", {}).items():
+        series.append(Line(name, _over_time(value["by_time"]), DENSE.get(name, "var(--ink)"), dashed=True))
+    text = prose(words.HELD_OUT)
+    chart = lines(series, "noise: 0 is the picture, 1 is noise", "error", "held-out error by time")
+    return tag("div", tag("h3", "Held-out error"), tag("p", text), chart)
+
+
+def _matrix(findings: Findings, experts: Mapping[str, Any]) -> str:
+    """Error of each expert (column) on each cluster (row); darker is worse."""
+    rows = experts["expert_on_cluster"]["mean"]
+    known = [value for row in rows for value in row if value is not None]
+    low, high = min(known), max(known)
+    names = [job.expert for job in findings.experts]
+    body = []
+    for cluster, row in enumerate(rows):
+        cells = []
+        for place, value in enumerate(row):
+            share = 0 if value is None or high == low else (value - low) / (high - low)
+            at = ("diagnostics", "experts", "expert_on_cluster", "mean", cluster, place)
+            own = " own" if names[place] == cluster else ""
+            shown = number(findings.figures, at, fixed(2))
+            cells.append(tag("td", shown, class_=f"heat{own}", style=f"--heat:{share:.2f}"))
+        body.append(tag("tr", tag("th", f"cluster {cluster}", scope="row"), *cells))
+    top = tag("tr", tag("td", ""), *[tag("th", f"expert {name}", scope="col") for name in names])
+    text = prose(words.MATRIX)
+    grid = tag(
+        "div", tag("table", tag("thead", top), tag("tbody", *body), class_="matrix"), class_="wide", tabindex="0"
+    )
+    return tag("h3", "Experts at home and abroad") + tag("p", text) + grid

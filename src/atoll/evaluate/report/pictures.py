@@ -1,0 +1,158 @@
+"""The sections with pictures: what the models make, what the clusters are, and who worked when."""
+
+from html import escape
+
+from atoll.evaluate.report import words
+from atoll.evaluate.report.charts import colour, diagram, legend, ribbon
+from atoll.evaluate.report.findings import Findings, Job
+from atoll.evaluate.report.html import missing, picture, prose, section, tag, word
+from atoll.evaluate.report.showcase import Example, Strip
+from atoll.evaluate.subjects import Subject
+
+ROUTINGS = {"top-1": "the most probable expert", "top-2": "the two most probable", "full": "all of them, weighted"}
+
+
+def title(subject: Subject) -> str:
+    """A model's name for the head of a row."""
+    if subject.model == "experts":
+        about = ROUTINGS.get(subject.routing or "", "")
+        note = tag("small", escape(about)) if about else ""
+        return f"All experts, {escape(subject.routing or '')}{note}"
+    if subject.model.startswith("expert:"):
+        return f"Expert {subject.model.removeprefix('expert:')} alone"
+    note = {"monolith": "one network, all data", "student": "one network, taught by the experts"}[subject.model]
+    return f"{word(subject.model, subject.model.capitalize())}{tag('small', note)}"
+
+
+def hero(findings: Findings, examples: list[Example], strip: Strip) -> str:
+    """The first thing a reader sees: pictures."""
+    pairs = zip(examples, strip.pictures, strict=True)
+    cards = [
+        tag("figure", picture(made, example.told), tag("figcaption", escape(example.told))) for example, made in pairs
+    ]
+    experts, known = len(findings.experts), findings.pictures
+    data = f"{known:,} pictures" if known else "the pictures"
+    lead = prose(words.LEAD, experts=experts, data=data)
+    return tag("p", lead, class_="lead") + tag("div", *cards, class_="gallery")
+
+
+def method(findings: Findings) -> str:
+    """What the run did, in a paragraph and a diagram."""
+    source = tag("a", "Decentralized Diffusion Models", href="https://arxiv.org/abs/2501.05450")
+    mixed = tag("a", "experts of different kinds", href="https://arxiv.org/abs/2603.06741")
+    where = f"The method is that of {source}, extended to {mixed}."
+    return section(
+        "method",
+        "How it works",
+        tag("p", prose(words.METHOD)),
+        diagram(len(findings.experts)),
+        tag("p", where, class_="note"),
+    )
+
+
+def strategies(examples: list[Example], strips: list[Strip], run: str, has_monolith: bool) -> str:
+    """The same prompts and the same noise for every model."""
+    head = [_head(example) for example in examples]
+    rows = []
+    if any(example.real for example in examples):
+        name = f"The real picture{tag('small', 'as the autoencoder shows it')}"
+        rows.append(_row(name, [picture(e.real, f"real: {e.told}") if e.real else "" for e in examples], "real"))
+    for strip in strips:
+        cells = [
+            picture(made, f"{strip.subject.label}: {e.told}") for e, made in zip(examples, strip.pictures, strict=True)
+        ]
+        rows.append(_row(title(strip.subject), cells))
+    splits = {example.split for example in examples}
+    seen = words.SOME_UNSEEN if "held-out" in splits else words.ALL_SEEN if splits == {"train"} else ""
+    note = f"{words.SAME_NOISE} {prose(seen)}"
+    parts = [tag("p", note), _grid(head, rows)]
+    if not has_monolith:
+        parts.append(
+            missing("There is no monolith to compare with.", f"atoll train {run} --monolith --match-flops {run}")
+        )
+    return section("pictures", "The same words, different models", *parts)
+
+
+def alone(examples: list[Example], strips: list[Strip], jobs: list[Job]) -> str:
+    """Each expert by itself: it knows its own cluster and nothing else."""
+    rows = []
+    for strip, job in zip(strips, jobs, strict=True):
+        assert job.expert is not None
+        cells = []
+        for example, made in zip(examples, strip.pictures, strict=True):
+            own = example.cluster in job.facts["clusters"]
+            style = {"class_": "own", "style": f"outline-color:{colour(job.expert)}"} if own else {}
+            cells.append(picture(made, f"expert {job.expert}: {example.told}", **style))
+        name = f"{_chip(job.expert)}Expert {job.expert}{tag('small', escape(job.objective))}"
+        rows.append(_row(name, cells))
+    return section(
+        "alone",
+        "Each expert alone",
+        tag("p", prose(words.ALONE)),
+        _grid([_head(example) for example in examples], rows),
+    )
+
+
+def _chip(expert: int) -> str:
+    return tag("i", class_="chip", style=f"background:{colour(expert)}")
+
+
+def _head(example: Example) -> str:
+    return escape(example.told) + ("&#8239;*" if example.split == "held-out" else "")
+
+
+def _row(name: str, cells: list[str], kind: str = "") -> str:
+    return tag("tr", tag("th", name, scope="row"), *[tag("td", cell) for cell in cells], class_=kind)
+
+
+def _grid(head: list[str], rows: list[str]) -> str:
+    corner = tag("td", "", class_="corner")
+    top = tag("thead", tag("tr", corner, *[tag("th", tag("span", name), scope="col") for name in head]))
+    return tag("div", tag("table", top, tag("tbody", *rows), class_="pictures"), class_="wide", tabindex="0")
+
+
+def clusters(findings: Findings) -> str:
+    """Contact sheets of the parts of the data."""
+    if not findings.clusters:
+        return section(
+            "clusters",
+            "The parts of the data",
+            missing("The preparation is not here.", f"atoll prepare {findings.run}"),
+        )
+    cards = []
+    for cluster in findings.clusters:
+        job = findings.job(f"experts/{cluster.number:03d}")
+        trained = f"{escape(job.objective)}, {job.facts['compute']['seconds']:.0f} s" if job else "not trained yet"
+        mostly = f"<br>mostly {escape(cluster.mostly)}" if cluster.mostly else ""
+        text = (
+            f"{_chip(cluster.number)}<b>Cluster {cluster.number}</b>, {cluster.size:,} pictures{mostly}"
+            f"<br>expert: {trained}"
+        )
+        about = f"some pictures of cluster {cluster.number}"
+        cards.append(tag("figure", picture(cluster.sheet, about), tag("figcaption", text)))
+    return section(
+        "clusters",
+        "The parts of the data",
+        tag("p", prose(words.CLUSTERS[findings.config.clusters.method])),
+        tag("div", *cards, class_="sheets"),
+    )
+
+
+def routing(findings: Findings, examples: list[Example], strip: Strip | None) -> str:
+    """Whom the router believed, from noise to picture."""
+    heading = "Who drew what"
+    if strip is None or strip.probabilities is None:
+        return section("routing", heading, missing("There is no router.", f"atoll train {findings.run} --router"))
+    experts = [job.expert for job in findings.experts if job.expert is not None]
+    router = findings.job("router")
+    reads = router is not None and bool(router.facts["told"])
+    colours = [colour(expert) for expert in experts]
+    rows = []
+    for place, (example, made) in enumerate(zip(examples, strip.pictures, strict=True)):
+        shares = strip.probabilities[:, place].tolist()
+        about = f"{example.told}: probability of each expert from noise to picture"
+        text = tag("div", tag("span", escape(example.told)), ribbon(shares, colours, about))
+        rows.append(tag("li", text, picture(made, example.told)))
+    text = prose(words.ROUTING) + " " + (words.ROUTER_READS if reads else words.ROUTER_LOOKS)
+    key = legend([(f"expert {expert}", colour(expert), False) for expert in experts])
+    return section("routing", heading, tag("p", text), key, tag("ul", *rows, class_="ribbons"))
