@@ -435,6 +435,35 @@ class Demo:
 
 
 @dataclass
+class Export:
+    """Write a model of a run as a diffusers folder with a model card; AtollPipeline and atoll.load open it."""
+
+    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    destination: Annotated[Positional[Path], arg(metavar="DST")]
+    """Folder to write. The same export again does nothing."""
+    model: str = "experts"
+    """experts (all of them, with the router), monolith, student or expert:K."""
+    licence: str | None = None
+    """Licence of the weights, for the card; an identifier as the hub knows them, such as mit or cc-by-4.0."""
+    json: bool = False
+    """Print what was written as JSON."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Export, and say how to open it."""
+        from atoll.ensemble.export import export
+
+        made = export(self.folder, self.destination, self.model, self.licence)
+        if self.json:
+            print(json.dumps({"folder": str(self.destination), "digest": made.digest, **made.facts}))
+            return
+        size = sum(entry.size for entry in made.files.values())
+        print(f"{self.destination}: {len(made.files)} files, {size / 1e6:.1f} MB; its card is README.md. To use it:")
+        print(f'  AtollPipeline.from_pretrained("{self.destination}"), or atoll.load("{self.destination}")')
+
+
+@dataclass
 class Convert:
     """Bring other people's checkpoints in, or write an expert in someone else's layout."""
 
@@ -496,6 +525,7 @@ VERBS: dict[str, type[Verb]] = {
     "sample": Sample,
     "evaluate": Evaluate,
     "report": Report,
+    "export": Export,
     "convert": Convert,
 }
 

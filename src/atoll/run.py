@@ -159,6 +159,11 @@ class Artifact:
             )
         return self.manifest() is not None
 
+    @property
+    def begun(self) -> bool:
+        """Whether somebody has said what it is, or will be, made from."""
+        return self._plan() is not None
+
     def _plan(self) -> dict[str, Any] | None:
         """What the artifact is, or will be, made from; None if nobody has begun it."""
         try:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from atoll.config import CONFIG_FILE
 from atoll.data.models import device as pick_device
 from atoll.ensemble.field import Ensemble, OpenRouter
+from atoll.ensemble.folder import is_folder, load_folder
 from atoll.ensemble.residency import Member, Placement
 from atoll.errors import AtollError, unknown
 from atoll.nets import Router, load_network
@@ -35,16 +36,18 @@ def load(
     compile: bool = False,
     verify: bool = False,
 ) -> Ensemble:
-    """Open a run as one model.
+    """Open a run as one model; or a folder that `atoll export` wrote, or the Paris release, here or by its hub name.
 
     `model` is all experts under the router (`experts`), one of them (`expert:3`), the `monolith` or the `student`.
     At most `resident` experts are in memory at once (all of them if None). Experts that are not there are listed in
     `.missing` and the others act without them; with `strict` that is an error. `verify` checks the hash of every file.
     """
     run = Path(source)
-    if not (run / CONFIG_FILE).is_file():
-        raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}")
     placement = Placement(torch.device(device) if device else pick_device(), _dtype(dtype), quantise, compile)
+    if not (run / CONFIG_FILE).is_file():
+        if is_folder(source):
+            return load_folder(source, model, placement, resident, routing)
+        raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}")
     if model != "experts":
         return Ensemble([open_member(run, _job(model), verify)], placement=placement)
     names, missing = _experts(run)

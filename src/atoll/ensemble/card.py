@@ -1,0 +1,207 @@
+"""The model card of an export: what the model is, what it was trained on, what that cost, what it is good for."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll import __version__
+from atoll.nets import build, count_parameters
+from atoll.run import Artifact
+
+CARD_FILE = "README.md"
+EVALUATION = "evaluation/latest.json"
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class About:
+    """All that a card tells."""
+
+    run: Path
+    name: str
+    model: str
+    """experts, monolith, student or expert:K."""
+    experts: Sequence[Facts]
+    router: Facts | None
+    licence: str | None
+
+    @property
+    def told(self) -> str:
+        """prompts, classes, both, or nothing."""
+        told = {part for expert in self.experts for part in expert["told"]}
+        words = [word for word, parts in (("prompts", {"text", "pooled"}), ("classes", {"label"})) if told & parts]
+        return " and ".join(words) or "nothing"
+
+
+def card(about: About) -> str:
+    """The text of README.md."""
+    parts = [
+        _front(about), f"# {about.name}", _summary(about), _use(about), _data(about), _clusters(about),
+        _training(about), _figures(about), _limits(about), _licence(about),
+    ]  # fmt: skip
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _front(about: About) -> str:
+    task = "unconditional-image-generation" if about.told == "nothing" else "text-to-image"
+    lines = ["library_name: diffusers", f"pipeline_tag: {task}", "tags: [atoll, decentralized-diffusion]"]
+    return "\n".join(["---", *([f"license: {about.licence}"] if about.licence else []), *lines, "---"])
+
+
+def _summary(about: About) -> str:
+    first = about.experts[0]
+    channels, height, width = first["latents"]["shape"]
+    side = first["latents"].get("resolution")
+    each = [_parameters(expert) for expert in about.experts]
+    what = {
+        "monolith": "A dense diffusion model",
+        "student": "A dense diffusion model, distilled from experts that were trained in isolation",
+    }.get(about.model, f"A decentralized diffusion model of {len(each)} experts, trained in isolation")
+    lines = [f"{what}. It makes pictures{f' of {side}x{side} pixels' if side else ''} and is told {about.told}."]
+    sizes = f"{sum(each) / 1e6:.1f} M parameters in {len(each)} network{'s' if len(each) > 1 else ''}"
+    router = f", and a router of {_parameters(about.router) / 1e6:.1f} M" if about.router else ""
+    lines.append(f"{sizes}{router}, on latents of {channels}x{height}x{width}. Made with Atoll {__version__}.")
+    return "\n".join(lines)
+
+
+def _use(about: About) -> str:
+    asked = {
+        "nothing": "",
+        "classes": f"label={about.experts[0]['labels'][0]!r}, " if about.experts[0]["labels"] else "",
+    }
+    prompt = asked.get(about.told, '"a red apple", ')
+    routing = 'routing="top-2", ' if len(about.experts) > 1 else ""
+    return f"""## Use
+
+```python
+from atoll.ensemble.pipeline import AtollPipeline
+
+pipe = AtollPipeline.from_pretrained("{about.name}")  # this folder, or its name on the hub
+image = pipe({prompt}{routing}guidance_scale=4.0, seed=0).images[0]
+image.save("picture.png")
+```
+
+`atoll.load("{about.name}", resident=1)` opens the same folder with few experts in memory at once. Files are checked against the
+hashes in `manifest.json` when they are read; weights are safetensors."""
+
+
+def _data(about: About) -> str:
+    first = about.experts[0]
+    lines = ["## Data", "", f"Source: {first.get('source', 'not recorded')}."]
+    ingest = Artifact(about.run, "data/ingest").manifest()
+    if ingest is not None:
+        splits = ingest.facts["splits"]
+        held_out = splits.get("held-out", 0)
+        lines.append(f"{splits.get('train', 0):,} pictures for training, {held_out:,} that training never saw.")
+        lines += ["", *_licences(about.run)]
+    if first.get("fingerprint"):
+        lines += ["", f"Fingerprint of the data: `{first['fingerprint']}`."]
+    return "\n".join(lines)
+
+
+def _licences(run: Path) -> list[str]:
+    """Licences that the pictures carry, with whom to name."""
+    import pyarrow.parquet as parquet
+
+    texts = parquet.read_table(run / "data/ingest/samples.parquet", columns=["attributes"])["attributes"].to_pylist()
+    known = [json.loads(text) if text else {} for text in texts]
+    counts = Counter((each.get("licence", ""), each.get("attribution", "")) for each in known)
+    if set(counts) == {("", "")}:
+        return ["The source tells no licences of the pictures."]
+    rows = [(licence or "not told", whom or "-", f"{count:,}") for (licence, whom), count in counts.most_common(50)]
+    return _table(("licence of the pictures", "to name", "pictures"), rows)
+
+
+def _clusters(about: About) -> str:
+    clusters = Artifact(about.run, "data/clusters").manifest()
+    if clusters is None:
+        return ""
+    sizes = clusters.facts["sizes"]
+    held_out = sizes.get("held-out") or [0] * len(sizes["train"])
+    rows = [
+        (str(number), f"{train:,}", f"{kept:,}")
+        for number, (train, kept) in enumerate(zip(sizes["train"], held_out, strict=True))
+    ]
+    how = clusters.facts.get("method", "features")
+    return "\n".join(
+        ["## Clusters", "", f"{len(rows)} clusters, made by {how}; expert k was trained on cluster k alone.", ""]
+        + _table(("cluster", "training pictures", "held out"), rows)
+    )
+
+
+def _training(about: About) -> str:
+    rows = []
+    networks = [*about.experts, *([about.router] if about.router else [])]
+    for facts in networks:
+        spent = facts.get("compute", {})
+        numbers = [f"{spent[key]:.3g}" if key in spent else "-" for key in ("samples", "flops", "seconds")]
+        loss = facts.get("held_out_loss")
+        rows.append((facts["job"], _objective(facts), f"{_parameters(facts) / 1e6:.1f} M", *numbers, _number(loss, 4)))
+    total = [sum(facts.get("compute", {}).get(key, 0) for facts in networks) for key in ("flops", "seconds")]
+    heads = ("network", "objective", "parameters", "samples", "FLOPs", "seconds", "held-out loss")
+    return "\n".join(
+        ["## Training and compute", "", *_table(heads, rows), ""]
+        + [f"Together {total[0]:.3g} FLOPs of matrix products and {total[1]:,.0f} seconds of training jobs."]
+    )
+
+
+def _objective(facts: Facts) -> str:
+    objective = facts.get("objective")
+    return f"{objective['prediction']}, {objective['schedule']['name']} schedule" if objective else "clusters"
+
+
+def _figures(about: About) -> str:
+    file = about.run / EVALUATION
+    found = json.loads(file.read_text(encoding="utf-8"))["models"] if file.is_file() else []
+    mine = [model for model in found if model.get("model") == about.model and model.get("metrics")]
+    if not mine:
+        return "## Figures\n\nThis model was not evaluated."
+    rows, protocols = [], {}
+    for model in mine:
+        for extractor, figures in model["metrics"].items():
+            kid, near = figures.get("kid", {}), figures.get("precision_recall", {})
+            numbers = [(figures.get("frechet", {}), "value"), (figures.get("floor", {}), "frechet")]
+            rows.append(
+                (model.get("label", about.model), extractor, *(_number(part.get(key), 2) for part, key in numbers))
+                + (_number(kid.get("value"), 5), *(_number(near.get(key), 3) for key in ("precision", "recall")))
+            )
+            protocols[f"{model.get('label')}, {extractor}"] = figures.get("protocol", {})
+    heads = ("model", "seen through", "Frechet distance", "of as many real pictures", "KID", "precision", "recall")
+    protocol = json.dumps(protocols, indent=1, ensure_ascii=False)
+    return "\n".join(["## Figures", "", *_table(heads, rows), "", "Protocol:", "", "```json", protocol, "```"])
+
+
+def _limits(about: About) -> str:
+    lines = ["It knows what its training pictures and captions show, with their gaps and biases, and nothing else."]
+    if len(about.experts) > 1:
+        lines.append(
+            "Each expert saw one cluster alone: what lies between clusters, or joins things of several, is weaker."
+        )
+        lines.append(
+            "All experts together are needed for its pictures; which of them work is decided for each picture."
+        )
+    return "\n".join(["## Limits", "", *(f"- {line}" for line in lines)])
+
+
+def _licence(about: About) -> str:
+    said = about.licence or "Whoever trained this model has not said under which licence its weights may be used"
+    return f"## Licence\n\n{said}. The pictures it was trained on, its autoencoder and its text encoder have licences of their own."
+
+
+def _parameters(facts: Facts) -> int:
+    with torch.device("meta"):
+        return count_parameters(build(dict(facts["network"])))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]

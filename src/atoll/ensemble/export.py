@@ -1,0 +1,113 @@
+"""`atoll export`: a model of a run as a folder that diffusers' users know, complete, with a model card.
+
+DST/
+    model_index.json       the components: AtollPipeline
+    expert_0/ …, router/   networks with their declarations (atoll.ensemble.stored)
+    vae/, text_encoder/, tokenizer/, scheduler/
+    manifest.json          hash of every file above
+    README.md              the model card; not hashed, for people edit it
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from atoll.data.latents import Codec
+from atoll.ensemble import stored
+from atoll.ensemble.card import CARD_FILE, About, card
+from atoll.ensemble.field import Ensemble
+from atoll.ensemble.folder import COMPONENTS, EXPERT_CLASS, INDEX_FILE, PIPELINE_CLASS, PIPELINE_KIND, ROUTER_CLASS
+from atoll.ensemble.loading import load
+from atoll.errors import AtollError
+from atoll.progress import progress
+from atoll.run import Artifact, Manifest
+from atoll.train.expert import EXPERT_KIND
+from atoll.train.jobs import ROUTER_KIND
+
+
+def export(run: Path, destination: Path, model: str = "experts", licence: str | None = None) -> Manifest:
+    """Write a model of a run; the same again does nothing, and a folder that holds something else is refused."""
+    ensemble = load(run, model, device="cpu", strict=True)
+    trained = _trained(run, ensemble)
+    destination = destination.resolve()
+    artifact = Artifact(destination.parent, destination.name)
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())) and not artifact.begun:
+        raise AtollError(f"{destination} exists and is not an export of {run}; choose another folder")
+    made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
+    if artifact.begin(PIPELINE_KIND, made_from) is None:
+        _write(artifact, ensemble, trained)
+        artifact.commit({"experts": len(ensemble.members), "model": model})
+    made = artifact.open(PIPELINE_KIND, verify=True)
+    if not (destination / CARD_FILE).exists():
+        about = About(run, destination.name, model, *_facts(trained), licence)
+        (destination / CARD_FILE).write_text(card(about), encoding="utf-8")
+    return made
+
+
+def _trained(run: Path, ensemble: Ensemble) -> dict[str, Manifest]:
+    """The manifests of all networks, whose files are checked on the way."""
+    if ensemble.router is None and any(member.density is None for member in ensemble.members[1:]):
+        raise AtollError(f"{run} has several experts and no router; train one with: atoll train {run} --router")
+    kinds = {expert.name: EXPERT_KIND for expert in ensemble.experts}
+    if ensemble.router is not None:
+        kinds["router"] = ROUTER_KIND
+    return {job: Artifact(run, f"{job}/final").open(kind, verify=True) for job, kind in kinds.items()}
+
+
+def _facts(trained: Mapping[str, Manifest]) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """What the experts and the router declare."""
+    facts = {job: _public(manifest) for job, manifest in trained.items()}
+    return [own for job, own in facts.items() if job != "router"], facts.get("router")
+
+
+def _public(manifest: Manifest) -> dict[str, Any]:
+    """A declaration for others: folders of this machine mean nothing to them."""
+    facts = {**manifest.facts, "manifest": manifest.digest}
+    for part, key in (("latents", "autoencoder"), ("text", "encoder")):
+        if facts.get(part):
+            name = Path(facts[part][key])
+            facts[part] = {**facts[part], key: name.name if name.expanduser().is_dir() else facts[part][key]}
+    return facts
+
+
+def _write(artifact: Artifact, ensemble: Ensemble, trained: Mapping[str, Manifest]) -> None:
+    """All components, one after the other: one network is in memory at once."""
+    index: dict[str, list[str | None]] = {}
+    with progress("exporting", len(trained) + 3, unit="components") as bar:
+        for name, component in _components(ensemble, trained, artifact.folder):
+            index[name] = component
+            bar.update(1)
+    import diffusers
+
+    fields = {"_class_name": PIPELINE_CLASS, "_diffusers_version": diffusers.__version__, **dict(sorted(index.items()))}
+    artifact.write(INDEX_FILE, (json.dumps(fields, indent=2) + "\n").encode())
+
+
+def _components(
+    ensemble: Ensemble, trained: Mapping[str, Manifest], folder: Path
+) -> Iterator[tuple[str, list[str | None]]]:
+    """Write every component; its name and class, as model_index.json has them."""
+    for number, member in enumerate(ensemble.members):
+        facts = _public(trained[member.declaration.name])
+        stored.write(folder / f"expert_{number}", member.open(), facts, member.density)
+        yield f"expert_{number}", [COMPONENTS, EXPERT_CLASS]
+    if ensemble.router is not None:
+        stored.write(folder / "router", ensemble.router.network, _public(trained["router"]), None)
+    yield "router", [None, None] if ensemble.router is None else [COMPONENTS, ROUTER_CLASS]
+    codec = ensemble.models.codec
+    if isinstance(codec, Codec):
+        codec.network.save_pretrained(folder / "vae", safe_serialization=True)
+    yield "vae", ["diffusers", type(codec.network).__name__] if isinstance(codec, Codec) else [None, None]
+    parts: dict[str, Any] = {"text_encoder": None, "tokenizer": None}
+    if ensemble.told & {"text", "pooled"}:
+        encoder = ensemble.models.text_encoder
+        parts = {"text_encoder": encoder.network, "tokenizer": encoder.tokenizer}
+    for name, part in parts.items():
+        if part is not None:
+            part.save_pretrained(folder / name)
+        yield name, [None, None] if part is None else ["transformers", type(part).__name__]
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    FlowMatchEulerDiscreteScheduler().save_pretrained(folder / "scheduler")
+    yield "scheduler", ["diffusers", "FlowMatchEulerDiscreteScheduler"]

@@ -1,0 +1,200 @@
+"""The Paris release as an ensemble: flow-matching experts and a router in a layout of their own, told CLIP's text.
+
+    FOLDER/expert_0 … expert_7/   config.json, diffusion_pytorch_model.safetensors
+    FOLDER/router/                config.json, pytorch_model.safetensors
+    FOLDER/vae, text_encoder, tokenizer
+
+All captions are padded to one length and attended to as a whole, padding included, and the null condition is the empty
+caption. Latents are those of the autoencoder times its scaling factor. Times are 1000 t, velocity is noise - data.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from atoll import flow
+from atoll.data.latents import Codec, Pixel, Statistics, open_codec
+from atoll.data.text import TextEncoder, open_text_encoder
+from atoll.ensemble.field import OpenRouter
+from atoll.ensemble.residency import Member
+from atoll.ensemble.sampling import Models
+from atoll.ensemble.stored import shapes, weights_of
+from atoll.errors import AtollError
+from atoll.nets import DiT, DiTConfig, Router, RouterConfig
+from atoll.nets.weights import Layout, layout, read_weights
+from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
+from atoll.train.expert import Declaration
+
+ROUTER_FILES = ("pytorch_model.safetensors", WEIGHTS_FILE)
+
+
+class WholeCaptions(TextEncoder):
+    """Captions padded to full length, every token of which counts."""
+
+    def tokenize(self, captions: list[str]) -> dict[str, Tensor]:
+        """Token numbers, and a mask that hides nothing."""
+        how = {"padding": "max_length", "truncation": True, "max_length": self.max_tokens, "return_tensors": "pt"}
+        numbers = self.tokenizer(captions, **how)["input_ids"]
+        return {"input_ids": numbers, "attention_mask": torch.ones_like(numbers)}
+
+
+@dataclass(eq=False)
+class ParisModels(Models):
+    """Text encoder and autoencoder of the release."""
+
+    folder: Path
+
+    @cached_property
+    def codec(self) -> Codec | Pixel:
+        """The autoencoder."""
+        return open_codec(str(self.folder / "vae"))
+
+    @cached_property
+    def text_encoder(self) -> TextEncoder:
+        """CLIP."""
+        assert self.declaration.text is not None
+        opened = open_text_encoder(
+            str(self.folder / "text_encoder"), self.declaration.text["max_tokens"], self.folder / "tokenizer"
+        )
+        return WholeCaptions(opened.network, opened.tokenizer, opened.max_tokens)
+
+    @cached_property
+    def null_text(self) -> Tensor:
+        """The empty caption, (tokens, width)."""
+        return self.text_encoder([""])[0][0]
+
+
+@dataclass(frozen=True)
+class Paris:
+    """A folder in the layout of the release."""
+
+    folder: Path
+
+    @staticmethod
+    def recognises(folder: Path) -> bool:
+        """Whether the first expert has the tensors of a Paris expert."""
+        file = folder / "expert_0" / WEIGHTS_FILE
+        return file.is_file() and layout("paris").matches(shapes(file))
+
+    @cached_property
+    def models(self) -> ParisModels:
+        """Text encoder and autoencoder, opened when needed."""
+        return ParisModels(self._declaration(0, _config(layout("paris"), self._expert(0)).to_dict()), self.folder)
+
+    def members(self) -> list[Member]:
+        """The experts, in order."""
+        found = sorted(int(path.name[7:]) for path in self.folder.glob("expert_*") if path.name[7:].isdecimal())
+        if found != list(range(len(found))):
+            raise AtollError(f"{self.folder} has experts {found}; expected all from expert_0 on, one for each cluster")
+        return [self._member(number) for number in found]
+
+    def router(self) -> tuple[Declaration, Router]:
+        """The router with its declaration."""
+        known, file = layout("paris-router"), weights_of(self.folder / "router", ROUTER_FILES)
+        config = _config(known, file)
+        assert isinstance(config, RouterConfig)
+        network = _filled(Router(config), known, file, config)
+        assert isinstance(network, Router)
+        about = self._declaration(None, config.to_dict())
+        experts = len(self.members())
+        if config.experts != experts:
+            raise AtollError(f"{file} chooses among {config.experts} experts, but {self.folder} has {experts}")
+        return about, network
+
+    def open_router(self, device: torch.device, dtype: torch.dtype) -> OpenRouter:
+        """The router, ready to answer."""
+        about, network = self.router()
+        return OpenRouter(about, network.to(device, dtype).eval().requires_grad_(False), dtype)
+
+    def _expert(self, number: int) -> Path:
+        return weights_of(self.folder / f"expert_{number}")
+
+    def _member(self, number: int) -> Member:
+        file = self._expert(number)
+        config = _config(layout("paris"), file)
+        about = self._declaration(number, config.to_dict())
+        return Member(about, partial(self._network, number), file.stat().st_size, file)
+
+    def _network(self, number: int) -> nn.Module:
+        known, file = layout("paris"), self._expert(number)
+        config = _config(known, file)
+        assert isinstance(config, DiTConfig)
+        network = _filled(DiT(config), known, file, config)
+        network.null_text = nn.Parameter(self.models.null_text)
+        return network
+
+    def _declaration(self, number: int | None, network: dict[str, Any]) -> Declaration:
+        """What the release tells of an expert, or of the router."""
+        vae, text = self._read("vae"), self._read("text_encoder")
+        channels, size = network["channels"], network["size"]
+        scale, shift = vae.get("scaling_factor", 1.0), vae.get("shift_factor") or 0.0
+        router = number is None
+        return Declaration(
+            name="router" if router else f"expert_{number}",
+            clusters=tuple(range(network["experts"])) if number is None else (number,),
+            network={"_class_name": "Router" if router else "DiT", **network},
+            told=frozenset() if router else frozenset({"text"}),
+            statistics=Statistics((shift,) * channels, (1 / scale,) * channels),
+            latents={"autoencoder": "vae", "weights": None, "shape": [channels, size, size]},
+            text={
+                "encoder": "text_encoder", "weights": None, "max_tokens": text["max_position_embeddings"],
+                "dimensions": text["hidden_size"],
+            },
+            labels=(),
+            bridge=flow.Objective().bridge(),
+        )  # fmt: skip
+
+    def _read(self, part: str) -> dict[str, Any]:
+        file = self.folder / part / CONFIG_FILE
+        if not file.is_file():
+            raise AtollError(
+                f"{file} is missing; the Paris release has vae, text_encoder and tokenizer beside its experts"
+            )
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return values.get("text_config", values)
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """The tensors of a file, each read when it is looked at."""
+
+    def __init__(self, file: Path) -> None:
+        self.content = safe_open(file, "pt")
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self.content.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.content.keys())
+
+    def __len__(self) -> int:
+        return len(self.content.keys())
+
+
+def _config(known: Layout, file: Path) -> DiTConfig | RouterConfig:
+    """The network's configuration, from config.json and the shapes of its tensors."""
+    given = file.parent / CONFIG_FILE
+    fields = json.loads(given.read_text(encoding="utf-8")) if given.is_file() else {}
+    if not known.matches(shapes(file)):
+        raise AtollError(f"{file} does not hold a {known.title}")
+    config: DiTConfig | RouterConfig = known.read_config(_Lazy(file), fields, None)  # type: ignore[arg-type]
+    wrong = [
+        f"{name} is {fields[name]} there and {ours} in the weights"
+        for name, ours in known.write_config(config).items()
+        if name in fields and fields[name] != ours
+    ]
+    if wrong:
+        raise AtollError(f"{given} disagrees with {file.name}: {'; '.join(wrong)}")
+    return config
+
+
+def _filled(network: nn.Module, known: Layout, file: Path, config: DiTConfig | RouterConfig) -> nn.Module:
+    network.load_state_dict(known.to_native(read_weights(file), config))
+    return network

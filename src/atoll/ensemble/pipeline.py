@@ -1,0 +1,267 @@
+"""The ensemble as a pipeline of diffusers.
+
+    pipe = AtollPipeline.from_pretrained("emoji-export")       # a folder that atoll export wrote, or its hub name
+    images = pipe("a red apple", num_inference_steps=50, guidance_scale=4.0, routing="top-2", seed=0).images
+
+Experts and router are components like any other. All experts are in memory; to have fewer, use `atoll.load`, which opens
+the same folder.
+"""
+
+import inspect
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import ConfigMixin, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
+from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
+from torch import Tensor, nn
+
+from atoll.data.latents import Codec, Pixel
+from atoll.data.text import TextEncoder
+from atoll.ensemble import stored
+from atoll.ensemble.field import Ensemble, OpenRouter
+from atoll.ensemble.folder import COMPONENTS, PIPELINE_CLASS, PIPELINE_KIND, expert_names, fetch, read_index, refusal
+from atoll.ensemble.folder import verify as verify_folder
+from atoll.ensemble.residency import Member, Placement, weights_of
+from atoll.ensemble.sampling import Samples
+from atoll.errors import AtollError, unknown
+from atoll.nets import Condition, Router
+from atoll.run import MANIFEST, Artifact
+from atoll.train.density import Density
+from atoll.train.expert import Declaration
+
+__all__ = ["AtollPipeline", "ExpertModel", "RouterModel"]
+
+OUTPUTS = ("pil", "np", "pt", "latent")
+_OPTIONAL = ("vae", "text_encoder", "tokenizer", "router")
+
+
+class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
+    """A network with what it declares, as diffusers wants its models: saved to a folder and read from it."""
+
+    def __init__(self, network: nn.Module, facts: dict[str, Any], density: Density | None = None) -> None:
+        super().__init__()
+        self.network = network.eval().requires_grad_(False)
+        self.facts = facts
+        self.density = density
+        self.register_to_config(declaration=facts)
+
+    def declaration(self) -> Declaration:
+        """What the network says of itself."""
+        return Declaration.from_facts(self.facts)
+
+    def forward(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
+        """The network's own answer, in terms of its own objective; `time` is on the 0..1000 scale."""
+        answer: Tensor = self.network(x, time, condition)
+        return answer
+
+    def save_pretrained(self, save_directory: str | Path, safe_serialization: bool = True, **_: Any) -> None:
+        """Write the network and its declaration; always safetensors."""
+        _only_safetensors(safe_serialization)
+        stored.write(Path(save_directory), self.network, self.facts, self.density)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        subfolder: str | None = None,
+        torch_dtype: torch.dtype | None = None,
+        **_: Any,
+    ) -> "_Declared":
+        """Read what `save_pretrained` wrote."""
+        folder = Path(pretrained_model_name_or_path) / (subfolder or "")
+        found = stored.Stored.open(folder)
+        return cls(found.network().to(torch_dtype or torch.float32), dict(found.facts), found.density)
+
+
+class ExpertModel(_Declared):
+    """An expert."""
+
+    def member(self) -> Member:
+        """As an expert of an ensemble, in memory already."""
+        return Member(self.declaration(), lambda: self.network, weights_of(self.network), None, self.density)
+
+
+class RouterModel(_Declared):
+    """The router."""
+
+    def opened(self, dtype: torch.dtype) -> OpenRouter:
+        """Ready to answer."""
+        if not isinstance(self.network, Router):
+            raise AtollError(f"the component router holds a {type(self.network).__name__}, not a router")
+        return OpenRouter(self.declaration(), self.network, dtype)
+
+
+class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
+    """Many experts as one pipeline: components expert_0, expert_1, …, router, vae, text_encoder, tokenizer, scheduler."""
+
+    _optional_components = list(_OPTIONAL)
+    expert_0: ExpertModel
+    router: RouterModel | None
+    vae: Any
+    text_encoder: Any
+    tokenizer: Any
+    scheduler: Any
+
+    def __new__(cls, **components: Any) -> "AtollPipeline":
+        """A pipeline of as many experts as there are."""
+        count = sum(name.startswith("expert_") for name in components)
+        return super().__new__(cls if "_experts" in cls.__dict__ else _sized(cls, count))
+
+    def __init__(self, **components: Any) -> None:
+        super().__init__()
+        self.register_modules(**{**dict.fromkeys(_OPTIONAL), **components})
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> "AtollPipeline":
+        """Open a folder that `atoll export` or `save_pretrained` wrote, or one on the hub, after checking every file."""
+        folder = fetch(pretrained_model_name_or_path)
+        index = read_index(folder)
+        if index.get("_class_name") != PIPELINE_CLASS:
+            raise refusal(folder, index)
+        verify_folder(folder, index)
+        sized = _sized(AtollPipeline, len(expert_names(folder, index)))
+        if "device_map" not in options:
+            options.setdefault("low_cpu_mem_usage", False)  # the other way needs accelerate
+        pipe: AtollPipeline = super(AtollPipeline, sized).from_pretrained(folder, use_safetensors=True, **options)
+        return pipe
+
+    def save_pretrained(self, save_directory: str | Path, safe_serialization: bool = True, **options: Any) -> None:
+        """Write all components, and a manifest with the hash of every file."""
+        _only_safetensors(safe_serialization)
+        if options.pop("push_to_hub", False):
+            raise AtollError(f"save the pipeline first, then: hf upload OWNER/NAME {save_directory}")
+        folder = Path(save_directory).resolve()
+        (folder / MANIFEST).unlink(missing_ok=True)
+        artifact = Artifact(folder.parent, folder.name)
+        artifact.begin(PIPELINE_KIND, {"saved_by": PIPELINE_CLASS})
+        super().save_pretrained(folder, safe_serialization=True, **options)
+        artifact.commit({"experts": len(self.experts)})
+
+    @property
+    def experts(self) -> list[ExpertModel]:
+        """The experts, in order."""
+        return [getattr(self, name) for name in _names(self._experts)]
+
+    def ensemble(self) -> Ensemble:
+        """The same components as `atoll.load` would give them; made anew, for components can be replaced."""
+        members = [expert.member() for expert in self.experts]
+        placement = Placement(self.expert_0.device, self.expert_0.dtype)
+        router = self.router.opened(placement.dtype) if self.router is not None and len(members) > 1 else None
+        ensemble = Ensemble(members, router, placement=placement)
+        pixels = members[0].declaration.latents["autoencoder"] == "pixels"
+        ensemble.models.codec = Pixel() if pixels else Codec(self._needed("vae"), self.vae.device)
+        text = members[0].declaration.text
+        if text is not None and self.text_encoder is not None:
+            place = self.text_encoder.device
+            ensemble.models.text_encoder = TextEncoder(self.text_encoder, self.tokenizer, text["max_tokens"], place)
+        return ensemble
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | list[str] | None = None,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 4.0,
+        routing: str | None = None,
+        *,
+        label: str | int | list[str | int] | None = None,
+        cluster: int | list[int] | None = None,
+        num_images_per_prompt: int = 1,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        batch_size: int = 64,
+        **settings: Any,
+    ) -> ImagePipelineOutput | tuple[Any]:
+        """Pictures of prompts, of classes (`label`), of both, or of anything.
+
+        The same `seed` gives the same pictures as `atoll.load(…).sample`; a `generator` gives the seed if there is none.
+        `output_type` is pil, np, pt, or latent. The scheduler integrates, unless a `solver` is named. Further keywords
+        are those of `atoll.ensemble.Settings`: guidance_interval, rescale, solver, shift, route_every, sticky.
+        """
+        if output_type not in OUTPUTS:
+            raise AtollError(unknown("output_type", output_type, OUTPUTS))
+        ensemble = self.ensemble()
+        settings |= {"steps": num_inference_steps, "guidance": guidance_scale, "seed": _seed(seed, generator)}
+        if routing is not None:
+            settings["routing"] = routing
+        if "solver" not in settings:
+            settings |= self._integration(ensemble)
+        told = [_repeated(part, num_images_per_prompt) for part in (prompt, label, cluster)]
+        count = max([len(part) for part in told if part is not None], default=num_images_per_prompt)
+        made = ensemble.generate(told[0], told[1], count, clusters=told[2], batch=batch_size, **settings)
+        images = _as(made, output_type)
+        return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    def _integration(self, ensemble: Ensemble) -> dict[str, Any]:
+        """Plain Euler steps are made by Atoll's own solver, on the very same times; others by the scheduler itself."""
+        plain = FlowMatchEulerDiscreteScheduler(shift=self.scheduler.config.get("shift", 1.0))
+        ours, known = _settings(self.scheduler), _settings(plain)
+        if type(self.scheduler) is type(plain) and ours == known:
+            return {"solver": "euler", "shift": self.scheduler.config.shift}
+        ensemble.scheduler = self.scheduler
+        return {}
+
+    def _needed(self, name: str) -> Any:
+        component = getattr(self, name)
+        if component is None:
+            raise AtollError(f"this pipeline has no {name}, which its experts need")
+        return component
+
+
+def _names(count: int) -> list[str]:
+    return [f"expert_{number}" for number in range(count)]
+
+
+@cache
+def _sized(cls: type[AtollPipeline], count: int) -> type[AtollPipeline]:
+    """The pipeline class for a number of experts: diffusers learns the components from the signature of __init__."""
+    if count < 1:
+        raise AtollError("a pipeline needs at least one expert: expert_0=…")
+
+    def __init__(self: AtollPipeline, **components: Any) -> None:  # noqa: N807
+        AtollPipeline.__init__(self, **components)
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parts = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    parts += [inspect.Parameter(name, kind) for name in (*_names(count), "scheduler")]
+    parts += [inspect.Parameter(name, kind, default=None) for name in _OPTIONAL]
+    __init__.__signature__ = inspect.Signature(parts)  # type: ignore[attr-defined]
+    return type(cls.__name__, (cls,), {"__init__": __init__, "_experts": count, "__module__": COMPONENTS})
+
+
+def _only_safetensors(safe_serialization: bool) -> None:
+    if not safe_serialization:
+        raise AtollError("safe_serialization=False would write pickles; Atoll writes and reads safetensors only")
+
+
+def _seed(seed: int | None, generator: torch.Generator | None) -> int:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise AtollError("give one generator, or a seed: every picture's noise is a function of seed and position")
+    if seed is not None or generator is None:
+        return seed or 0
+    return int(torch.randint(2**31, (), generator=generator, device=generator.device))
+
+
+def _settings(scheduler: Any) -> dict[str, Any]:
+    return {key: value for key, value in dict(scheduler.config).items() if not key.startswith("_")}
+
+
+def _repeated(told: Any, times: int) -> list[Any] | None:
+    """One thing or several to be told, each so many times in a row."""
+    several = told if isinstance(told, list | tuple) or told is None else [told]
+    return None if several is None else [part for part in several for _ in range(times)]
+
+
+def _as(made: Samples, output_type: str) -> Any:
+    if output_type == "pil":
+        return made.images
+    if output_type == "latent":
+        return made.latents
+    pixels = np.stack([np.asarray(image) for image in made.images]).astype(np.float32) / 255
+    return pixels if output_type == "np" else torch.from_numpy(pixels).permute(0, 3, 1, 2)

@@ -1,0 +1,181 @@
+"""A network in a folder of a pipeline: its weights, in a class of diffusers where that is exact, and what it declares.
+
+expert_0/
+    config.json, diffusion_pytorch_model.safetensors    the network
+    declaration.json       objective, bridge, statistics, conditioning, clusters, data, compute
+    cluster.safetensors    how the cluster's latents are distributed, for routing without a router
+    null.safetensors       the learned null condition, where a class of diffusers has no place for it
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from atoll.ensemble.residency import Member
+from atoll.errors import AtollError
+from atoll.nets import DiT, build, load_network, save_network
+from atoll.nets.expert import KINDS, DiffusersExpert
+from atoll.nets.weights import check_fit, layout, read_weights, write_weights
+from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
+from atoll.run import to_json
+from atoll.train.density import FILE as CLUSTER_FILE
+from atoll.train.density import Density
+from atoll.train.expert import Declaration
+
+DECLARATION_FILE = "declaration.json"
+NULL_FILE = "null.safetensors"
+LAYOUTS = {"PixArtTransformer2DModel": "diffusers-pixart", "DiTTransformer2DModel": "diffusers-dit"}
+"""Classes of diffusers that compute exactly what some DiTs compute, and the layouts of their weights."""
+
+
+def write(folder: Path, network: nn.Module, facts: Mapping[str, Any], density: Density | None) -> None:
+    """Write a network with its declaration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(network, DiffusersExpert):
+        state = network.state_dict()
+        inner = {name.removeprefix("model."): part for name, part in state.items() if name.startswith("model.")}
+        fields = {key: value for key, value in dict(network.model.config).items() if not key.startswith("_")}
+        _write_parts(folder, inner, {"_class_name": network.model_class, **fields}, state)
+    elif isinstance(network, DiT) and (exact := diffusers_layout(network)):
+        _write_parts(folder, *exact, network.state_dict())
+    else:
+        save_network(network, folder)  # type: ignore[arg-type]
+    if density is not None:
+        save_file({name: part.cpu().contiguous() for name, part in density.tensors().items()}, folder / CLUSTER_FILE)
+    (folder / DECLARATION_FILE).write_bytes(to_json(facts))
+
+
+def _write_parts(folder: Path, weights: dict[str, Tensor], fields: dict[str, Any], state: dict[str, Tensor]) -> None:
+    write_weights(weights, folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    if null := {name: part for name, part in state.items() if "null_" in name}:
+        write_weights(null, folder / NULL_FILE)
+
+
+def diffusers_layout(network: DiT) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Weights and config.json of a class of diffusers that is this very network, bit for bit on the way back; or None."""
+    config, state = network.config, network.state_dict()
+    for candidate in map(layout, LAYOUTS.values()):
+        if candidate.refuse(config) is not None:
+            continue
+        foreign, fields = candidate.from_native(state, config), candidate.write_config(config)
+        if candidate.read_config(foreign, fields, config.heads) != config:
+            continue
+        back = candidate.to_native(foreign, config)
+        if all(torch.equal(back[name], part) for name, part in state.items() if "null_" not in name):
+            return foreign, fields
+    return None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A network that `write` has written."""
+
+    folder: Path
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Stored":
+        """Read the declaration, and check by their shapes that the weights are those of the declared network."""
+        file = folder / DECLARATION_FILE
+        if not file.is_file():
+            raise AtollError(f"{file} is missing: nothing tells how this network was trained; export the run again")
+        stored = cls(folder, json.loads(file.read_text(encoding="utf-8")))
+        check_fit(shapes(stored.weights), stored._expected(), f"the network that {file} declares")
+        return stored
+
+    @cached_property
+    def declaration(self) -> Declaration:
+        """What the network says of itself."""
+        return Declaration.from_facts(self.facts)
+
+    @cached_property
+    def density(self) -> Density | None:
+        """How its cluster is distributed, if it tells."""
+        file = self.folder / CLUSTER_FILE
+        return Density.from_tensors(load_file(file)) if file.is_file() else None
+
+    @property
+    def weights(self) -> Path:
+        """The file of its weights."""
+        return weights_of(self.folder)
+
+    def member(self) -> Member:
+        """As an expert of an ensemble; the network is read when it is needed."""
+        return Member(self.declaration, self.network, self.weights.stat().st_size, self.weights, self.density)
+
+    def network(self) -> nn.Module:
+        """The network."""
+        own = self.declaration.network["_class_name"]
+        if self._stored_class == own:
+            return load_network(self.folder)
+        native = own == "DiT"
+        with torch.device("meta" if native else "cpu"):
+            network = build(dict(self.declaration.network))
+        state = read_weights(self.weights)
+        if native:
+            state = layout(LAYOUTS[self._stored_class]).to_native(state, network.config)
+        else:
+            state = {f"model.{name}": part for name, part in state.items()}
+        file = self.folder / NULL_FILE
+        state |= load_file(file) if file.is_file() else {}
+        check_fit(state, network.state_dict(), f"the network that {self.folder / DECLARATION_FILE} declares")
+        network.load_state_dict(state, assign=native)
+        return network
+
+    @cached_property
+    def _stored_class(self) -> str:
+        """The class in config.json, which must be able to hold the declared network."""
+        file = self.folder / CONFIG_FILE
+        if not file.is_file():
+            raise AtollError(f"{file} is missing; expected the configuration of a network")
+        stored = str(json.loads(file.read_text(encoding="utf-8")).get("_class_name"))
+        own = self.facts["network"]["_class_name"]
+        able = {own} | ({KINDS[own].model_class} if own in KINDS else set(LAYOUTS) if own == "DiT" else set())
+        if stored not in able:
+            raise AtollError(f"{file} names a {stored}, but {self.folder / DECLARATION_FILE} declares a {own}")
+        return stored
+
+    def _expected(self) -> dict[str, Tensor]:
+        """Names and shapes of the tensors that the stored class has for the declared network."""
+        with torch.device("meta"):
+            network = build(dict(self.facts["network"]))
+        state = network.state_dict()
+        if self._stored_class == self.facts["network"]["_class_name"]:
+            return state
+        if self._stored_class in LAYOUTS and isinstance(network, DiT):
+            return layout(LAYOUTS[self._stored_class]).from_native(state, network.config)
+        return {name.removeprefix("model."): part for name, part in state.items() if name.startswith("model.")}
+
+
+def weights_of(folder: Path, names: tuple[str, ...] = (WEIGHTS_FILE,)) -> Path:
+    """The safetensors file of a network's folder; pickles are never read."""
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    if not folder.is_dir():
+        raise AtollError(f"{folder} is missing")
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
+    if pickles:
+        raise AtollError(
+            f"{folder} holds its weights as {', '.join(pickles)}: a pickle, which can run code when it is read. Atoll "
+            f"reads safetensors only; where you trust it, convert it with: atoll convert {folder / pickles[0]} DST"
+        )
+    raise AtollError(f"{folder} has no {' or '.join(names)}")
+
+
+def shapes(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, without content."""
+    try:
+        with safe_open(file, "pt") as content:
+            return {name: torch.empty(content.get_slice(name).get_shape(), device="meta") for name in content.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise AtollError(f"{file} is not a whole safetensors file ({error}); copy it again") from error
