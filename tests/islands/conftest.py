@@ -1,16 +1,22 @@
 """Stores of every kind, and runs to share."""
 
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import yaml
 
+from atoll import config
 from atoll.islands.store import Store
+from atoll.train import Job, run_job
 from islands.servers import CREDENTIALS, moto, new_bucket
+from train.conftest import merge, new_run
+from train.workers import TINY
 
-pytest_plugins = ["train.conftest"]
+__all__ = ["new_run"]
 
 
 @pytest.fixture(scope="session")
@@ -42,4 +48,13 @@ def store(place: str) -> Store:
     return Store.open(place)
 
 
-Opener = Callable[[], Store]
+@pytest.fixture(scope="session")
+def reference(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with its three experts trained on one machine, without a store. Tests must not change it."""
+    run = tmp_path_factory.mktemp("reference") / "run"
+    shutil.copytree(prepared / "data" / "shards", run / "data" / "shards")
+    values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
+    (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    for expert in range(3):
+        run_job(Job(run, config.load(run), "expert", expert))
+    return run

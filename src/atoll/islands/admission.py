@@ -93,7 +93,7 @@ def review(store: Store, expert: int, digest: str | None, policy: Policy | None,
         check_files(offered, artifact)
         check_loss(offered, artifact, own)
         return artifact
-    except (Refused, AtollError):
+    except AtollError:
         shutil.rmtree(quarantine, ignore_errors=True)
         raise
 

@@ -123,7 +123,7 @@ class Worker:
                 )
         except LeaseLost as lost:
             print(f"{lost}; nothing was published", flush=True)
-        except (AtollError, Refused, RuntimeError) as error:
+        except (AtollError, RuntimeError) as error:
             self._given_up.add(expert)
             print(f"{lease.job} failed: {error}", flush=True)
             self._end(lease, "failed", why=str(error)[:2000], failures=lease.record.failures + 1)
@@ -178,7 +178,7 @@ class Worker:
                 if file.endswith(".safetensors"):
                     safetensors_header(target.path(file))
             print(f"{job.name}: going on from {manifest.facts['samples']:,} samples", flush=True)
-        except (Refused, AtollError) as error:
+        except AtollError as error:
             print(f"{job.name}: the published checkpoint is passed over: {error}", flush=True)
 
     def _publish(self, lease: Lease, job: Job, manifest: Manifest, expert: int) -> None:

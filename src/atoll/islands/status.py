@@ -92,7 +92,9 @@ def _journal(folder: Path, job: str, total: int) -> JobStatus | None:
 
 def as_table(lines: list[JobStatus], title: str) -> Table:
     """For people."""
-    table = Table("job", "state", "where", "samples", "a second", "left", "seen", "why", title=title)
+    table = Table(title=title)
+    for heading in ("job", "state", "where", "samples", "a second", "left", "seen", "why"):
+        table.add_column(heading, no_wrap=heading in ("job", "state", "samples"))
     for line in lines:
         share = f"{line.samples:,} of {line.total:,}" if line.total else ""
         table.add_row(

@@ -19,6 +19,7 @@ from obstore import exceptions
 from obstore.store import LocalStore, MemoryStore, from_url
 
 from atoll.errors import AtollError
+from atoll.islands.strict import Refused
 
 Answer = TypeVar("Answer")
 ATTEMPTS = 6
@@ -94,7 +95,7 @@ class Store:
             except (exceptions.NotFoundError, FileNotFoundError):
                 return None
             if answer.meta["size"] > limit:
-                raise AtollError(f"{self.url}/{key} has {answer.meta['size']:,} bytes; at most {limit:,} are expected")
+                raise Refused(f"{self.url}/{key} has {answer.meta['size']:,} bytes; at most {limit:,} are expected")
             return bytes(answer.bytes())
 
         return self._try(get)
@@ -102,6 +103,8 @@ class Store:
     def stream(self, key: str, start: int, end: int, chunk: int = 1 << 18) -> Iterator[bytes]:
         """The bytes `start` to `end` of an object, as they come. A cut raises; go on from where it was."""
         answer = self.backend.get(key, options={"range": (start, end)})
+        if answer.meta["size"] < end:
+            raise Refused(f"{self.url}/{key} has {answer.meta['size']:,} bytes; its manifest says {end:,}")
         for part in answer.stream(min_chunk_size=chunk):
             yield bytes(part)
 

@@ -9,6 +9,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
+from atoll.errors import AtollError
 from atoll.run import MANIFEST, FileEntry, Manifest
 
 MAX_JSON = 16 << 20
@@ -20,7 +21,7 @@ _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
-class Refused(Exception):  # noqa: N818 - a verdict, not an error of the program
+class Refused(AtollError):  # noqa: N818 - a verdict, not an error of the program
     """A contribution is not taken; the message is the reason."""
 
 

@@ -1,0 +1,136 @@
+"""Contributions that must not come in: each is refused with its reason, and nothing of it is left."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from safetensors.torch import load_file
+
+import atoll
+from atoll.islands.admission import review
+from atoll.islands.shared import pull, push
+from atoll.islands.store import Store
+from atoll.islands.strict import Refused
+from atoll.islands.transfer import fetch, read_manifest
+from atoll.run import Artifact, sha256_of, to_json
+from atoll.trust import Policy, Signer
+from islands.hostile_claims import CLAIMS
+from islands.hostile_files import FILES, NAME, WEIGHTS, Offer, not_a_number
+
+HOSTILE = FILES | CLAIMS
+
+
+@pytest.fixture(scope="session")
+def ann(tmp_path_factory: pytest.TempPathFactory) -> Signer:
+    return Signer.open(tmp_path_factory.mktemp("keys") / "ann.pem")
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Signer:
+    return Signer.open(tmp_path_factory.mktemp("keys") / "stranger.pem")
+
+
+@pytest.fixture
+def shared(reference: Path, tmp_path: Path) -> Store:
+    """A store with the run's data and no expert."""
+    run = tmp_path / "run"
+    shutil.copytree(reference / "data", run / "data")
+    shutil.copy(reference / "atoll.yaml", run / "atoll.yaml")
+    store = Store.open(f"memory://{uuid4().hex}")
+    push(run, store)
+    return store
+
+
+@pytest.fixture
+def offer(reference: Path, ann: Signer) -> Offer:
+    """A contribution in which nothing is wrong."""
+    artifact = Artifact(reference, NAME)
+    manifest = artifact.open("expert")
+    files = {name: artifact.path(name).read_bytes() for name in manifest.files}
+    plain = json.loads(manifest.to_json())
+    return Offer(files, "expert", plain["made_from"], plain["facts"], signer=ann)
+
+
+assert len(HOSTILE) >= 25
+
+
+@pytest.fixture
+def policy(ann: Signer) -> Policy:
+    return Policy(
+        publishers={"ann": ann.public},
+        objectives=["flow-matching", "ddpm"],
+        max_parameters=10_000_000,
+        max_bytes=1 << 30,
+        max_held_out_loss=50.0,
+    )
+
+
+def test_a_good_contribution_is_let_in(shared: Store, offer: Offer, policy: Policy, tmp_path: Path) -> None:
+    digest = offer.put(shared)
+    artifact = review(shared, 1, digest, policy, tmp_path / "quarantine")
+    assert artifact.open("expert", verify=True).digest == digest
+
+
+@pytest.mark.parametrize("spoil", HOSTILE, ids=lambda spoil: spoil.__name__)
+def test_a_hostile_contribution_is_refused(
+    spoil: Callable[[Offer], None], shared: Store, offer: Offer, policy: Policy, tmp_path: Path
+) -> None:
+    spoil(offer)
+    digest = offer.put(shared)
+    with pytest.raises(Refused, match=HOSTILE[spoil]):
+        review(shared, 1, digest, policy, tmp_path / "quarantine")
+    assert not (tmp_path / "quarantine").exists()
+    assert not Path("/tmp/atoll-was-here").exists()
+    assert not list(tmp_path.glob("*escaped*"))
+
+
+def test_a_strangers_signature_counts_nothing(
+    shared: Store, offer: Offer, policy: Policy, stranger: Signer, tmp_path: Path
+) -> None:
+    offer.signer = stranger
+    with pytest.raises(Refused, match="signed by a key that the policy does not list"):
+        review(shared, 1, offer.put(shared), policy, tmp_path / "quarantine")
+
+
+def test_the_run_samples_with_what_is_good(
+    reference: Path, offer: Offer, policy: Policy, ann: Signer, tmp_path: Path
+) -> None:
+    """Two good experts and one that is hostile: the two come in, the third does not, and the model paints."""
+    run = tmp_path / "run"
+    shutil.copytree(reference, run)
+    shutil.rmtree(run / "experts/001")
+    (run / "policy.json").write_bytes(to_json(policy.model_dump(mode="json")))
+    store = Store.open(f"memory://{uuid4().hex}")
+    push(run, store, ann)
+    not_a_number(offer)
+    offer.put(store)
+    verdicts = pull(store, tmp_path / "model")
+    assert verdicts["experts/000"] == verdicts["experts/002"] == "fetched"
+    assert verdicts["experts/001"].startswith("refused: ")
+    notice = json.loads((tmp_path / "model/quarantine/experts-001.json").read_text())
+    assert "numbers that are not finite" in notice["reason"]
+    assert not (tmp_path / "model/experts/001").exists()
+    model = atoll.load(tmp_path / "model", routing="nearest")
+    assert model.missing == ("experts/001",)
+    assert len(model.sample(["a circle"], steps=2, seed=0)) == 1
+
+
+def test_a_local_symlink_is_not_followed_out_of_an_artifact(
+    shared: Store, offer: Offer, policy: Policy, tmp_path: Path
+) -> None:
+    """Stores have no links; a link planted where a download goes is replaced, not written through."""
+    offer.put(shared)
+    manifest = read_manifest(shared, NAME)
+    assert manifest is not None
+    target, outside = Artifact(tmp_path / "run", NAME), tmp_path / "outside.txt"
+    outside.write_text("mine")
+    target.folder.mkdir(parents=True)
+    target.path(WEIGHTS).symlink_to(outside)
+    fetch(shared, NAME, manifest, target)
+    assert outside.read_text() == "mine"
+    assert not target.path(WEIGHTS).is_symlink()
+    assert sha256_of(target.path(WEIGHTS)) == manifest.files[WEIGHTS].sha256
+    assert load_file(target.path(WEIGHTS))

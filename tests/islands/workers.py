@@ -1,0 +1,36 @@
+"""`atoll` in processes of their own, which can be killed, with their own environment."""
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["atoll.cli", "atoll.train", "atoll.data.prepare", "atoll.islands.join"])
+
+
+def _work(arguments: list[str], environment: dict[str, str], log: str) -> None:
+    from atoll.cli import main
+
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    with open(log, "a", buffering=1) as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        code = main(arguments)
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def start(log: Path, environment: dict[str, str], *arguments: str) -> multiprocessing.Process:
+    """An `atoll` command; what it says goes to `log`."""
+    process = _context.Process(target=_work, args=(list(arguments), environment, str(log)))
+    process.start()
+    return process
+
+
+def end(process: multiprocessing.Process, log: Path, seconds: float = 120) -> None:
+    """Wait for a command that must succeed."""
+    process.join(seconds)
+    assert process.exitcode == 0, f"exit code {process.exitcode}:\n{log.read_text()}"
