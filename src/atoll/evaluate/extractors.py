@@ -117,9 +117,12 @@ class Alignment:
 
     def _text(self, captions: list[str]) -> Tensor:
         model: Any = self.extractor.network.network
-        tokens = self.tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt")
+        # All captions get the full length: SigLIP was trained so, and to CLIP padding makes no difference.
+        length = model.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(captions, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+        wanted = {key: tokens[key].to(device()) for key in ("input_ids", "attention_mask") if key in tokens}
         with repeatable():
-            answer = model.get_text_features(**{key: value.to(device()) for key, value in tokens.items()})
+            answer = model.get_text_features(**wanted)
         features: Tensor = answer if isinstance(answer, Tensor) else answer.pooler_output
         return features.float()
 

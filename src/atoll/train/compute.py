@@ -7,10 +7,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.nets import Condition, build
+from atoll.train.world import transformer_blocks
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass."""
@@ -45,7 +46,7 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
         condition = _condition(description, text)
     saved: dict[int, int] = {}
     entering: dict[int, int] = {}
-    blocks = _blocks(network)
+    blocks = transformer_blocks(network)
     for block in blocks:
         block.register_forward_pre_hook(
             lambda _, inputs, named: _note(entering, (*inputs, *named.values())), with_kwargs=True
@@ -63,12 +64,6 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
     activations = sum(saved.values())
     checkpointed = sum(entering.values()) + activations // len(blocks) if blocks else activations
     return Cost(parameters, counter.get_total_flops(), activations, checkpointed)
-
-
-def _blocks(network: nn.Module) -> list[nn.Module]:
-    """The blocks that activation checkpointing works on."""
-    found = getattr(network, "blocks", None) or getattr(getattr(network, "model", None), "transformer_blocks", None)
-    return list(found) if isinstance(found, nn.ModuleList) else []
 
 
 def _note(sizes: dict[int, int], values: tuple[Any, ...]) -> None:

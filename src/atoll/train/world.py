@@ -36,7 +36,7 @@ class World:
         if parallel == "fsdp2" and self.size > 1:
             policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
             mesh = init_device_mesh(self.device.type, (self.size,))
-            for block in _blocks(network):
+            for block in transformer_blocks(network):
                 fully_shard(block, mesh=mesh, mp_policy=policy)
             return cast(nn.Module, fully_shard(network, mesh=mesh, mp_policy=policy))
         return DistributedDataParallel(network) if self.size > 1 else network
@@ -101,8 +101,8 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _blocks(network: nn.Module) -> list[nn.Module]:
-    """The blocks of a transformer, Atoll's or diffusers': the units in which FSDP2 gathers weights."""
+def transformer_blocks(network: nn.Module) -> list[nn.Module]:
+    """The blocks of a transformer, Atoll's or diffusers': the units of FSDP2 and of checkpointing."""
     inner = getattr(network, "model", network)
     for name in ("blocks", "transformer_blocks"):
         if isinstance(found := getattr(inner, name, None), nn.ModuleList):
