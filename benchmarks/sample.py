@@ -3,9 +3,9 @@
     python benchmarks/sample.py [--quick] [--json]
 
 All sides make Euler steps for one batch of 64 latents under guidance, with 64 different texts of 77 tokens. Experts
-have the width of DiT-S/2 and four blocks on 8 x 8 tokens; the router is to them what the DiT-B/2 of DDM is to its
-DiT-XL/2, and takes its full time, but its answers are replaced by drawn ones, so that samples spread over experts as in
-use: each has a few likely ones. Ratios are of medians of interleaved repeats.
+have the width of DiT-S/2 and four blocks on 8 x 8 tokens (4 x 4 with --quick); the router is to them what the DiT-B/2 of
+DDM is to its DiT-XL/2, and takes its full time, but its answers are replaced by drawn ones, so that samples spread over
+experts as in use: each has a few likely ones. Ratios are of medians of interleaved repeats.
 """
 
 import tempfile
@@ -19,17 +19,18 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.data.latents import Statistics
-from atoll.ensemble import Ensemble, Member, OpenRouter, Placement, Told
+from atoll.ensemble import Ensemble, Member, OpenRouter, Told
 from atoll.ensemble.residency import weights_of
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, load_network, save_network
 from atoll.nets.weights.files import WEIGHTS_FILE
 from atoll.train.expert import Declaration
 from harness import Row, interleave, run
 
-BATCH, SIDE, TEXT, TEXT_WIDTH, GUIDANCE, K = 64, 16, 77, 768, 4.0, 8
+BATCH, TEXT, TEXT_WIDTH, GUIDANCE, K = 64, 77, 768, 4.0, 8
 WIDTH, DEPTH, HEADS = 384, 4, 6
 ROUTER = {"width": 256, "depth": 2, "heads": 4}
 SPACE = Statistics((0.0,) * 4, (1.0,) * 4)
+Side = Callable[[], object]
 
 
 class SpreadRouter(Router):
@@ -42,57 +43,56 @@ class SpreadRouter(Router):
         return super().logits(x, time, condition) * 0 + self.answers[: len(x)]
 
 
-def declaration(name: str, clusters: tuple[int, ...], bridge: flow.Bridge, told: frozenset[str]) -> Declaration:
-    latents = {"autoencoder": "pixels", "weights": None, "shape": [4, SIDE, SIDE]}
-    text = {"weights": "w", "encoder": "none", "max_tokens": TEXT, "dimensions": TEXT_WIDTH}
-    return Declaration(name, clusters, _config().to_dict(), told, SPACE, latents, text, (), bridge)
-
-
-def _config() -> DiTConfig:
-    return DiTConfig(WIDTH, DEPTH, HEADS, 2, size=SIDE, text_width=TEXT_WIDTH, text_projection="mlp")
-
-
-def ensemble(folder: Path, count: int, objective: str = "flow-matching", resident: int | None = None) -> Ensemble:
-    """`count` experts in files, behind a router with a realistic spread of answers."""
-    members = []
-    for number in range(count):
-        place = folder / f"{number:03d}"
-        if not place.is_dir():
-            torch.manual_seed(number)
-            save_network(DiT(_config()), place)
-        declared = declaration(
-            f"experts/{number:03d}", (number,), flow.objective(objective).bridge(), frozenset(["text"])
-        )
-        file = place / WEIGHTS_FILE
-        members.append(Member(declared, partial(load_network, place), file.stat().st_size, file))
-    if count == 1:
-        return Ensemble(members)
-    router = SpreadRouter(RouterConfig(experts=count, size=SIDE, **ROUTER)).eval().requires_grad_(False)
-    router.answers = 3 * torch.randn(BATCH, count, generator=torch.Generator().manual_seed(0))
-    known = declaration("router", tuple(range(count)), flow.Objective().bridge(), frozenset())
-    return Ensemble(members, OpenRouter(known, router), placement=Placement(torch.device("cpu")), resident=resident)
-
-
 class Work:
-    """One batch, and the ways to take it some steps further."""
+    """One batch, models in a folder, and the ways to take the batch some steps further."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, folder: Path, side: int, steps: int) -> None:
+        self.folder, self.side, self.steps = folder, side, steps
         torch.manual_seed(0)
-        self.x = torch.randn(BATCH, 4, SIDE, SIDE)
+        self.x = torch.randn(BATCH, 4, side, side)
         mask = torch.rand(BATCH, 1) * TEXT > torch.arange(TEXT) - 8
         self.condition = Condition(torch.randn(BATCH, TEXT, TEXT_WIDTH), mask)
         self.told = Told.of(self.condition, torch.arange(BATCH), reused=True)
 
-    def routed(self, model: Ensemble, routing: str) -> Callable[[], object]:
+    def ensemble(self, count: int, objective: str = "flow-matching", resident: int | None = None) -> Ensemble:
+        """`count` experts in files, behind a router with a realistic spread of answers."""
+        bridge = flow.objective(objective).bridge()
+        members = [self._member(number, bridge) for number in range(count)]
+        if count == 1:
+            return Ensemble(members)
+        router = SpreadRouter(RouterConfig(experts=count, size=self.side, **ROUTER)).eval().requires_grad_(False)
+        router.answers = 3 * torch.randn(BATCH, count, generator=torch.Generator().manual_seed(0))
+        declared = self._declaration("router", tuple(range(count)), flow.Objective().bridge(), frozenset())
+        return Ensemble(members, OpenRouter(declared, router), resident=resident)
+
+    def _member(self, number: int, bridge: flow.Bridge) -> Member:
+        place = self.folder / f"{number:03d}"
+        if not place.is_dir():
+            torch.manual_seed(number)
+            save_network(DiT(self._config()), place)
+        declared = self._declaration(f"experts/{number:03d}", (number,), bridge, frozenset(["text"]))
+        file = place / WEIGHTS_FILE
+        return Member(declared, partial(load_network, place), file.stat().st_size, file)
+
+    def _config(self) -> DiTConfig:
+        return DiTConfig(WIDTH, DEPTH, HEADS, 2, size=self.side, text_width=TEXT_WIDTH, text_projection="mlp")
+
+    def _declaration(
+        self, name: str, clusters: tuple[int, ...], bridge: flow.Bridge, told: frozenset[str]
+    ) -> Declaration:
+        latents = {"autoencoder": "pixels", "weights": None, "shape": [4, self.side, self.side]}
+        text = {"weights": "w", "encoder": "none", "max_tokens": TEXT, "dimensions": TEXT_WIDTH}
+        return Declaration(name, clusters, self._config().to_dict(), told, SPACE, latents, text, (), bridge)
+
+    def routed(self, model: Ensemble, routing: str = "top-1") -> Side:
         """Steps along the ensemble's velocity."""
 
         def field(x: Tensor, t: Tensor) -> Tensor:
             return model.velocity(x, t[:1], self.told, routing, GUIDANCE)
 
-        return self.solved(field)
+        return self._solved(field)
 
-    def naive(self, model: Ensemble) -> Callable[[], object]:
+    def naive(self, model: Ensemble) -> Side:
         """Every expert on every sample, both halves of guidance apart, then the weighted sum."""
 
         def field(x: Tensor, t: Tensor) -> Tensor:
@@ -105,24 +105,22 @@ class Work:
                 total += weights[:, number, None, None, None] * (null + GUIDANCE * (told - null))
             return total
 
-        return self.solved(field)
+        return self._solved(field)
 
-    def solved(self, field: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], object]:
-        """Euler steps along a velocity field."""
-
+    def _solved(self, field: Callable[[Tensor, Tensor], Tensor]) -> Side:
         def solve() -> Tensor:
             with torch.no_grad():
                 return flow.solve(field, self.x, steps=self.steps)
 
         return solve
 
-    def pixart(self) -> Callable[[], object]:
+    def pixart(self) -> Side:
         """diffusers' network and scheduler, as its pipelines call them."""
         torch.manual_seed(0)
         network = PixArtTransformer2DModel(
             num_attention_heads=HEADS, attention_head_dim=WIDTH // HEADS, in_channels=4, out_channels=4,
-            num_layers=DEPTH, cross_attention_dim=WIDTH, sample_size=SIDE, patch_size=2, caption_channels=TEXT_WIDTH,
-            use_additional_conditions=False,
+            num_layers=DEPTH, cross_attention_dim=WIDTH, sample_size=self.side, patch_size=2,
+            caption_channels=TEXT_WIDTH, use_additional_conditions=False,
         ).eval()  # fmt: skip
         text = torch.cat([torch.zeros_like(self.condition.text), self.condition.text])
         mask = self.condition.text_mask.repeat(2, 1)
@@ -146,50 +144,47 @@ class Work:
 
 def measure(quick: bool) -> Iterable[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        yield from _measure(Path(folder), quick)
+        work = Work(Path(folder), side=8 if quick else 16, steps=1 if quick else 3)
+        repeats = 3 if quick else 7
+        eight, dense = work.ensemble(K), work.ensemble(1)
+        yield from _speed(work, eight, dense, repeats)
+        yield from _growth(work, repeats)
+        yield from _bridge(work, dense, repeats)
+        yield from _residency(work, eight, repeats)
 
 
-def _measure(folder: Path, quick: bool) -> Iterable[Row]:
-    work = Work(steps=1 if quick else 4)
-    repeats = 3 if quick else 7
-    eight, dense = ensemble(folder, K), ensemble(folder, 1)
-    sides = {
-        "dense": work.routed(dense, "top-1"),
-        "top-1": work.routed(eight, "top-1"),
-        "top-2": work.routed(eight, "top-2"),
-        "pixart": work.pixart(),
-    }
-    times = interleave(sides, repeats)
+def _speed(work: Work, eight: Ensemble, dense: Ensemble, repeats: int) -> Iterable[Row]:
+    sides = {"dense": work.routed(dense), "top-1": work.routed(eight), "top-2": work.routed(eight, "top-2")}
+    times = interleave({**sides, "pixart": work.pixart()}, repeats)
     yield Row("top-1 of 8 over one dense expert", times["top-1"] / times["dense"], 1.15, "lower")
     yield Row("top-2 of 8 over one dense expert", times["top-2"] / times["dense"], 2.2, "lower")
     yield Row("diffusers' PixArt over one dense expert", times["pixart"] / times["dense"], 1.1)
     yield Row("diffusers' PixArt over top-1 of 8", times["pixart"] / times["top-1"], 1.0)
-    yield Row("seconds of a step of one dense expert", times["dense"] / work.steps, None, "lower")
-    everything = interleave({"naive": work.naive(eight)}, repeats=3, warmup=0)["naive"]
-    yield Row("naive evaluation of all 8 over top-1", everything / times["top-1"], 6.0)
-    counts = (2, 32)
-    by_count = interleave({str(k): work.routed(ensemble(folder, k), "top-1") for k in counts}, repeats)
-    yield Row("top-1 of 32 over top-1 of 2", by_count["32"] / by_count["2"], 1.15, "lower")
-    yield from _bridge(folder, work, dense, repeats)
-    yield from _residency(folder, work, eight, repeats)
+    naive = interleave({"naive": work.naive(eight), "top-1": sides["top-1"]}, repeats=3, warmup=0)
+    yield Row("naive evaluation of all 8 over top-1", naive["naive"] / naive["top-1"], 6.0)
+    yield Row("seconds of one step of one dense expert", times["dense"] / work.steps, None, "lower")
 
 
-def _bridge(folder: Path, work: Work, dense: Ensemble, repeats: int) -> Iterable[Row]:
+def _growth(work: Work, repeats: int) -> Iterable[Row]:
+    """More experts, the same batch."""
+    times = interleave({str(count): work.routed(work.ensemble(count)) for count in (2, 32)}, repeats)
+    yield Row("top-1 of 32 over top-1 of 2", times["32"] / times["2"], 1.15, "lower")
+
+
+def _bridge(work: Work, dense: Ensemble, repeats: int) -> Iterable[Row]:
     """The same network read as a DDPM expert: what carrying its answers over the bridge costs."""
-    bridged = ensemble(folder, 1, "ddpm")
-    sides = {"plain": work.routed(dense, "top-1"), "bridged": work.routed(bridged, "top-1")}
+    sides = {"plain": work.routed(dense), "bridged": work.routed(work.ensemble(1, "ddpm"))}
     times = interleave(sides, repeats)
-    yield Row("one expert over the bridge over the same without", times["bridged"] / times["plain"], 1.02, "lower")
+    yield Row("one expert with the bridge over without", times["bridged"] / times["plain"], 1.02, "lower")
 
 
-def _residency(folder: Path, work: Work, eight: Ensemble, repeats: int) -> Iterable[Row]:
+def _residency(work: Work, eight: Ensemble, repeats: int) -> Iterable[Row]:
     """Two of eight experts in memory."""
-    two = ensemble(folder, K, resident=2)
-    times = interleave({"two": work.routed(two, "top-1"), "eight": work.routed(eight, "top-1")}, repeats)
+    two = work.ensemble(K, resident=2)
+    times = interleave({"two": work.routed(two), "eight": work.routed(eight)}, repeats)
     yield Row("top-1 with 2 of 8 experts in memory over all 8", times["two"] / times["eight"], None, "lower")
-    size = sum(member.size for member in eight.members)
-    kept = sum(weights_of(resident.expert.network) for resident in two.residents._here.values())
-    yield Row("weights in memory, 2 of 8 over all 8", kept / size, None, "lower")
+    kept = [sum(weights_of(here.expert.network) for here in model.residents._here.values()) for model in (two, eight)]
+    yield Row("bytes of experts in memory, 2 of 8 over all 8", kept[0] / kept[1], None, "lower")
 
 
 if __name__ == "__main__":
