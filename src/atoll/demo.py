@@ -31,7 +31,7 @@ GUIDANCE, STEPS = 3.0, 25
 
 PROMPTS = (
     "grinning face", "smiling face with sunglasses", "angry face", "face with tears of joy", "pig face",
-    "flag of France", "flag of Japan", "flag of Sweden", "flag of Brazil", "blue heart", "tangerine",
+    "flag of France", "flag of Japan", "flag of Germany", "flag of Brazil", "blue heart", "tangerine",
     "four leaf clover", "tomato", "whale", "carrot",
 )  # fmt: skip
 """What the report's pictures show; captions of training pictures, since minutes of training teach no more."""

@@ -48,9 +48,9 @@ class Job:
     @property
     def objective(self) -> str:
         """How it was trained, in the words of the papers."""
-        objective = self.facts.get("objective")
-        if objective is None:
-            return "classification" if self.name == "router" else "distillation"
+        if self.name in ("router", "student"):
+            return {"router": "classification", "student": "distillation"}[self.name]
+        objective = self.facts["objective"]
         schedule, prediction = objective["schedule"]["name"], objective["prediction"]
         names = {("linear", "velocity"): "flow matching", ("cosine", "epsilon"): "DDPM"}
         return names.get((schedule, prediction), f"{prediction.replace('_', '-')} on the {schedule} schedule")

@@ -27,15 +27,15 @@ PARTS = {
 
 def page(findings: Findings, settings: Settings, examples: list[Example], strips: list[Strip]) -> str:
     """One self-contained document; pictures first."""
-    run, mixed = str(findings.run), [strip for strip in strips if strip.subject.model == "experts"]
+    mixed = [strip for strip in strips if strip.subject.model == "experts"]
     singles = [strip for strip in strips if strip.subject.model.startswith("expert:")]
     shared = [strip for strip in strips if strip not in singles]
-    first = next((strip for strip in mixed if strip.subject.routing == settings.routing), shared[0] if shared else None)
+    first = next((strip for strip in mixed if strip.subject.routing == settings.routing), None)
     jobs = [job for job in findings.experts if f"expert:{job.expert}" in {strip.subject.model for strip in singles}]
     body = [
         pictures.hero(findings, examples, first) if first else "",
         pictures.method(findings),
-        pictures.strategies(examples, shared, run, findings.job("monolith") is not None) if shared else "",
+        pictures.strategies(findings, examples, shared),
         pictures.alone(examples, singles, jobs) if singles else "",
         pictures.clusters(findings),
         pictures.routing(findings, examples, first),

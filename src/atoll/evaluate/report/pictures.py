@@ -50,8 +50,16 @@ def method(findings: Findings) -> str:
     )
 
 
-def strategies(examples: list[Example], strips: list[Strip], run: str, has_monolith: bool) -> str:
+def strategies(findings: Findings, examples: list[Example], strips: list[Strip]) -> str:
     """The same prompts and the same noise for every model."""
+    heading, run = "The same words, different models", findings.run
+    absent = []
+    if not any(strip.subject.model == "experts" for strip in strips):
+        absent.append(missing("Experts need a router to act as one model.", f"atoll train {run} --router"))
+    if findings.job("monolith") is None:
+        absent.append(missing("There is no monolith.", f"atoll train {run} --monolith --match-flops {run}"))
+    if not strips:
+        return section("pictures", heading, *absent)
     head = [_head(example) for example in examples]
     rows = []
     if any(example.real for example in examples):
@@ -65,12 +73,7 @@ def strategies(examples: list[Example], strips: list[Strip], run: str, has_monol
     splits = {example.split for example in examples}
     seen = words.SOME_UNSEEN if "held-out" in splits else words.ALL_SEEN if splits == {"train"} else ""
     note = f"{words.SAME_NOISE} {prose(seen)}"
-    parts = [tag("p", note), _grid(head, rows)]
-    if not has_monolith:
-        parts.append(
-            missing("There is no monolith to compare with.", f"atoll train {run} --monolith --match-flops {run}")
-        )
-    return section("pictures", "The same words, different models", *parts)
+    return section("pictures", heading, tag("p", note), _grid(head, rows), *absent)
 
 
 def alone(examples: list[Example], strips: list[Strip], jobs: list[Job]) -> str:

@@ -1,0 +1,109 @@
+"""The demo: what it plans, that it goes on where it was, and, slowly, all of it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from atoll import cli, demo
+from atoll.config import Config, load
+from atoll.data.emoji import EmojiSource
+from atoll.data.source import Options
+from atoll.errors import AtollError
+from atoll.run import Artifact
+from atoll.train.jobs import Job
+from train.conftest import merge
+from train.workers import TINY
+
+
+@pytest.fixture
+def run(prepared: Path, tmp_path: Path) -> Path:
+    """A small prepared run with tiny networks."""
+    shutil.copytree(prepared / "data", tmp_path / "run" / "data")
+    values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
+    (tmp_path / "run" / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    return tmp_path / "run"
+
+
+def test_minutes_scale_the_samples() -> None:
+    usual, longer = demo.scaled(demo.MINUTES), demo.scaled(2 * demo.MINUTES - demo.AROUND)
+    assert longer.train.samples == 2 * usual.train.samples
+    assert longer.router.samples == 2 * (usual.router.samples or 0)
+    assert longer.train.samples % longer.train.batch == 0
+    assert longer.model_copy(update={"train": usual.train, "router": usual.router}) == usual
+    with pytest.raises(AtollError, match="no time for training"):
+        demo.scaled(demo.AROUND)
+
+
+def test_the_plan_has_a_ddpm_expert_and_a_monolith_of_equal_flops(tmp_path: Path) -> None:
+    config = demo.scaled(demo.MINUTES)
+    planned = {job.name: job for job in demo.jobs(config)}
+    experts = [name for name in planned if name.startswith("experts/")]
+    assert len(experts) == config.clusters.count >= 4
+    objectives = [config.objective(number).prediction for number in range(config.clusters.count)]
+    assert objectives.count("epsilon") >= 1
+    assert objectives.count("velocity") == len(objectives) - objectives.count("epsilon")
+
+    def flops(job: Job, samples: int) -> int:
+        return samples * job.cost.training_flops(checkpointing=False)
+
+    spent = [
+        flops(Job(tmp_path, config, "expert", number), planned[name].samples) for number, name in enumerate(experts)
+    ]
+    assert flops(Job(tmp_path, config, "monolith"), planned["monolith"].samples) == sum(spent)
+
+
+def test_the_prompts_are_captions_of_training_pictures() -> None:
+    data = demo.scaled(demo.MINUTES).data
+    source = EmojiSource(data.source.removeprefix("emoji:"), Options(held_out=data.held_out))
+    seen = {sample.caption for sample in source.samples() if sample.split == "train"}
+    assert set(demo.PROMPTS) <= seen
+
+
+def test_settings_that_are_there_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = demo.settle(tmp_path, 10)
+    assert first == demo.scaled(10) == load(tmp_path)
+    assert demo.settle(tmp_path, 20) == first
+    assert "not --minutes 20" in capsys.readouterr().out
+    assert cli.main(["demo", "--run", str(tmp_path), "--train.lr", "1"]) == 2
+
+
+def test_a_half_written_journal_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    job = demo.Job("experts/000", (), 100)
+    assert demo.position(tmp_path, job) == 0
+    (tmp_path / "experts/000").mkdir(parents=True)
+    (tmp_path / "experts/000/metrics.jsonl").write_text(json.dumps({"samples": 40}) + "\n" + '{"samples": 8')
+    assert demo.position(tmp_path, job) == 40
+
+
+def done(run: Path, config: Config) -> list[str]:
+    return [job.name for job in demo.jobs(config) if Artifact(run, f"{job.name}/final").manifest()]
+
+
+def test_training_does_what_is_missing_and_a_failure_tells_its_last_words(run: Path) -> None:
+    config = load(run)
+    wanted = [job for job in demo.missing(run, config) if job.name in ("experts/001", "router")]
+    demo.train(run, wanted)
+    assert done(run, config) == ["experts/001", "router"]
+    assert [job.name for job in demo.missing(run, config)] == ["monolith", "experts/000", "experts/002"]
+    with pytest.raises(AtollError, match="there is no expert 9"):
+        demo.train(run, [demo.Job("experts/009", ("--expert", "9"), 100)])
+
+
+@pytest.mark.slow
+def test_the_whole_demo_at_a_small_scale(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder = tmp_path / "run"
+    assert cli.main(["demo", "--minutes", "4.1", "--run", str(folder)]) == 0
+    said = capfd.readouterr()
+    assert str(folder / "report.html") in said.out
+    assert "atoll sample" in said.out
+    assert done(folder, load(folder)) == [job.name for job in demo.jobs(load(folder))]
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert all(f'alt="experts top-2: {prompt}"' in page for prompt in demo.PROMPTS)
+    assert cli.main(["demo", "--minutes", "4.1", "--run", str(folder)]) == 0
+    assert "training: " not in capfd.readouterr().err
