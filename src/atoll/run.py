@@ -142,7 +142,7 @@ class Artifact:
         Raises `AtollError` if the folder was made, or half made, from something else.
         """
         if self.check(kind, made_from):
-            self._sweep()
+            self.sweep()
             return self.manifest()
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._create(_PLAN, to_json({"kind": kind, "made_from": made_from})):
@@ -218,7 +218,7 @@ class Artifact:
             raise AtollError(
                 f"{self.folder} was committed by another job with other content; delete it and start again"
             )
-        self._sweep()
+        self.sweep()
         return made
 
     def _belongs(self, path: Path) -> bool:
@@ -242,8 +242,8 @@ class Artifact:
         _flush(self.folder)
         return True
 
-    def _sweep(self) -> None:
-        """Remove scratch, also that of jobs that were killed."""
+    def sweep(self) -> None:
+        """Remove the scratch of a finished artifact, also that of jobs that were killed."""
         for path in self.folder.glob(".*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

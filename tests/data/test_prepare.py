@@ -97,6 +97,13 @@ def test_doing_it_again_changes_nothing(prepared: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.splitlines() == [f"{stage}: done before" for stage in STAGES]
 
 
+def test_scratch_of_a_job_killed_right_after_its_commit_is_removed(prepared: Path) -> None:
+    scratch = prepared / "data/clusters/.sums.safetensors"
+    scratch.write_bytes(b"left behind")
+    assert main(["prepare", str(prepared)]) == 0
+    assert not scratch.exists()
+
+
 def test_jobs_that_share_the_work_give_the_same_bytes(prepared: Path, tmp_path: Path, shapes: Path) -> None:
     run = tmp_path / "run"
     config = write_run(run, shapes)

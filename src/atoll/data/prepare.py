@@ -96,6 +96,11 @@ class Preparation:
         found = [artifact.check(kind, inputs) for (artifact, kind), inputs in checks]
         return all(found)
 
+    def sweep(self, stage: StageName) -> None:
+        """Remove what a job that was killed right after its commit left of a finished stage."""
+        for artifact, _ in self.artifacts(stage):
+            artifact.sweep()
+
     def make(self, stage: StageName, share: Share) -> bool:
         """Do a stage, or this job's share of it; whether it is finished now."""
         if stage == "ingest":
@@ -159,6 +164,7 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), share: 
         if stage != "ingest" and not work.done("ingest"):
             raise AtollError(f"the stage {stage!r} needs the stage 'ingest' first: atoll prepare {run} --stage ingest")
         if work.done(stage):
+            work.sweep(stage)
             print(f"{stage}: {work.unneeded(stage) or 'done before'}", flush=True)
             continue
         start = time.monotonic()
