@@ -3,9 +3,9 @@
     python benchmarks/sample.py [--quick] [--json]
 
 All sides make Euler steps for one batch of 64 latents under guidance, with 64 different texts of 77 tokens. Experts
-have the width of DiT-S/2 and four blocks on 8 x 8 tokens (4 x 4 with --quick); the router is to them what the DiT-B/2 of
-DDM is to its DiT-XL/2, and takes its full time, but its answers are replaced by drawn ones, so that samples spread over
-experts as in use: each has a few likely ones. Ratios are of medians of interleaved repeats.
+have the width of DiT-S/2 and four blocks on 8 x 8 tokens (4 x 4 with --quick); the router is to them what the DiT-B/2
+of DDM is to its DiT-XL/2, and takes its full time, but its answers are replaced by drawn ones, so that samples spread
+over experts as in use: each has a few likely ones. Ratios are of medians of interleaved repeats.
 """
 
 import tempfile

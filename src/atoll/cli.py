@@ -299,8 +299,11 @@ class Sample:
             seed=self.seed, route_every=self.route_every, sticky=self.sticky,
         )  # fmt: skip
         files = save(samples, self.out or self.folder / "samples")
+        for name, error in ensemble.quantisation_error.items():
+            print(f"{name}: eight bits change its velocity by {error:.2%}", file=sys.stderr)
         if self.json:
-            print(json.dumps({**files, **samples.to_dict(), "missing": ensemble.missing}, ensure_ascii=False))
+            about = {"missing": ensemble.missing, "quantisation_error": ensemble.quantisation_error}
+            print(json.dumps({**files, **samples.to_dict(), **about}, ensure_ascii=False))
         else:
             trace = f"; routing: {files['trace']}" if self.trace else ""
             print(f"{len(samples.images)} pictures: {files['grid']}{trace}")

@@ -168,6 +168,19 @@ def test_other_precisions_are_close(run: Path) -> None:
         assert 0 < error < limit, options
 
 
+def test_the_error_of_quantised_experts_is_measured(run: Path) -> None:
+    ensemble, exact = atoll.load(run, quantise="int8"), atoll.load(run)
+    assert ensemble.quantisation_error == {}
+    x = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    how = {"routing": "oracle", "cluster": torch.ones(6, dtype=torch.long)}
+    change = (ensemble.velocity(x, 0.5, **how) - exact.velocity(x, 0.5, **how)).norm() / exact.velocity(
+        x, 0.5, **how
+    ).norm()
+    told = ensemble.quantisation_error["experts/001"]
+    assert 0.3 * told < change < 3 * told
+    assert 1e-4 < told < 0.05
+
+
 def test_quantised_weights_are_within_half_a_step(run: Path) -> None:
     network = load_network(run / "experts/000/final")
     weight = network.blocks[0].mlp.inner.weight.detach().clone()

@@ -79,6 +79,11 @@ class Ensemble(nn.Module):
         return tuple(member.declaration for member in self.members)
 
     @property
+    def quantisation_error(self) -> dict[str, float]:
+        """By how much eight-bit weights change the velocity of each expert that was opened, relative to its size."""
+        return self.residents.quantisation_error
+
+    @property
     def device(self) -> torch.device:
         """Where it computes."""
         return self.placement.device
