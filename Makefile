@@ -24,8 +24,7 @@ $(ALL): $(READY)
 	@touch $@
 
 demo: $(READY)
-	@ATOLL=$(BIN)/atoll bash examples/islands.sh
-	@$(BIN)/python examples/mixture.py
+	@$(BIN)/atoll demo
 
 test: $(READY)
 	@bash scripts/install_slurm.sh
