@@ -100,7 +100,7 @@ def test_doing_it_again_changes_nothing(prepared: Path, capsys: pytest.CaptureFi
 def test_scratch_of_a_job_killed_right_after_its_commit_is_removed(prepared: Path) -> None:
     scratch = prepared / "data/clusters/.sums.safetensors"
     scratch.write_bytes(b"left behind")
-    assert main(["prepare", str(prepared)]) == 0
+    assert cli.main(["prepare", str(prepared)]) == 0
     assert not scratch.exists()
 
 
