@@ -67,6 +67,7 @@ def test_what_samples_cost_is_counted(answer: dict[str, Any]) -> None:
     assert top_1["training"]["samples"] == 4 * 160
     for model in answer["models"]:
         assert model["sampling"]["seconds"] > 0
+        assert model["sampling"]["bytes"] > model["sampling"]["weights_bytes"] / 2
         assert model["training"]["flops"] > 0
 
 

@@ -138,7 +138,18 @@ class Evaluation:
         use, how = trajectories.expert_use(samples), self.options.settings
         active = 1.0 if use is None else use["mean_active"]
         cost = subject.sampling(how.steps, how.guidance, how.solver, active)
-        return {"expert_use": use, "sampling": {**cost, "seconds": samples.facts["seconds"] / len(samples)}}
+        measured = {"seconds": samples.facts["seconds"] / len(samples), **self._memory(subject, len(samples))}
+        return {"expert_use": use, "sampling": {**cost, **measured}}
+
+    def _memory(self, subject: Subject, samples: int) -> dict[str, Any]:
+        """The memory that sampling plans with."""
+        batch, guided = min(self.options.batch, samples), self.options.settings.guidance != 1
+        told = {"networks": subject.digests, "batch": batch, "guided": guided, "resident": self.options.resident}
+
+        def compute() -> dict[str, Any]:
+            return {"bytes": subject.open(self.options.resident).plan(batch, guided=guided).total}
+
+        return figures(self.run, "plans", subject.model, told, compute)
 
     def _trajectory(self, subject: Subject) -> dict[str, Any]:
         settings, prompts = self.settings(subject), self.prompts(self.options.followed)

@@ -53,13 +53,13 @@ def sampled(answer: dict[str, Any]) -> Table:
 def costs(answer: dict[str, Any]) -> Table:
     """What training cost, and what a picture costs."""
     table = Table("model", "parameters", "training FLOPs", "seconds", "memory (estimate)", title="cost")
-    for name in ("FLOPs a picture", "seconds a picture", "weights"):
+    for name in ("FLOPs a picture", "seconds a picture", "memory (plan)"):
         table.add_column(name)
     for model in answer["models"]:
         spent, made = model["training"], model.get("sampling")
         picture = ["-"] * 3
         if made:
-            picture = [f"{made['flops']:.3g}", f"{made['seconds']:.3f}", _bytes(made["weights_bytes"])]
+            picture = [f"{made['flops']:.3g}", f"{made['seconds']:.3f}", _bytes(made["bytes"])]
         numbers = (f"{spent['parameters'] / 1e6:.1f} M", f"{spent['flops']:.3g}", f"{spent['seconds']:.0f}")
         table.add_row(model["label"], *numbers, _bytes(spent["estimated_bytes"]), *picture)
     return table
