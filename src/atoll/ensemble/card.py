@@ -70,11 +70,8 @@ def _summary(about: About) -> str:
 
 
 def _use(about: About) -> str:
-    asked = {
-        "nothing": "",
-        "classes": f"label={about.experts[0]['labels'][0]!r}, " if about.experts[0]["labels"] else "",
-    }
-    prompt = asked.get(about.told, '"a red apple", ')
+    labels = about.experts[0]["labels"] or [0]
+    prompt = {"nothing": "", "classes": f"label={labels[0]!r}, "}.get(about.told, '"a red apple", ')
     routing = 'routing="top-2", ' if len(about.experts) > 1 else ""
     return f"""## Use
 
@@ -86,8 +83,8 @@ image = pipe({prompt}{routing}guidance_scale=4.0, seed=0).images[0]
 image.save("picture.png")
 ```
 
-`atoll.load("{about.name}", resident=1)` opens the same folder with few experts in memory at once. Files are checked against the
-hashes in `manifest.json` when they are read; weights are safetensors."""
+`atoll.load("{about.name}", resident=1)` opens the same folder with few experts in memory at once.
+Files are checked against the hashes in `manifest.json` when they are read; weights are safetensors."""
 
 
 def _data(about: About) -> str:
@@ -128,10 +125,15 @@ def _clusters(about: About) -> str:
         for number, (train, kept) in enumerate(zip(sizes["train"], held_out, strict=True))
     ]
     how = clusters.facts.get("method", "features")
-    return "\n".join(
-        ["## Clusters", "", f"{len(rows)} clusters, made by {how}; expert k was trained on cluster k alone.", ""]
-        + _table(("cluster", "training pictures", "held out"), rows)
-    )
+    seen = "each expert was trained on its own alone" if about.model == "experts" else _seen(about.experts[0])
+    head = f"{len(rows)} clusters, made by {how}; {seen}."
+    table = _table(("cluster", "training pictures", "held out"), rows)
+    return "\n".join(["## Clusters", "", head, "", *table])
+
+
+def _seen(expert: Facts) -> str:
+    numbers = ", ".join(map(str, expert["clusters"]))
+    return f"this model was trained on cluster{'s' if len(expert['clusters']) > 1 else ''} {numbers}"
 
 
 def _training(about: About) -> str:
@@ -139,15 +141,14 @@ def _training(about: About) -> str:
     networks = [*about.experts, *([about.router] if about.router else [])]
     for facts in networks:
         spent = facts.get("compute", {})
-        numbers = [f"{spent[key]:.3g}" if key in spent else "-" for key in ("samples", "flops", "seconds")]
+        forms = {"samples": ",", "flops": ".3g", "seconds": ",.0f"}
+        numbers = [f"{spent[key]:{form}}" if key in spent else "-" for key, form in forms.items()]
         loss = facts.get("held_out_loss")
         rows.append((facts["job"], _objective(facts), f"{_parameters(facts) / 1e6:.1f} M", *numbers, _number(loss, 4)))
     total = [sum(facts.get("compute", {}).get(key, 0) for facts in networks) for key in ("flops", "seconds")]
     heads = ("network", "objective", "parameters", "samples", "FLOPs", "seconds", "held-out loss")
-    return "\n".join(
-        ["## Training and compute", "", *_table(heads, rows), ""]
-        + [f"Together {total[0]:.3g} FLOPs of matrix products and {total[1]:,.0f} seconds of training jobs."]
-    )
+    sums = f"Together {total[0]:.3g} FLOPs of matrix products and {total[1]:,.0f} seconds of training jobs."
+    return "\n".join(["## Training and compute", "", *_table(heads, rows), "", sums])
 
 
 def _objective(facts: Facts) -> str:
@@ -165,11 +166,10 @@ def _figures(about: About) -> str:
     for model in mine:
         for extractor, figures in model["metrics"].items():
             kid, near = figures.get("kid", {}), figures.get("precision_recall", {})
-            numbers = [(figures.get("frechet", {}), "value"), (figures.get("floor", {}), "frechet")]
-            rows.append(
-                (model.get("label", about.model), extractor, *(_number(part.get(key), 2) for part, key in numbers))
-                + (_number(kid.get("value"), 5), *(_number(near.get(key), 3) for key in ("precision", "recall")))
-            )
+            parts = [(figures.get("frechet", {}), "value", 2), (figures.get("floor", {}), "frechet", 2)]
+            parts += [(kid, "value", 5), (near, "precision", 3), (near, "recall", 3)]
+            numbers = [_number(part.get(key), digits) for part, key, digits in parts]
+            rows.append((model.get("label", about.model), extractor, *numbers))
             protocols[f"{model.get('label')}, {extractor}"] = figures.get("protocol", {})
     heads = ("model", "seen through", "Frechet distance", "of as many real pictures", "KID", "precision", "recall")
     protocol = json.dumps(protocols, indent=1, ensure_ascii=False)
@@ -189,8 +189,10 @@ def _limits(about: About) -> str:
 
 
 def _licence(about: About) -> str:
-    said = about.licence or "Whoever trained this model has not said under which licence its weights may be used"
-    return f"## Licence\n\n{said}. The pictures it was trained on, its autoencoder and its text encoder have licences of their own."
+    said = "Whoever trained this model has not said under which licence its weights may be used"
+    said = f"Weights: {about.licence}" if about.licence else said
+    others = "The pictures it was trained on, its autoencoder and its text encoder have licences of their own."
+    return f"## Licence\n\n{said}. {others}"
 
 
 def _parameters(facts: Facts) -> int:

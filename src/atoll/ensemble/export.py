@@ -74,7 +74,7 @@ def _public(manifest: Manifest) -> dict[str, Any]:
 def _write(artifact: Artifact, ensemble: Ensemble, trained: Mapping[str, Manifest]) -> None:
     """All components, one after the other: one network is in memory at once."""
     index: dict[str, list[str | None]] = {}
-    with progress("exporting", len(trained) + 3, unit="components") as bar:
+    with progress("exporting", len(ensemble.members) + 5, unit="components") as bar:
         for name, component in _components(ensemble, trained, artifact.folder):
             index[name] = component
             bar.update(1)

@@ -24,6 +24,9 @@ PIPELINE_CLASS = "AtollPipeline"
 COMPONENTS = "atoll.ensemble.pipeline"
 EXPERT_CLASS, ROUTER_CLASS = "ExpertModel", "RouterModel"
 INDEX_FILE = "model_index.json"
+LIBRARIES = {"vae": "diffusers", "scheduler": "diffusers", "text_encoder": "transformers", "tokenizer": "transformers"}
+LIBRARIES["router"] = COMPONENTS
+"""Where the classes of components come from; no other module is imported because a file says so."""
 PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")
 """All that is fetched from the hub: no pickles and no code."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -98,6 +101,9 @@ def expert_names(folder: Path, index: dict[str, Any]) -> list[str]:
     for name, kind in classes.items():
         if list(index[name]) != [COMPONENTS, kind]:
             raise AtollError(f"{folder / INDEX_FILE}: {name} is a {'.'.join(map(str, index[name]))}, expected a {kind}")
+    for name in [name for name in index if name not in classes and not name.startswith("_")]:
+        if name not in LIBRARIES or index[name][0] not in (None, LIBRARIES[name]):
+            raise AtollError(f"{folder / INDEX_FILE} has a component {name} of {index[name]}, which no export has")
     return expected
 
 

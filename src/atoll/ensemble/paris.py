@@ -157,15 +157,16 @@ class Paris:
             raise AtollError(
                 f"{file} is missing; the Paris release has vae, text_encoder and tokenizer beside its experts"
             )
-        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return values.get("text_config", values)
+        values = json.loads(file.read_text(encoding="utf-8"))
+        inner: dict[str, Any] = values.get("text_config", values)
+        return inner
 
 
 class _Lazy(Mapping[str, Tensor]):
     """The tensors of a file, each read when it is looked at."""
 
     def __init__(self, file: Path) -> None:
-        self.content = safe_open(file, "pt")
+        self.content: Any = safe_open(file, "pt")
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self.content.get_tensor(name)

@@ -3,14 +3,14 @@
     pipe = AtollPipeline.from_pretrained("emoji-export")       # a folder that atoll export wrote, or its hub name
     images = pipe("a red apple", num_inference_steps=50, guidance_scale=4.0, routing="top-2", seed=0).images
 
-Experts and router are components like any other. All experts are in memory; to have fewer, use `atoll.load`, which opens
-the same folder.
+Experts and router are components like any other. All experts are in memory; to have fewer, use `atoll.load`, which
+opens the same folder.
 """
 
 import inspect
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -96,9 +96,9 @@ class RouterModel(_Declared):
 
 
 class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """Many experts as one pipeline: components expert_0, expert_1, …, router, vae, text_encoder, tokenizer, scheduler."""
+    """Many experts as one: expert_0, expert_1, …, router, vae, text_encoder, tokenizer, scheduler."""
 
-    _optional_components = list(_OPTIONAL)
+    _optional_components: ClassVar = list(_OPTIONAL)
     expert_0: ExpertModel
     router: RouterModel | None
     vae: Any
@@ -109,7 +109,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     def __new__(cls, **components: Any) -> "AtollPipeline":
         """A pipeline of as many experts as there are."""
         count = sum(name.startswith("expert_") for name in components)
-        return super().__new__(cls if "_experts" in cls.__dict__ else _sized(cls, count))
+        made: AtollPipeline = super().__new__(cls if "_experts" in cls.__dict__ else _sized(count))
+        return made
 
     def __init__(self, **components: Any) -> None:
         super().__init__()
@@ -117,13 +118,13 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> "AtollPipeline":
-        """Open a folder that `atoll export` or `save_pretrained` wrote, or one on the hub, after checking every file."""
+        """Open a folder that `atoll export` or `save_pretrained` wrote, here or on the hub; every file is checked."""
         folder = fetch(pretrained_model_name_or_path)
         index = read_index(folder)
         if index.get("_class_name") != PIPELINE_CLASS:
             raise refusal(folder, index)
         verify_folder(folder, index)
-        sized = _sized(AtollPipeline, len(expert_names(folder, index)))
+        sized = _sized(len(expert_names(folder, index)))
         if "device_map" not in options:
             options.setdefault("low_cpu_mem_usage", False)  # the other way needs accelerate
         pipe: AtollPipeline = super(AtollPipeline, sized).from_pretrained(folder, use_safetensors=True, **options)
@@ -180,7 +181,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> ImagePipelineOutput | tuple[Any]:
         """Pictures of prompts, of classes (`label`), of both, or of anything.
 
-        The same `seed` gives the same pictures as `atoll.load(…).sample`; a `generator` gives the seed if there is none.
+        The same `seed` gives the same pictures as `atoll.load(…).sample`; a `generator` gives it if there is none.
         `output_type` is pil, np, pt, or latent. The scheduler integrates, unless a `solver` is named. Further keywords
         are those of `atoll.ensemble.Settings`: guidance_interval, rescale, solver, shift, route_every, sticky.
         """
@@ -219,7 +220,7 @@ def _names(count: int) -> list[str]:
 
 
 @cache
-def _sized(cls: type[AtollPipeline], count: int) -> type[AtollPipeline]:
+def _sized(count: int) -> type[AtollPipeline]:
     """The pipeline class for a number of experts: diffusers learns the components from the signature of __init__."""
     if count < 1:
         raise AtollError("a pipeline needs at least one expert: expert_0=…")
@@ -232,7 +233,7 @@ def _sized(cls: type[AtollPipeline], count: int) -> type[AtollPipeline]:
     parts += [inspect.Parameter(name, kind) for name in (*_names(count), "scheduler")]
     parts += [inspect.Parameter(name, kind, default=None) for name in _OPTIONAL]
     __init__.__signature__ = inspect.Signature(parts)  # type: ignore[attr-defined]
-    return type(cls.__name__, (cls,), {"__init__": __init__, "_experts": count, "__module__": COMPONENTS})
+    return type(PIPELINE_CLASS, (AtollPipeline,), {"__init__": __init__, "_experts": count, "__module__": COMPONENTS})
 
 
 def _only_safetensors(safe_serialization: bool) -> None:

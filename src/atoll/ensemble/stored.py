@@ -61,7 +61,7 @@ def _write_parts(folder: Path, weights: dict[str, Tensor], fields: dict[str, Any
 
 
 def diffusers_layout(network: DiT) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Weights and config.json of a class of diffusers that is this very network, bit for bit on the way back; or None."""
+    """Weights and config.json of a class of diffusers that is this very network, bit for bit there and back."""
     config, state = network.config, network.state_dict()
     for candidate in map(layout, LAYOUTS.values()):
         if candidate.refuse(config) is not None:
