@@ -528,8 +528,8 @@ VERBS: dict[str, type[Verb]] = {
     "sample": Sample,
     "evaluate": Evaluate,
     "report": Report,
-    "export": Export,
     "convert": Convert,
+    "export": Export,
 }
 
 
