@@ -13,13 +13,15 @@ from pydantic import Field, ValidationError, field_validator
 
 from atoll.config import Section
 from atoll.errors import AtollError, unknown
-from atoll.run import Manifest, to_json
+from atoll.run import Artifact, Manifest, to_json
 from atoll.vocabulary import OBJECTIVES
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 POLICY_FILE = "policy.json"
+SIGNATURES_FILE = "{name}.signatures.json"
+"""Beside an artifact of a run's folder: the signatures over its manifest."""
 Role = Literal["publish", "admit"]
 
 
@@ -147,18 +149,24 @@ def verify(policy: Policy | None, role: Role, name: str, manifest: Manifest, sig
     return who
 
 
-SIGNATURES_FILE = "{name}.signatures.json"
-
-
-def verify_local(run: Path, name: str, manifest: Manifest) -> None:
-    """Check the signatures beside an artifact of a run's folder, if the run has a policy."""
-    policy = policy_of(run)
+def open_trusted(artifact: Artifact, kind: str, verify_hashes: bool = False) -> Manifest:
+    """Open a network of a run's folder; if the run has a policy, after checking hashes and the signatures beside it."""
+    policy = policy_of(artifact.run)
+    manifest = artifact.open(kind, verify=verify_hashes or policy is not None)
     if policy is None:
-        return
-    file = run / SIGNATURES_FILE.format(name=name)
+        return manifest
+    file = artifact.run / SIGNATURES_FILE.format(name=artifact.name)
     try:
         signatures = json.loads(file.read_bytes()) if file.is_file() else {}
     except ValueError as error:
         raise AtollError(f"{file}: not readable as JSON: {error}") from error
-    for role in ("publish", "admit"):
-        verify(policy, role, name, manifest, signatures.get(role))
+    roles: tuple[Role, ...] = ("publish", "admit") if artifact.name.startswith("experts/") else ("publish",)
+    for role in roles:
+        try:
+            verify(policy, role, artifact.name, manifest, signatures.get(role))
+        except AtollError as error:
+            raise AtollError(
+                f"{error}. Networks come signed with atoll pull; one's own are signed by atoll push; "
+                f"without {artifact.run / POLICY_FILE} nothing is asked for"
+            ) from error
+    return manifest

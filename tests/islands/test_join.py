@@ -257,6 +257,9 @@ def test_admission_by_the_owner_and_signatures_all_the_way(
     assert len(model.sample(["a circle"], steps=2, seed=0)) == 1
     signatures = json.loads((tmp_path / "m/experts/001/final.signatures.json").read_text())
     assert (signatures["publish"]["key"], signatures["admit"]["key"]) == (ann.public, owner.public)
+    (tmp_path / "m/experts/001/final.signatures.json").write_text(json.dumps({"publish": signatures["publish"]}))
+    with pytest.raises(AtollError, match="is not signed, and the policy says who may have admitted it"):
+        atoll.load(tmp_path / "m", "expert:1")
 
 
 def test_a_refused_contribution_leaves_the_expert_free(

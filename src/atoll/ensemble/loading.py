@@ -18,6 +18,7 @@ from atoll.run import Artifact
 from atoll.train.density import FILE, Density
 from atoll.train.expert import EXPERT_KIND, Declaration
 from atoll.train.jobs import ROUTER_KIND
+from atoll.trust import open_trusted
 
 MODELS = ("experts", "monolith", "student", "expert:K")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,7 +41,8 @@ def load(
 
     `model` is all experts under the router (`experts`), one of them (`expert:3`), the `monolith` or the `student`.
     At most `resident` experts are in memory at once (all of them if None). Experts that are not there are listed in
-    `.missing` and the others act without them; with `strict` that is an error. `verify` checks the hash of every file.
+    `.missing` and the others act without them; with `strict` that is an error. `verify` checks the hash of every file;
+    in a run with a policy hashes and signatures are always checked.
     """
     run = Path(source)
     placement = Placement(torch.device(device) if device else pick_device(), _dtype(dtype), quantise, compile)
@@ -65,7 +67,7 @@ def open_member(run: Path, name: str, verify: bool = False) -> Member:
         flag = f"--expert {int(name[-3:])}" if name.startswith("experts/") else f"--{name}"
         state = "is not finished" if (run / name).is_dir() else "is not there"
         raise AtollError(f"{artifact.folder} {state}; make it with: atoll train {run} {flag}")
-    manifest = artifact.open(EXPERT_KIND, verify=verify)
+    manifest = open_trusted(artifact, EXPERT_KIND, verify)
     return Member(
         Declaration.from_facts(manifest.facts),
         partial(load_network, artifact.folder),
@@ -80,7 +82,7 @@ def open_router(run: Path, placement: Placement, verify: bool = False) -> OpenRo
     artifact = Artifact(run, "router/final")
     if artifact.manifest() is None:
         return None
-    declaration = Declaration.from_facts(artifact.open(ROUTER_KIND, verify=verify).facts)
+    declaration = Declaration.from_facts(open_trusted(artifact, ROUTER_KIND, verify).facts)
     network = load_network(artifact.folder)
     if not isinstance(network, Router):
         raise AtollError(f"{artifact.folder} holds a {type(network).__name__}, not a router")

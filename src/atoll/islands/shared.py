@@ -1,5 +1,6 @@
 """A whole run in a store: put it there, let contributions in, bring the finished model back."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -32,16 +33,25 @@ def push(run: Path, store: Store, signer: Signer | None = None) -> list[str]:
         manifest = artifact.manifest()
         if manifest is None:
             continue
-        roles: list[Role] = [role for role in ("publish", "admit") if policy and policy.keys(role)]
-        for role in roles if folder.name == "final" else []:
-            if signer is None:
-                raise AtollError(f"{artifact.name} must be signed for {store.url}; give --key")
-            store.write(signature_key(artifact.name, manifest.digest, role), signer.sign(role, artifact.name, manifest))
+        if policy is not None and folder.name == "final":
+            _sign(store, artifact, manifest, policy, signer)
         publish(store, artifact, manifest)
         sent.append(artifact.name)
     if not sent:
         raise AtollError(f"{run} has nothing to share yet; prepare it with: atoll prepare {run}")
     return sent
+
+
+def _sign(store: Store, artifact: Artifact, manifest: Manifest, policy: Policy, signer: Signer | None) -> None:
+    """Sign one's own network in every role that the policy has, in the store and beside the artifact."""
+    roles: list[Role] = [role for role in ("publish", "admit") if policy.keys(role)]
+    if roles and (signer is None or any(signer.public not in policy.keys(role).values() for role in roles)):
+        raise AtollError(f"{artifact.name} must be signed for {store.url} by someone whom the policy lists; give --key")
+    signed = {role: signer.sign(role, artifact.name, manifest) for role in roles if signer}
+    for role, signature in signed.items():
+        store.write(signature_key(artifact.name, manifest.digest, role), signature)
+    beside = to_json({role: json.loads(signature) for role, signature in signed.items()})
+    Artifact(artifact.run, ".").write(SIGNATURES_FILE.format(name=artifact.name), beside)
 
 
 def open_config(store: Store, folder: Path) -> tuple[Config, Policy | None]:
