@@ -8,7 +8,8 @@ having got further than before; input that was refused (code 2) is not tried aga
 
 The lease makes sure that no two machines work on one step. Attempts under one ticket ($ATOLL_TICKET: one submission)
 succeed one another at once, since the scheduler starts the next only after the last. Whoever gets the lease ends what a
-dead attempt left running on this machine: a killed torchrun leaves its workers behind.
+dead attempt left running on this machine: a killed torchrun leaves its workers behind, out of sight of a scheduler that
+follows parents and children.
 """
 
 import argparse
@@ -37,6 +38,13 @@ REFUSED = 2
 """Exit code of `atoll` for input that was refused."""
 MARK = "ATOLL_STEP"
 """Environment variable of everything that works on a step, so that what was left behind can be found."""
+_FOLLOW = """
+import ctypes, os, sys
+if hasattr(ctypes.CDLL(None), "prctl"):
+    ctypes.CDLL(None).prctl(1, 15)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""On Linux a command is told to stop (PR_SET_PDEATHSIG, SIGTERM) when its attempt dies: nobody else would."""
 _ENDED: tuple[State, ...] = ("released", "failed", "refused", "done")
 
 
@@ -51,6 +59,7 @@ class Attempt:
     samples: int
     command: list[str]
     log: TextIO
+    lease_seconds: float = LEASE_SECONDS
 
     def make(self) -> int:
         """Take the lease, run the command, and tell the launcher what to do next."""
@@ -86,7 +95,7 @@ class Attempt:
             seen = look(store, self.step)
             dead = seen is not None and seen.record.state == "held" and is_over(seen.record, self.ticket)
             states = (*_ENDED, "held") if dead else _ENDED
-            if lease := Lease.take(store, self.step, LEASE_SECONDS, holder(self.ticket), state=states):
+            if lease := Lease.take(store, self.step, self.lease_seconds, holder(self.ticket), state=states):
                 return lease
             if seen is not None and not said:
                 self._say(f"{seen.record.holder} works on {self.step}; waiting for it to finish or to fall silent")
@@ -143,8 +152,8 @@ class Attempt:
         """Run the command until it ends; pass on that it shall stop, and end it if the lease is lost."""
         environment = {**os.environ, MARK: self.mark, "PYTHONUNBUFFERED": "1"}
         child = subprocess.Popen(
-            self.command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT,
-            env=environment, start_new_session=True,
+            [sys.executable, "-c", _FOLLOW, *self.command], stdin=subprocess.DEVNULL,
+            stdout=self.log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
         )  # fmt: skip
         told, looked = False, 0.0
         while True:
@@ -247,6 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--step", required=True)
     parser.add_argument("--retries", type=int, default=3)
     parser.add_argument("--samples", type=int, default=0)
+    parser.add_argument("--lease", type=float, default=LEASE_SECONDS)
     parser.add_argument("command", nargs="+")
     given = parser.parse_args(argv)
     if os.environ.get(NODE, os.environ.get("SLURM_PROCID", "0")) != "0":
@@ -256,7 +266,8 @@ def main(argv: list[str] | None = None) -> int:
     file = logs_of(given.run) / f"{given.step}.log"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as log:
-        return Attempt(given.run, given.step, ticket, given.retries, given.samples, given.command, log).make()
+        work = (given.run, given.step, ticket, given.retries, given.samples, given.command, log)
+        return Attempt(*work, given.lease).make()
 
 
 if __name__ == "__main__":

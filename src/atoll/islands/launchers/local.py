@@ -28,6 +28,8 @@ class Running:
     group: Group
     step: Step
     slot: int
+    told: bool = False
+    """Whether it was asked to stop."""
 
 
 @dataclass
@@ -121,6 +123,7 @@ class Local:
             with progress("launch", total, unit="jobs") as bar:
                 while self._running or self._startable():
                     self._fill()
+                    self._pass_on()
                     time.sleep(_PAUSE)
                     bar.update(self._reap())
         finally:
@@ -132,10 +135,15 @@ class Local:
             raise AtollError("stopped; what was running has saved, and the same command continues")
 
     def _ask_to_stop(self) -> None:
-        print("stopping: running jobs save first", file=sys.stderr, flush=True)
         self._stop = True
+        print("stopping: running jobs save first", file=sys.stderr, flush=True)
+
+    def _pass_on(self) -> None:
+        """Ask what runs to stop, once."""
         for running in self._running:
-            running.process.terminate()
+            if self._stop and not running.told:
+                running.process.terminate()
+                running.told = True
 
     def _startable(self) -> list[tuple[Group, Step]]:
         """Steps whose needs are met, in order; none while stopping."""
