@@ -1,6 +1,6 @@
 """What each routing strategy does to the distribution of samples, where the right answer is known.
 
-    python examples/routing.py [--count 20000] [--steps 200]
+    python examples/routing.py [--count 4000] [--steps 100]
 
 The data is a Gaussian mixture of five overlapping clusters in the plane; experts and router are ideal, so whatever is
 wrong is the strategy's doing. Experts have five different objectives. The table gives the energy distance between
@@ -82,8 +82,8 @@ def velocity_error(mixture: flow.GaussianMixture, routing: str, count: int = 400
 def main() -> None:
     """Sample with every strategy and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--count", type=int, default=20000, help="samples of each strategy")
-    parser.add_argument("--steps", type=int, default=200, help="Euler steps")
+    parser.add_argument("--count", type=int, default=4000, help="samples of each strategy")
+    parser.add_argument("--steps", type=int, default=100, help="Euler steps")
     options = parser.parse_args()
     mixture = data()
     reference = mixture.sample(options.count, torch.Generator().manual_seed(1))
