@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from islands import slurm
 from islands.slurm import wait_for
 
@@ -103,20 +105,14 @@ class Ray(Local):
     @contextmanager
     def preempted(self, run: Path, step: str) -> Iterator[None]:
         """The raylet of the node that a job is on dies."""
-        words = Path(f"/proc/{attempts(run, step)[0]}/environ").read_bytes().decode().split("\0")
-        variables = dict(word.partition("=")[::2] for word in words)
-        address = variables["ATOLL_TEST_NODE"] if "ATOLL_TEST_NODE" in variables else self._address_of(run, step)
-        self.cluster.remove_node(self.nodes.pop(address), allow_graceful=False)
+        self.cluster.remove_node(self.nodes.pop(self._address_of(run, step)), allow_graceful=False)
         yield
         self.nodes["127.0.0.5"] = self._add("127.0.0.5")
 
     def _address_of(self, run: Path, step: str) -> str:
-        """The node whose worker is the parent of an attempt: its command line names the node's address."""
-        import psutil
-
+        """The node whose raylet started the worker that made the attempt: its command line names the node's address."""
         worker = psutil.Process(attempts(run, step)[0]).parent()
-        raylet = worker.parent()
-        words = " ".join(raylet.cmdline())
+        words = " ".join(worker.parent().cmdline())
         return next(address for address in self.nodes if f"={address}" in words)
 
 

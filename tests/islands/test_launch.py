@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from islands import slurm
-from islands.engines import ENGINES, Local, Watch, attempts, wait_until
+from islands.engines import ENGINES, Local, Watch, attempts, trainers, wait_until
 from train.conftest import merge
 from train.workers import TINY, assert_same_weights, finish, metrics
 
@@ -79,7 +79,8 @@ def test_killed_and_preempted_experts_finish_as_if_nothing_had_happened(
     with Watch(run) as watch:
         launch = engine.launch(run, "--jobs", "experts")
         wait_until(lambda: watch.checkpoints("experts/000"), launch, "a checkpoint of expert 0")
-        os.kill(attempts(run, "experts/000")[0], signal.SIGKILL)
+        for process in trainers(run, "experts/000") + attempts(run, "experts/000"):
+            os.kill(process, signal.SIGKILL)
         again = engine.launch(run, "--jobs", "experts", "--json")
         wait_until(lambda: watch.checkpoints("experts/001"), launch, "a checkpoint of expert 1")
         with engine.preempted(run, "experts/001"):
