@@ -107,15 +107,19 @@ def _raw(findings: Findings) -> str:
 def evaluate_command(findings: Findings, run: str) -> str:
     """The command that gives the figures of the page."""
     assert findings.figures is not None
+    models = findings.figures["models"]
     parts = [f"atoll evaluate {run}"]
-    told = next(
-        (found["protocol"] for model in findings.figures["models"] for found in model.get("metrics", {}).values()), None
-    )
+    told = next((found["protocol"] for model in models for found in model.get("metrics", {}).values()), None)
     if told:
-        parts.append(
-            f"--samples {told['samples']} --steps {told['steps']} --guidance {told['guidance']:g} --seed {told['seed']}"
-        )
-    return " ".join(parts)
+        how = f"--steps {told['steps']} --guidance {told['guidance']:g} --seed {told['seed']}"
+        parts.append(f"--samples {told['samples']} {how} --extractors {' '.join(numbers.extractors(findings.figures))}")
+    spread = next((model["diversity"]["protocol"] for model in models if "diversity" in model), None)
+    if spread:
+        seeds = spread["seeds_per_prompt"]
+        parts.append(f"--diversity {spread['samples'] // seeds} {seeds}")
+    if routings := [model["routing"] for model in models if model["routing"]]:
+        parts.append(f"--routings {' '.join(routings)}")
+    return " ".join([*parts, "--allow-few"])
 
 
 def glossary() -> str:

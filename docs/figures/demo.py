@@ -1,0 +1,52 @@
+"""The picture of the README, from a finished demo: what the experts make as one model, and what the monolith makes.
+
+python docs/figures/demo.py [RUN]
+"""
+
+import sys
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from atoll import demo
+from atoll.config import load
+from atoll.ensemble import Settings
+from atoll.evaluate.report.showcase import Showcase, choose
+from atoll.evaluate.subjects import Subject
+
+SIDE, GAP, LEFT, TOP = 96, 6, 150, 44
+
+
+def main(run: Path) -> None:
+    """Draw the missing pictures and write demo.png beside this file."""
+    config = load(run)
+    settings = Settings(routing="top-2", steps=demo.STEPS, guidance=demo.GUIDANCE)
+    showcase = Showcase(choose(run, config.clusters.count, demo.PROMPTS), settings)
+    rows = {
+        f"{config.clusters.count} experts\nas one model": showcase.strip(Subject(run, "experts", "top-2")).pictures,
+        "one network of\nequal FLOPs": showcase.strip(Subject(run, "monolith")).pictures,
+    }
+    width = LEFT + len(demo.PROMPTS) * (SIDE + GAP)
+    page = Image.new("RGB", (width, TOP + len(rows) * (SIDE + GAP)), "white")
+    pen, small = ImageDraw.Draw(page), ImageFont.load_default(12)
+    for column, prompt in enumerate(demo.PROMPTS):
+        place = (LEFT + column * (SIDE + GAP) + SIDE / 2, TOP - 6)
+        pen.multiline_text(place, wrapped(prompt), "#444444", small, anchor="md", align="center")
+    for row, (name, pictures) in enumerate(rows.items()):
+        top = TOP + row * (SIDE + GAP)
+        pen.multiline_text((8, top + SIDE / 2), name, "black", ImageFont.load_default(16), anchor="lm")
+        for column, picture in enumerate(pictures):
+            page.paste(picture.resize((SIDE, SIDE), Image.Resampling.BICUBIC), (LEFT + column * (SIDE + GAP), top))
+    page.save(Path(__file__).with_suffix(".png"), optimize=True)
+
+
+def wrapped(prompt: str, most: int = 14) -> str:
+    """A prompt in short lines."""
+    lines = [""]
+    for word in prompt.split():
+        lines[-1:] = [f"{lines[-1]} {word}".strip()] if len(lines[-1]) + len(word) < most else [lines[-1], word]
+    return "\n".join(lines).strip()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo"))
