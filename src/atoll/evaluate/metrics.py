@@ -10,7 +10,7 @@ import torch
 from atoll.errors import AtollError
 from atoll.evaluate.distances import Gaussian, Spread, frechet, kernel_distance, pairwise_mean, precision_recall
 from atoll.evaluate.extractors import Alignment
-from atoll.evaluate.features import FeatureSet, opened
+from atoll.evaluate.features import KIND, FeatureSet, opened
 from atoll.evaluate.perceptual import Perceptual, open_perceptual
 from atoll.evaluate.samples import Samples
 from atoll.evaluate.store import figures
@@ -22,7 +22,7 @@ _ERROR = "samples and reference are finite: compare with `floor`, what as many r
 
 def check_enough(samples: int, reference: FeatureSet) -> None:
     """Refuse numbers of pictures too small for the figures to mean what people take them to mean."""
-    dimensions = reference.artifact.open("evaluation features").facts["dimensions"]
+    dimensions = reference.artifact.open(KIND).facts["dimensions"]
     least = {"the Frechet distance": dimensions + 1, "KID": KID_LEAST, "precision and recall": NEIGHBOURS_LEAST}
     lacking = [f"{name} needs {count:,}" for name, count in least.items() if min(samples, len(reference)) < count]
     if lacking:
