@@ -117,7 +117,7 @@ def test_ten_kills_on_s3(bucket: str, new_run: Copy, tmp_path: Path) -> None:
 
 def test_whoever_leaves_hands_over_its_last_checkpoint(new_run: Copy, tmp_path: Path) -> None:
     """Ctrl-C publishes and gives up the lease; another goes on with the same choice, to the same bits."""
-    run, place = new_run(train={"samples": 1200, "save_every": 10000, "log_every": 8}), tmp_path / "shared"
+    run, place = new_run(train={"samples": 480, "save_every": 10000, "log_every": 8}), tmp_path / "shared"
     store = Store.open(place)
     push(run, store)
     log = tmp_path / "log.txt"
@@ -132,7 +132,7 @@ def test_whoever_leaves_hands_over_its_last_checkpoint(new_run: Copy, tmp_path: 
     seen = look(store, "experts/001")
     assert seen is not None
     assert (seen.record.state, seen.record.failures) == ("released", 0)
-    assert 0 < seen.record.samples < seen.record.total == 1200
+    assert 0 < seen.record.samples < seen.record.total == 480
     assert seen.record.checkpoint
     assert next(line for line in status(store) if line.job == "experts/001").state == "free"
     second = start(log, keyed(tmp_path), *how, str(tmp_path / "b"), "--objective", "x0", "--name", "second")

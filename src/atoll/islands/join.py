@@ -57,7 +57,8 @@ class Worker:
     publish_every: float = 300.0
     name: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     stop: threading.Event = field(default_factory=threading.Event)
-    _given_up: set[int] = field(default_factory=set)
+    _over: set[int] = field(default_factory=set)
+    """Experts that need no second look: finished, or failed here."""
 
     def run(self, expert: int | None = None, wait: bool = False, limit: int | None = None) -> int:
         """Work until nothing is left to take (or, with `wait`, to do) or someone says stop; how many were finished."""
@@ -84,12 +85,17 @@ class Worker:
         for number in wanted:
             self.config.objective(number)  # refuses a number that does not exist
             job = f"experts/{number:03d}"
-            settle(self.store, job, seen.get(job))
-            if number in self._given_up or self.store.entry(f"{job}/final/{MANIFEST}"):
+            if number in self._over:
+                continue
+            if job in seen and not seen[job].free:
+                settle(self.store, job, seen[job])
+                unfinished |= seen[job].record.state != "done"
+                self._over |= {number} if seen[job].record.state == "done" else set()
+                continue
+            if self.store.entry(f"{job}/final/{MANIFEST}"):
+                self._over.add(number)
                 continue
             unfinished = True
-            if job in seen and not seen[job].free:
-                continue
             if lease := Lease.take(self.store, job, self.duration, self.name, self._choice(number)):
                 print(f"{job}: taken", flush=True)
                 return lease, True
@@ -109,13 +115,18 @@ class Worker:
             reporter = Reporter(self.store, lease, job, self.signer, self.publish_every, self.stop)
             try:
                 manifest = run_job(job, reporter)
+            except KeyboardInterrupt:
+                reporter.close(send=False)
+                raise
             finally:
                 reporter.close()
             self._publish(lease, job, manifest, expert)
-            self._given_up.add(expert)
+            self._over.add(expert)
             return True
         except Requeue:
-            if not lease.lost:
+            if lease.lost:
+                print(f"{lease.job}: the lease was lost; nothing was published", flush=True)
+            else:
                 self.stop.set()
                 self._end(lease, "released")
                 print(
@@ -124,7 +135,7 @@ class Worker:
         except LeaseLost as lost:
             print(f"{lost}; nothing was published", flush=True)
         except (AtollError, RuntimeError) as error:
-            self._given_up.add(expert)
+            self._over.add(expert)
             print(f"{lease.job} failed: {error}", flush=True)
             self._end(lease, "failed", why=str(error)[:2000], failures=lease.record.failures + 1)
         return False
@@ -261,7 +272,7 @@ def _stopping(stop: threading.Event) -> Iterator[None]:
         if stop.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.set()
-        print("leaving: the checkpoint is saved and published first (Ctrl-C again to leave at once)", flush=True)
+        print("leaving: the checkpoint is saved and published first (Ctrl-C again to leave without)", flush=True)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, note) for number in numbers}

@@ -13,6 +13,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -33,6 +34,8 @@ MARGIN = 2.0
 KEPT = 16
 """Epochs that are kept; older keys are removed by the holder."""
 MAX_FAILURES = 3
+READERS = 16
+"""Records that are read at once."""
 _MAX_RECORD = 1 << 16
 
 State = Literal["held", "released", "failed", "proposed", "refused", "done"]
@@ -95,12 +98,10 @@ def survey(store: Store, prefix: str = "leases") -> dict[str, Seen]:
         parts = entry.key.split("/")
         if len(parts) >= 3 and parts[-1].isdigit():
             newest["/".join(parts[1:-1])] = entry
-    found = {}
-    for job, entry in newest.items():
-        record = _read(store, entry)
-        if record is not None:
-            found[job] = Seen(record, max(0.0, store.now() - entry.modified))
-    return found
+    with ThreadPoolExecutor(READERS) as pool:
+        records = pool.map(lambda entry: _read(store, entry), newest.values())
+        pairs = [(job, entry, record) for (job, entry), record in zip(newest.items(), records, strict=True) if record]
+    return {job: Seen(record, max(0.0, store.now() - entry.modified)) for job, entry, record in pairs}
 
 
 def look(store: Store, job: str) -> Seen | None:

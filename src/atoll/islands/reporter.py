@@ -50,11 +50,11 @@ class Reporter:
         if not busy and time.monotonic() - self._last >= self.every:
             self._send()
 
-    def close(self) -> None:
+    def close(self, send: bool = True) -> None:
         """Publish the last checkpoint if the job is not finished, and wait until it is there."""
-        if self._waiting is not None and self._waiting.manifest() is not None:
+        if send and self._waiting is not None and self._waiting.manifest() is not None:
             self._send()
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=not send)
         shutil.rmtree(self.outbox, ignore_errors=True)
 
     def _send(self) -> None:

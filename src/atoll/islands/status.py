@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.table import Table
 from atoll import config as configuration
 from atoll.config import CONFIG_FILE
 from atoll.errors import AtollError
-from atoll.islands.leases import MAX_FAILURES, Seen, survey
+from atoll.islands.leases import MAX_FAILURES, READERS, Seen, survey
 from atoll.islands.store import Store
 from atoll.run import MANIFEST
 
@@ -46,7 +47,9 @@ def status(store: Store) -> list[JobStatus]:
     config = configuration.resolve(yaml.safe_load(settings) or {}, source=f"{store.url}/{CONFIG_FILE}")
     leases = survey(store)
     jobs = [f"experts/{expert:03d}" for expert in range(config.clusters.count)]
-    return [line for job in (*jobs, *OTHERS) if (line := _line(store, job, leases.get(job), config)) is not None]
+    with ThreadPoolExecutor(READERS) as pool:
+        lines = pool.map(lambda job: _line(store, job, leases.get(job), config), (*jobs, *OTHERS))
+        return [line for line in lines if line is not None]
 
 
 def _line(store: Store, job: str, seen: Seen | None, config: configuration.Config) -> JobStatus | None:

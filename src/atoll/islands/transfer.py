@@ -115,9 +115,12 @@ def fetch(
     quiet: bool = False,
 ) -> None:
     """Bring an artifact (or some of its files) into a run's folder; every byte is checked against the manifest."""
-    if target.begin(manifest.kind, manifest.made_from):
-        return
     wanted = {file: entry for file, entry in manifest.files.items() if only(file)}
+    expected = Manifest(manifest.kind, manifest.made_from, manifest.facts, wanted)
+    if done := target.begin(manifest.kind, manifest.made_from):
+        if done.digest != expected.digest:
+            raise AtollError(f"{target.folder} is not what {store.url}/{name} has; move it away and fetch again")
+        return
     missing = {file: entry for file, entry in wanted.items() if not _is_there(target.path(file), entry)}
     scratch = target.path(_SCRATCH)
     scratch.mkdir(parents=True, exist_ok=True)
@@ -133,7 +136,6 @@ def fetch(
     for file, entry in missing.items():
         _assemble(target, file, entry, [scratch / Path(part.key).name for part in parts_of(name, entry)])
     made = target.commit(manifest.facts)
-    expected = Manifest(manifest.kind, manifest.made_from, manifest.facts, wanted)
     if made.digest != expected.digest:
         raise AtollError(
             f"{target.folder} holds files that {store.url}/{name} does not list; delete it and fetch again"

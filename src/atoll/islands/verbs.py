@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,12 +70,13 @@ class Join:
         """Work until nothing is left, or until Ctrl-C."""
         from atoll.islands.join import check_choice, open_worker
 
+        check_place(self.url)
         check_choice(self.overrides)
         name = {} if self.name is None else {"name": self.name}
         worker = open_worker(
             self.url,
             self.folder,
-            signer=open_signer(self.key),
+            signer=open_signer(self.key) if self.key or find_spec("cryptography") else None,
             objective=self.objective,
             network=self.network,
             overrides=self.overrides,
@@ -107,6 +109,7 @@ class Admit:
         from atoll.islands.shared import admit
         from atoll.islands.store import Store
 
+        check_place(self.url)
         verdicts = admit(Store.open(self.url), self.folder or default_folder(self.url), open_signer(self.key))
         show(verdicts, self.json, "nothing waits for admission")
 
@@ -133,8 +136,7 @@ class Status:
         from atoll.islands.status import as_json, as_table, status, watch
         from atoll.islands.store import Store
 
-        if "://" not in self.url and not Path(self.url).is_dir():
-            raise AtollError(f"{self.url}: no such folder; expected a run, or the URL of one")
+        check_place(self.url)
         store = Store.open(self.url)
         if not self.watch:
             lines = status(store)
@@ -170,6 +172,7 @@ class Pull:
         from atoll.islands.shared import pull
         from atoll.islands.store import Store
 
+        check_place(self.url)
         show(pull(Store.open(self.url), self.folder, self.shards), self.json, "nothing is there")
 
 
@@ -184,6 +187,13 @@ class Keys:
     def run(self) -> None:
         """Print it."""
         print(open_signer(self.key).public)
+
+
+def check_place(url: str) -> None:
+    """A path that is not there is a slip of the pen: opening a store would make the folder."""
+    path = url.removeprefix("file://")
+    if "://" not in path and not Path(path).is_dir():
+        raise AtollError(f"{url}: no such folder; expected a run, or the URL of one")
 
 
 def open_signer(file: Path | None) -> "Signer":
