@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,14 +204,18 @@ class Artifact:
         with self.writing(file) as path:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
-    def commit(self, facts: Mapping[str, Any]) -> Manifest:
-        """Hash every file and write the manifest. Two jobs may race for it: they must have made the same thing."""
+    def commit(self, facts: Mapping[str, Any], leave: Collection[str] = ()) -> Manifest:
+        """Hash every file and write the manifest. Two jobs may race for it: they must have made the same thing.
+
+        Files to `leave` out may lie in the folder, but are no part of the artifact.
+        """
         plan = self._plan()
         if plan is None:
             raise ValueError(f"{self.folder}: commit without begin")
         names = sorted(
             path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if self._belongs(path)
         )
+        names = [name for name in names if name not in leave]
         files = {name: FileEntry(self.path(name).stat().st_size, sha256_of(self.path(name))) for name in names}
         made = Manifest(plan["kind"], plan["made_from"], json.loads(to_json(facts)), files)
         if not self._create(MANIFEST, made.to_json()) and self.open(made.kind).digest != made.digest:

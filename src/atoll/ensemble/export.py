@@ -17,7 +17,15 @@ from atoll.data.latents import Codec
 from atoll.ensemble import stored
 from atoll.ensemble.card import CARD_FILE, About, card
 from atoll.ensemble.field import Ensemble
-from atoll.ensemble.folder import COMPONENTS, EXPERT_CLASS, INDEX_FILE, PIPELINE_CLASS, PIPELINE_KIND, ROUTER_CLASS
+from atoll.ensemble.folder import (
+    COMPONENTS,
+    EXPERT_CLASS,
+    INDEX_FILE,
+    PIPELINE_CLASS,
+    PIPELINE_KIND,
+    ROUTER_CLASS,
+    forget_paths,
+)
 from atoll.ensemble.loading import load
 from atoll.errors import AtollError
 from atoll.progress import progress
@@ -37,7 +45,7 @@ def export(run: Path, destination: Path, model: str = "experts", licence: str | 
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
     if artifact.begin(PIPELINE_KIND, made_from) is None:
         _write(artifact, ensemble, trained)
-        artifact.commit({"experts": len(ensemble.members), "model": model})
+        artifact.commit({"experts": len(ensemble.members), "model": model}, leave=[CARD_FILE])
     made = artifact.open(PIPELINE_KIND, verify=True)
     if not (destination / CARD_FILE).exists():
         about = About(run, destination.name, model, *_facts(trained), licence)
@@ -82,6 +90,7 @@ def _write(artifact: Artifact, ensemble: Ensemble, trained: Mapping[str, Manifes
 
     fields = {"_class_name": PIPELINE_CLASS, "_diffusers_version": diffusers.__version__, **dict(sorted(index.items()))}
     artifact.write(INDEX_FILE, (json.dumps(fields, indent=2) + "\n").encode())
+    forget_paths(artifact.folder)
 
 
 def _components(

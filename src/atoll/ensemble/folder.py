@@ -121,6 +121,16 @@ def verify(folder: Path, index: dict[str, Any]) -> Manifest:
     return manifest
 
 
+def forget_paths(folder: Path) -> None:
+    """Take out of configurations where diffusers and transformers once read them from."""
+    for pattern in (INDEX_FILE, "*/config.json", "*/tokenizer_config.json"):
+        for file in folder.glob(pattern):
+            values = json.loads(file.read_text(encoding="utf-8"))
+            kept = {key: value for key, value in values.items() if key not in ("_name_or_path", "name_or_path")}
+            if kept != values:
+                file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+
 @dataclass(eq=False)
 class FolderModels(Models):
     """Text encoder and autoencoder that are in the folder."""

@@ -21,8 +21,18 @@ from torch import Tensor, nn
 from atoll.data.latents import Codec, Pixel
 from atoll.data.text import TextEncoder
 from atoll.ensemble import stored
+from atoll.ensemble.card import CARD_FILE
 from atoll.ensemble.field import Ensemble, OpenRouter
-from atoll.ensemble.folder import COMPONENTS, PIPELINE_CLASS, PIPELINE_KIND, expert_names, fetch, read_index, refusal
+from atoll.ensemble.folder import (
+    COMPONENTS,
+    PIPELINE_CLASS,
+    PIPELINE_KIND,
+    expert_names,
+    fetch,
+    forget_paths,
+    read_index,
+    refusal,
+)
 from atoll.ensemble.folder import verify as verify_folder
 from atoll.ensemble.residency import Member, Placement, weights_of
 from atoll.ensemble.sampling import Samples
@@ -68,13 +78,14 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
         pretrained_model_name_or_path: str | Path,
         *,
         subfolder: str | None = None,
+        dtype: torch.dtype | None = None,
         torch_dtype: torch.dtype | None = None,
         **_: Any,
     ) -> "_Declared":
-        """Read what `save_pretrained` wrote."""
+        """Read what `save_pretrained` wrote; diffusers says `dtype` in some places and `torch_dtype` in others."""
         folder = Path(pretrained_model_name_or_path) / (subfolder or "")
         found = stored.Stored.open(folder)
-        return cls(found.network().to(torch_dtype or torch.float32), dict(found.facts), found.density)
+        return cls(found.network().to(dtype or torch_dtype or torch.float32), dict(found.facts), found.density)
 
 
 class ExpertModel(_Declared):
@@ -140,7 +151,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         artifact = Artifact(folder.parent, folder.name)
         artifact.begin(PIPELINE_KIND, {"saved_by": PIPELINE_CLASS})
         super().save_pretrained(folder, safe_serialization=True, **options)
-        artifact.commit({"experts": len(self.experts)})
+        forget_paths(folder)
+        artifact.commit({"experts": len(self.experts)}, leave=[CARD_FILE])
 
     @property
     def experts(self) -> list[ExpertModel]:
@@ -188,6 +200,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         if output_type not in OUTPUTS:
             raise AtollError(unknown("output_type", output_type, OUTPUTS))
         ensemble = self.ensemble()
+        if prompt is not None and ensemble.told & {"text", "pooled"}:
+            self._needed("text_encoder")
         settings |= {"steps": num_inference_steps, "guidance": guidance_scale, "seed": _seed(seed, generator)}
         if routing is not None:
             settings["routing"] = routing

@@ -1,0 +1,301 @@
+"""Folders from elsewhere: damaged and foreign ones are refused; those of the hub and the Paris release are read."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
+
+import atoll
+from atoll.ensemble.pipeline import AtollPipeline
+from atoll.ensemble.sampling import NOISE_STREAM
+from atoll.errors import AtollError
+from atoll.flow import randomness
+from atoll.run import Artifact
+from paris_release import Paris
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def recommit(folder: Path) -> None:
+    """A manifest that fits the files again: what a careful forger, or a tool, would write."""
+    (folder / "manifest.json").unlink()
+    artifact = Artifact(folder.parent, folder.name)
+    artifact.begin("pipeline", {})
+    artifact.commit({})
+
+
+def change_json(file: Path, change: Callable[[dict], object]) -> None:
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
+
+
+def flip_a_bit(folder: Path) -> None:
+    file = folder / "expert_1" / WEIGHTS
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def cut(folder: Path) -> None:
+    file = folder / "router" / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def pickles_only(folder: Path) -> None:
+    for file in folder.rglob(WEIGHTS):
+        torch.save(load_file(file), file.with_suffix(".bin"))
+        file.unlink()
+    recommit(folder)
+
+
+def other_depth(folder: Path) -> None:
+    change_json(folder / "expert_0" / "declaration.json", lambda facts: facts["network"].update(depth=3))
+    recommit(folder)
+
+
+def other_class(folder: Path) -> None:
+    change_json(folder / "expert_0" / "config.json", lambda config: config.update(_class_name="UNet2DModel"))
+    recommit(folder)
+
+
+def without_declaration(folder: Path) -> None:
+    (folder / "expert_2" / "declaration.json").unlink()
+    recommit(folder)
+
+
+def index(**changes: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        change_json(folder / "model_index.json", lambda values: values.update(changes))
+        recommit(folder)
+
+    return damage
+
+
+def without_expert_0(folder: Path) -> None:
+    change_json(folder / "model_index.json", lambda values: values.pop("expert_0"))
+    recommit(folder)
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (flip_a_bit, rf"expert_1/{WEIGHTS} is not what the manifest says \(its SHA-256 differs\); copy it again"),
+    (cut, rf"router/{WEIGHTS} has \d+ bytes, the manifest says \d+"),
+    (lambda folder: shutil.rmtree(folder / "expert_2"), r"expert_2/\S+ is missing though the manifest lists it"),
+    (lambda folder: (folder / "manifest.json").unlink(), r"has no manifest.json: its export was not finished"),
+    (pickles_only, r"expert_0 holds its weights as diffusion_pytorch_model.bin: a pickle"),
+    (other_depth, r"the weights do not fit the network that \S+declaration.json declares.*\n.*missing blocks.2"),
+    (other_class, r"config.json names a UNet2DModel, but \S+ declares a DiT"),
+    (without_declaration, r"expert_2/declaration.json is missing: nothing tells how this network was trained"),
+    (index(expert_1=["os", "system"]), r"expert_1 is a os.system, expected a ExpertModel"),
+    (index(vae=["antigravity", "AutoencoderKL"]), r"has a component vae of \['antigravity'"),
+    (index(safety_checker=["diffusers", "X"]), r"has a component safety_checker"),
+    (without_expert_0, r"lists the experts \['expert_1', 'expert_2'\]; expected expert_0"),
+    (lambda folder: (folder / "model_index.json").write_text("{"), r"model_index.json is not JSON"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES, ids=range(len(DAMAGES)))
+def test_a_damaged_folder_is_refused(
+    told_export: Path, tmp_path: Path, damage: Callable[[Path], object], reason: str
+) -> None:
+    folder = tmp_path / "pipeline"
+    shutil.copytree(told_export, folder)
+    damage(folder)
+    with pytest.raises(AtollError, match=reason):
+        atoll.load(folder)
+    with pytest.raises(AtollError, match=reason):
+        AtollPipeline.from_pretrained(folder)
+
+
+def test_foreign_folders_are_refused(told_export: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "stable"
+    foreign.mkdir()
+    pipe = diffusers.DDPMPipeline(
+        diffusers.UNet2DModel(8, block_out_channels=(8, 8), norm_num_groups=4, down_block_types=("DownBlock2D",) * 2,
+                              up_block_types=("UpBlock2D",) * 2), diffusers.DDPMScheduler())  # fmt: skip
+    pipe.save_pretrained(foreign)
+    for opener in (atoll.load, AtollPipeline.from_pretrained):
+        with pytest.raises(AtollError, match=r"holds DDPMPipeline, not experts with a router; open it with diffusers"):
+            opener(foreign)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(AtollError, match=r"empty is not a run: it has no atoll.yaml"):
+        atoll.load(tmp_path / "empty")
+    with pytest.raises(AtollError, match=r"there is no model 'student' in .*it holds experts, expert:0 to expert:2"):
+        atoll.load(told_export, "student")
+    assert len(atoll.load(told_export, "expert:2").experts) == 1
+
+
+IN_A_NEW_PROCESS = """
+import sys, torch
+torch.set_num_threads(1)
+import atoll
+from atoll.errors import AtollError
+from atoll.ensemble.pipeline import AtollPipeline
+from safetensors.torch import load_file
+made = atoll.load("someone/islands").generate(labels=["circle"], steps=3).latents
+assert torch.equal(made, load_file(sys.argv[1])["latents"])
+assert torch.equal(AtollPipeline.from_pretrained("someone/islands")(label="circle", num_inference_steps=3,
+                   output_type="latent").images, made)
+try:
+    atoll.load("someone/else")
+except AtollError as error:
+    assert "'someone/else' is neither a folder nor a model that could be fetched" in str(error), error
+else:
+    raise AssertionError("it opened what is not there")
+"""
+
+
+def test_a_name_on_the_hub_is_found_in_its_cache(told_export: Path, tmp_path: Path) -> None:
+    """The cache as huggingface_hub lays it out: content by hash, and a snapshot of links to it."""
+    repository, revision = tmp_path / "hub" / "models--someone--islands", "0" * 40
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    for number, file in enumerate(path for path in told_export.rglob("*") if path.is_file()):
+        shutil.copy(file, repository / "blobs" / f"{number:040d}")
+        link = repository / "snapshots" / revision / file.relative_to(told_export)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(repository / "blobs" / f"{number:040d}", link.parent))
+    expected = atoll.load(told_export).generate(labels=["circle"], steps=3).latents
+    save_file({"latents": expected}, tmp_path / "expected.safetensors")
+    result = subprocess.run(
+        [sys.executable, "-c", IN_A_NEW_PROCESS, str(tmp_path / "expected.safetensors")],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
+# --- The Paris release, small -----------------------------------------------------------------------------------------
+
+WIDTH, HEADS, TEXT, TOKENS, SCALE = 48, 2, 16, 9, 0.18215
+
+
+def randomised(network: Paris, seed: int) -> Paris:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return network
+
+
+def words() -> PreTrainedTokenizerFast:
+    vocabulary = {word: n for n, word in enumerate(["<start>", "<end>", "?", "a", "red", "apple", "blue", "boat"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing("<start> $A <end>", None, [("<start>", 0), ("<end>", 1)])
+    special = {"bos_token": "<start>", "eos_token": "<end>", "pad_token": "<end>", "unk_token": "?"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=TOKENS, **special)
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three experts and a router with the tensor names and files of the release."""
+    folder = tmp_path_factory.mktemp("paris") / "release"
+    experts = [randomised(Paris(WIDTH, HEADS, 2, 4, text_width=TEXT), seed) for seed in range(3)]
+    router = randomised(Paris(WIDTH, HEADS, 2, 4, experts=3), 7)
+    with torch.no_grad():
+        router.head[4].weight.mul_(20)
+    fields = {"hidden_size": WIDTH, "num_heads": HEADS, "num_layers": 2, "patch_size": 2, "mlp_ratio": 4.0}
+    for number, expert in enumerate(experts):
+        (folder / f"expert_{number}").mkdir(parents=True)
+        save_file(expert.state_dict(), folder / f"expert_{number}" / WEIGHTS)
+        config = {**fields, "text_embed_dim": TEXT, "use_adaln_single": True}
+        (folder / f"expert_{number}" / "config.json").write_text(json.dumps(config))
+    (folder / "router").mkdir()
+    save_file(router.state_dict(), folder / "router" / "pytorch_model.safetensors")
+    (folder / "router" / "config.json").write_text(json.dumps({**fields, "num_clusters": 3}))
+    torch.manual_seed(0)
+    AutoencoderKL(
+        block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, scaling_factor=SCALE,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    ).save_pretrained(folder / "vae")  # fmt: skip
+    clip = CLIPTextConfig(
+        vocab_size=8, hidden_size=TEXT, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=TOKENS, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    CLIPTextModel(clip).save_pretrained(folder / "text_encoder")
+    words().save_pretrained(folder / "tokenizer")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "DiffusionPipeline", "num_experts": 3}))
+    return folder
+
+
+@torch.no_grad()
+def reference(folder: Path, prompts: list[str], noise: Tensor, steps: int, guidance: float) -> tuple[Tensor, Tensor]:
+    """Top-2 sampling as it is done with the release: guidance inside each expert, Euler steps, 1000 t for the time."""
+    experts = [Paris(WIDTH, HEADS, 2, 4, text_width=TEXT) for _ in range(3)]
+    for number, expert in enumerate(experts):
+        expert.load_state_dict(load_file(folder / f"expert_{number}" / WEIGHTS))
+    router = Paris(WIDTH, HEADS, 2, 4, experts=3)
+    router.load_state_dict(load_file(folder / "router" / "pytorch_model.safetensors"))
+    clip, tokenizer = CLIPTextModel.from_pretrained(folder / "text_encoder").eval(), words()
+    vae = AutoencoderKL.from_pretrained(folder / "vae", low_cpu_mem_usage=False)
+
+    def states(texts: list[str]) -> Tensor:
+        numbers = tokenizer(texts, padding="max_length", max_length=TOKENS, return_tensors="pt")["input_ids"]
+        return clip(numbers).last_hidden_state
+
+    text, empty = states(prompts), states([""]).expand(len(prompts), -1, -1)
+    x = noise
+    for step in range(steps):
+        time = torch.full((len(x),), 1000 * (1 - step / steps))
+        p, chosen = router(x, time).softmax(-1).topk(2)
+        v = torch.zeros_like(x)
+        for row in range(len(x)):
+            for weight, k in zip(p[row] / p[row].sum(), chosen[row], strict=True):
+                told, null = (experts[k](x[row : row + 1], time[:1], c[row : row + 1]) for c in (text, empty))
+                v[row] += (weight * (null + guidance * (told - null)))[0]
+        x = x - v / steps
+    return x, vae.decode(x / SCALE).sample
+
+
+def test_the_paris_release_is_sampled_as_its_users_do(release: Path) -> None:
+    prompts = ["a red apple", "a blue boat", "a boat"]
+    ensemble = atoll.load(release)
+    made = ensemble.generate(prompts, steps=5, guidance=7.5, routing="top-2", seed=1, trace=True)
+    noise = randomness.normal((3, 4, 8, 8), seed=1, stream=NOISE_STREAM, first=0)
+    latents, pixels = reference(release, prompts, noise, 5, 7.5)
+    assert made.trace is not None
+    assert len(made.trace.weights.argmax(-1).unique()) > 1
+    torch.testing.assert_close(made.latents, latents, atol=2e-3, rtol=1e-3)
+    expected = pixels.add(1).mul(127.5).round().clamp(0, 255).permute(0, 2, 3, 1)
+    got = torch.from_numpy(np.stack([np.asarray(image) for image in made.images])).float()
+    assert (got - expected).abs().max() <= 1
+
+
+def test_a_damaged_release_is_refused(release: Path, tmp_path: Path) -> None:
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(release, tmp_path / name))
+
+    gap = copy("gap")
+    shutil.rmtree(gap / "expert_1")
+    with pytest.raises(AtollError, match=r"has experts \[0, 2\]; expected all from expert_0 on"):
+        atoll.load(gap)
+    fewer = copy("fewer")
+    shutil.rmtree(fewer / "expert_2")
+    with pytest.raises(AtollError, match=r"chooses among 3 experts, but \S+ has 2"):
+        atoll.load(fewer)
+    deeper = copy("deeper")
+    change_json(deeper / "expert_1" / "config.json", lambda config: config.update(num_layers=3))
+    with pytest.raises(AtollError, match=r"disagrees with \S+: num_layers is 3 there and 2 in the weights"):
+        atoll.load(deeper)
+    bare = copy("bare")
+    shutil.rmtree(bare / "vae")
+    with pytest.raises(AtollError, match=r"vae/config.json is missing; the Paris release has"):
+        atoll.load(bare)
+    (release_file := copy("cut") / "expert_0" / WEIGHTS).write_bytes(b"not a tensor")
+    with pytest.raises(AtollError, match="not a whole safetensors file"):
+        atoll.load(release_file.parent.parent)

@@ -1,0 +1,139 @@
+"""The pipeline class: what diffusers' users do with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+import atoll
+from atoll.ensemble.pipeline import AtollPipeline, ExpertModel
+from atoll.errors import AtollError
+
+LABELS: list[str | int] = ["circle", "square", "triangle", "circle"]
+FEW: dict[str, Any] = {"num_inference_steps": 3, "output_type": "latent"}
+
+
+@pytest.fixture(scope="module")
+def pipe(told_export: Path) -> AtollPipeline:
+    return AtollPipeline.from_pretrained(told_export)
+
+
+def test_its_defaults_are_those_of_the_ensemble(pipe: AtollPipeline, told_run: Path) -> None:
+    expected = atoll.load(told_run).generate(labels=LABELS, steps=3)
+    assert torch.equal(pipe(label=LABELS, **FEW).images, expected.latents)
+    pictures = pipe(label=LABELS, num_inference_steps=3).images
+    assert [image.tobytes() for image in pictures] == [image.tobytes() for image in expected.images]
+    again = pipe(label=LABELS, num_inference_steps=3, output_type="np", return_dict=False)[0]
+    assert again.shape == (4, 8, 8, 3)
+    assert np.array_equal(np.round(again * 255).astype(np.uint8), np.stack([np.asarray(image) for image in pictures]))
+    assert pipe(label=LABELS, num_inference_steps=1, output_type="pt").images.shape == (4, 3, 8, 8)
+    assert pipe(**FEW, num_images_per_prompt=2).images.shape == (2, 3, 8, 8)
+
+
+def test_every_setting_reaches_the_ensemble(pipe: AtollPipeline, told_run: Path) -> None:
+    how = {
+        "guidance_interval": (0.2, 0.9),
+        "rescale": 0.5,
+        "route_every": 2,
+        "sticky": 0.1,
+        "solver": "heun",
+        "shift": 2.0,
+    }
+    expected = atoll.load(told_run).generate(labels=LABELS, steps=3, guidance=2.0, routing="full", seed=9, **how)
+    got = pipe(label=LABELS, guidance_scale=2.0, routing="full", seed=9, **how, **FEW)
+    assert torch.equal(got.images, expected.latents)
+    oracle = atoll.load(told_run).generate(labels=["circle"] * 2, clusters=[2] * 2, steps=3, routing="oracle")
+    got = pipe(label="circle", cluster=2, routing="oracle", num_images_per_prompt=2, **FEW)
+    assert torch.equal(got.images, oracle.latents)
+
+
+def test_it_survives_saving_and_its_index_is_that_of_an_export(
+    pipe: AtollPipeline, told_export: Path, tmp_path: Path
+) -> None:
+    pipe.save_pretrained(tmp_path / "again")
+    saved, exported = (
+        json.loads((folder / "model_index.json").read_text()) for folder in (tmp_path / "again", told_export)
+    )
+    assert saved == exported
+    for file in told_export.rglob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "again" / file.relative_to(told_export)).read_bytes()
+    expected = pipe(label=LABELS, routing="nearest", **FEW).images
+    assert torch.equal(
+        AtollPipeline.from_pretrained(tmp_path / "again")(label=LABELS, routing="nearest", **FEW).images, expected
+    )
+    assert len(atoll.load(tmp_path / "again").experts) == 3
+    pipe.save_pretrained(tmp_path / "again")  # over itself
+    atoll.load(tmp_path / "again")
+
+
+def test_components_make_another_pipeline(pipe: AtollPipeline) -> None:
+    assert set(pipe.components) == {f"expert_{k}" for k in range(3)} | {
+        "router", "vae", "text_encoder", "tokenizer", "scheduler",
+    }  # fmt: skip
+    expected = pipe(label=LABELS, **FEW).images
+    assert torch.equal(AtollPipeline(**pipe.components)(label=LABELS, **FEW).images, expected)
+    one = AtollPipeline(expert_0=pipe.expert_1, scheduler=pipe.scheduler)
+    alone = pipe(label=LABELS, routing="oracle", cluster=[1] * 4, **FEW).images
+    torch.testing.assert_close(one(label=LABELS, **FEW).images, alone, atol=1e-5, rtol=1e-5)
+    with pytest.raises(AtollError, match="at least one expert"):
+        AtollPipeline(scheduler=pipe.scheduler)
+
+
+def test_an_expert_stands_by_itself(told_export: Path, told_run: Path) -> None:
+    expert = ExpertModel.from_pretrained(told_export, subfolder="expert_1")
+    assert expert.declaration() == atoll.load(told_run).experts[1]
+    assert expert.density is not None
+    assert expert.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("solver", "shift"), [("dpm++", 1.0), ("unipc", 2.0), ("flow-heun", 1.0)])
+def test_the_scheduler_can_be_replaced(pipe: AtollPipeline, told_run: Path, solver: str, shift: float) -> None:
+    from atoll.flow import diffusers_scheduler
+
+    expected = atoll.load(told_run).generate(labels=LABELS, steps=3, solver=solver, shift=shift).latents
+    other = AtollPipeline(**{**pipe.components, "scheduler": diffusers_scheduler(solver, shift)})
+    assert torch.equal(other(label=LABELS, **FEW).images, expected)
+
+
+def test_a_plain_euler_scheduler_makes_atolls_own_steps(pipe: AtollPipeline, told_run: Path) -> None:
+    shifted = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    other = AtollPipeline(**{**pipe.components, "scheduler": shifted})
+    expected = atoll.load(told_run).generate(labels=LABELS, steps=3, shift=3.0).latents
+    assert torch.equal(other(label=LABELS, **FEW).images, expected)
+    karras = diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
+    other = AtollPipeline(**{**pipe.components, "scheduler": karras})
+    assert not torch.equal(other(label=LABELS, **FEW).images, pipe(label=LABELS, **FEW).images)
+
+
+def test_a_generator_gives_the_seed_and_moves_on(pipe: AtollPipeline) -> None:
+    first, second = torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
+    one, two = (pipe(label=LABELS, generator=first, **FEW).images for _ in range(2))
+    assert torch.equal(one, pipe(label=LABELS, generator=second, **FEW).images)
+    assert not torch.equal(one, two)
+    with pytest.raises(AtollError, match="one generator"):
+        pipe(label=LABELS, generator=[first, second], **FEW)
+
+
+def test_other_precision(told_export: Path, pipe: AtollPipeline) -> None:
+    half = AtollPipeline.from_pretrained(told_export, dtype=torch.bfloat16)
+    assert half.dtype == half.expert_2.dtype == half.router.dtype == torch.bfloat16
+    expected = pipe(label=LABELS, routing="full", guidance_scale=1.0, **FEW).images
+    got = half(label=LABELS, routing="full", guidance_scale=1.0, **FEW).images.float()
+    error = (got - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert 0 < error < 0.1
+
+
+def test_what_it_cannot_do_is_said(pipe: AtollPipeline, exported: Path, tmp_path: Path) -> None:
+    with pytest.raises(AtollError, match="pickles"):
+        pipe.save_pretrained(tmp_path / "out", safe_serialization=False)
+    with pytest.raises(AtollError, match="hf upload"):
+        pipe.save_pretrained(tmp_path / "out", push_to_hub=True)
+    with pytest.raises(AtollError, match=r"unknown output_type 'pill' \(did you mean 'pil'\?\)"):
+        pipe(output_type="pill")
+    told_text = ExpertModel.from_pretrained(exported / "expert_0")
+    with pytest.raises(AtollError, match="no text_encoder, which its experts need"):
+        AtollPipeline(expert_0=told_text, scheduler=pipe.scheduler)("a red circle")
