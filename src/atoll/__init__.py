@@ -5,15 +5,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atoll.ensemble import load
+    from atoll.ensemble.pipeline import AtollPipeline
 
-__all__ = ["__version__", "load"]
+__all__ = ["AtollPipeline", "__version__", "load"]
 __version__ = version("atoll")
 
 
 def __getattr__(name: str) -> Any:
-    """`atoll.load`, imported when it is first used: torch takes its time."""
+    """`atoll.load` and `atoll.AtollPipeline`, imported when first used: torch and diffusers take their time."""
     if name == "load":
         from atoll.ensemble import load
 
         return load
+    if name == "AtollPipeline":
+        from atoll.ensemble.pipeline import AtollPipeline
+
+        return AtollPipeline
     raise AttributeError(f"module 'atoll' has no attribute {name!r}")

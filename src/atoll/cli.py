@@ -222,7 +222,7 @@ class Sample:
     """Make pictures with all experts as one model, or with one of them, the monolith or the student."""
 
     folder: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Folder of the run."""
+    """Folder of the run; or an exported one, or its name on the hub."""
     prompts: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT")] = ()
     """What the pictures shall show; none for pictures of anything."""
     labels: tuple[str, ...] = ()
@@ -267,7 +267,7 @@ class Sample:
     strict: bool = False
     """Refuse to work while experts are missing."""
     out: Path | None = None
-    """Folder of the pictures; default RUN/samples. What is there is replaced."""
+    """Folder of the pictures; default RUN/samples, or samples for what is not a run. What is there is replaced."""
     trace: bool = False
     """Also draw which experts made each picture, step by step."""
     plan: bool = False
@@ -298,7 +298,8 @@ class Sample:
             guidance_interval=self.guidance_interval, rescale=self.rescale, solver=self.solver, shift=self.shift,
             seed=self.seed, route_every=self.route_every, sticky=self.sticky,
         )  # fmt: skip
-        files = save(samples, self.out or self.folder / "samples")
+        is_run = (self.folder / configuration.CONFIG_FILE).is_file()
+        files = save(samples, self.out or (self.folder / "samples" if is_run else Path("samples")))
         for name, error in ensemble.quantisation_error.items():
             print(f"{name}: eight bits change its velocity by {error:.2%}", file=sys.stderr)
         if self.json:

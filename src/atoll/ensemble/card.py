@@ -76,7 +76,7 @@ def _use(about: About) -> str:
     return f"""## Use
 
 ```python
-from atoll.ensemble.pipeline import AtollPipeline
+from atoll import AtollPipeline
 
 pipe = AtollPipeline.from_pretrained("{about.name}")  # this folder, or its name on the hub
 image = pipe({prompt}{routing}guidance_scale=4.0, seed=0).images[0]
