@@ -19,6 +19,8 @@ from atoll.islands.launchers.base import Setting
 from atoll.islands.launchers.launch import open_launcher
 from atoll.islands.launchers.plan import SHARDS, Wish, missing_groups
 from atoll.islands.launchers.sky import task
+from atoll.islands.leases import Lease
+from atoll.islands.store import Store
 from atoll.run import Artifact
 from shapes import write_run
 
@@ -213,3 +215,19 @@ def test_preparation_in_shares_gives_the_same_bytes(fresh: Path, prepared: Path)
     assert json.loads(second.stdout)["submitted"][0].startswith("prepare/features-")
     for name in ("ingest", "features", "clusters", "latents", "text", *(f"shards/cluster_{k:03d}" for k in range(3))):
         assert Artifact(fresh, f"data/{name}").manifest() == Artifact(prepared, f"data/{name}").manifest(), name
+
+
+def test_what_someone_else_works_on_is_neither_submitted_nor_waited_for(
+    fresh: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lease = Lease.take(Store.open(fresh), "prepare", holder="another island")
+    assert lease is not None
+    assert main(["launch", str(fresh), "--on", "local", "--json"]) == 0
+    answer = capsys.readouterr()
+    assert json.loads(answer.out) == {
+        "submitted": [],
+        "under_way": {"prepare": "another island"},
+        "later": {"experts": "prepare", "router": "prepare"},
+    }
+    assert "experts: waits for prepare; launch again when that is done" in answer.err
+    assert not list(fresh.glob("launch/local/*"))
