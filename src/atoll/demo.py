@@ -1,7 +1,7 @@
 """`atoll demo`: the whole journey on some of the built-in emoji, in the minutes that are given.
 
-Each stage is a command that anyone can type; the demo types them in order, trains two networks at a time, and ends with
-a report. What is done is not done again, so an interrupted demo continues.
+Each stage is a command that anyone can type; the demo types them in order, trains one network on each core, and ends
+with a report. What is done is not done again, so an interrupted demo continues.
 """
 
 import json
@@ -25,7 +25,6 @@ MINUTES = 15.0
 """What the preset's samples take on two cores, with everything around the training."""
 AROUND = 4.0
 """Minutes of it that are not training: preparation, evaluation, report."""
-AT_ONCE = 2
 PAUSE = 0.5
 GUIDANCE, STEPS = 3.0, 25
 
@@ -115,16 +114,16 @@ def settle(run: Path, minutes: float) -> Config:
 def evaluation(run: Path) -> list[str]:
     """The command that takes the figures; few samples, for the minutes are few."""
     how = ["--samples", "256", "--steps", str(STEPS), "--guidance", f"{GUIDANCE:g}", "--routings", "top-1", "top-2"]
-    return ["evaluate", str(run), *how, "--diversity", "16", "4", "--followed", "16", "--allow-few"]
+    return ["evaluate", str(run), *how, "--diversity", "16", "4", "--skip", "trajectories", "--allow-few"]
 
 
 def train(run: Path, todo: Sequence[Job]) -> None:
-    """Train the jobs, two at a time, one core each: small networks gain little from a second one."""
+    """Train the jobs, as many at a time as there are cores: small networks gain little from a second one."""
     waiting, running = list(todo), dict[Job, subprocess.Popen[bytes]]()
     total, seen = sum(job.samples for job in todo), sum(position(run, job) for job in todo)
     with stopping(running), progress("training", total, seen) as bar:
         while waiting or running:
-            while waiting and len(running) < AT_ONCE:
+            while waiting and len(running) < cores():
                 running[waiting[0]] = begin(run, waiting[0])
                 waiting.pop(0)
             time.sleep(PAUSE)
@@ -134,6 +133,11 @@ def train(run: Path, todo: Sequence[Job]) -> None:
             now += sum(position(run, job) for job in (*waiting, *running))
             bar.update(now - seen)
             seen = now
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def begin(run: Path, job: Job) -> subprocess.Popen[bytes]:

@@ -135,6 +135,7 @@ def test_the_page_asks_for_nothing_outside(page: Page, text: str) -> None:
     assert all(address.startswith("data:") for address in page.loads)
     assert all(link.startswith(("#", "https://arxiv.org/")) for link in page.links)
     assert "<script" not in text
+    assert "default-src &#x27;none&#x27;; img-src data:;" in text  # a browser would refuse to
     assert "@import" not in text
     assert not re.search(r"url\((?!data:)", text)
 

@@ -14,6 +14,8 @@ from atoll.evaluate.report.html import section, tag
 from atoll.evaluate.report.showcase import Example, Strip
 from atoll.evaluate.report.words import GLOSSARY
 
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""What a browser may load for the page: nothing that is not inside it."""
 PARTS = {
     "pictures": "Pictures",
     "clusters": "Data",
@@ -57,6 +59,7 @@ def document(name: str, body: list[str], subtitle: str) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
         '<meta name="color-scheme" content="light dark">'
         f'<link rel="icon" href="data:,"><title>{escape(name)} – Atoll report</title><style>{style}</style></head>\n'
         f"<body>{head}<main>{''.join(body)}</main></body></html>\n"
