@@ -160,3 +160,11 @@ def test_a_job_that_failed_thrice_is_left_alone() -> None:
         assert lease is not None
         lease.end("failed", why="it is broken", failures=failures)
     assert Lease.take(store, "experts/000", 5) is None
+
+
+def test_what_a_holder_says_cannot_steer_a_terminal() -> None:
+    store = Store.open(f"memory://{uuid4().hex}")
+    assert Lease.take(store, "experts/000", 5, "ann\x1b[2J\nbob") is not None
+    seen = look(store, "experts/000")
+    assert seen is not None
+    assert seen.record.holder == "ann [2J bob"

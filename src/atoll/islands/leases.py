@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 from uuid import uuid4
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from atoll.config import Section
 from atoll.errors import AtollError
@@ -61,6 +61,11 @@ class Record(Section):
     manifest: str | None = Field(None, max_length=64)
     why: str = Field("", max_length=2000)
     failures: int = Field(0, ge=0)
+
+    @field_validator("holder", "why")
+    @classmethod
+    def _fit_for_a_terminal(cls, text: str) -> str:
+        return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 class LeaseLost(Exception):  # noqa: N818 - not an error: someone else goes on

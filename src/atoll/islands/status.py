@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
+from rich.markup import escape
 from rich.table import Table
 
 from atoll import config as configuration
@@ -94,22 +95,23 @@ def _journal(folder: Path, job: str, total: int) -> JobStatus | None:
 
 
 def as_table(lines: list[JobStatus], title: str) -> Table:
-    """For people."""
+    """For people: the columns in which anything is said."""
+    columns = {
+        "job": [line.job for line in lines],
+        "state": [f"[{STYLES.get(line.state, 'default')}]{line.state}[/]" for line in lines],
+        "where": [escape(line.where) for line in lines],
+        "samples": [f"{line.samples:,} of {line.total:,}" if line.total else "" for line in lines],
+        "a second": [f"{line.rate:.1f}" if line.rate else "" for line in lines],
+        "left": [_span(line.seconds_left) for line in lines],
+        "seen ago": [_span(line.seen_seconds_ago) for line in lines],
+        "why": [escape(line.why[:200]) for line in lines],
+    }
+    said = {heading: cells for heading, cells in columns.items() if any(cells)}
     table = Table(title=title)
-    for heading in ("job", "state", "where", "samples", "a second", "left", "seen", "why"):
-        table.add_column(heading, no_wrap=heading in ("job", "state", "samples"))
-    for line in lines:
-        share = f"{line.samples:,} of {line.total:,}" if line.total else ""
-        table.add_row(
-            line.job,
-            f"[{STYLES.get(line.state, 'default')}]{line.state}[/]",
-            line.where,
-            share,
-            f"{line.rate:.1f}" if line.rate else "",
-            _span(line.seconds_left),
-            f"{_span(line.seen_seconds_ago)} ago" if line.seen_seconds_ago is not None else "",
-            line.why[:200],
-        )
+    for heading in said:
+        table.add_column(heading, no_wrap=heading != "why")
+    for row in zip(*said.values(), strict=True):
+        table.add_row(*row)
     return table
 
 
