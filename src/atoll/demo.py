@@ -29,11 +29,10 @@ PAUSE = 0.5
 GUIDANCE, STEPS = 3.0, 25
 
 PROMPTS = (
-    "grinning face", "smiling face with sunglasses", "angry face", "face with tears of joy", "pig face",
-    "flag of France", "flag of Japan", "flag of Germany", "flag of Brazil", "blue heart", "tangerine",
-    "four leaf clover", "tomato", "whale", "carrot",
-)  # fmt: skip
-"""What the report's pictures show; captions of training pictures, since minutes of training teach no more."""
+    *("grinning face", "smiling face with sunglasses", "angry face", "pig face", "flag of France", "flag of Japan"),
+    *("blue heart", "red apple", "cactus", "grimacing face", "flag of Italy", "grey heart"),
+)
+"""What the report's pictures show: captions of training pictures, and three at the end that no training sees."""
 
 
 @dataclass(frozen=True)

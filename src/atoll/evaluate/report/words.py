@@ -35,10 +35,8 @@ without all this: one network, all the data.
 """
 
 SAME_NOISE = "Every column starts from the same noise, so pictures of one column can be compared."
-SOME_UNSEEN = "Prompts marked * were never seen in training."
-ALL_SEEN = """
-All prompts are captions of training pictures: this little training teaches a network to remember more than to invent.
-"""
+SOME_UNSEEN = "Prompts marked * were never seen in training; the others are captions of training pictures."
+ALL_SEEN = "All prompts are captions of training pictures, so a network may simply remember them."
 
 ALONE = """
 An expert answers every prompt with what it knows. Outlined pictures belong to the expert’s own cluster; elsewhere it
