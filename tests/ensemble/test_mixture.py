@@ -35,17 +35,17 @@ def test_full_routing_is_the_exact_velocity_for_every_objective(objective: str) 
 
 
 def test_full_routing_of_mixed_objectives_samples_the_right_distribution() -> None:
-    """Means and covariances of 20,000 samples, within their standard errors and the solver's."""
+    """Means, covariances and shares of 8,000 samples, within their standard errors and the solver's."""
     mixture = random_mixture(spread=1.0)
     ensemble = ideal_ensemble(mixture, CLUSTERS, OBJECTIVES)
-    noise = torch.randn(20000, 3, 1, 1, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(8000, 3, 1, 1, generator=torch.Generator().manual_seed(0))
     field = lambda x, t: ensemble.velocity(x, t[:1], routing="full")  # noqa: E731
-    x = flow.solve(field, noise, steps=60, solver="heun").flatten(1).double()
-    data = mixture.sample(20000, torch.Generator().manual_seed(1))
-    torch.testing.assert_close(x.mean(0), data.mean(0), atol=0.03, rtol=0)
-    torch.testing.assert_close(torch.cov(x.T), torch.cov(data.T), atol=0.05, rtol=0.02)
+    x = flow.solve(field, noise, steps=30, solver="heun").flatten(1).double()
+    data = mixture.sample(100_000, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(x.mean(0), data.mean(0), atol=0.05, rtol=0)
+    torch.testing.assert_close(torch.cov(x.T), torch.cov(data.T), atol=0.08, rtol=0.02)
     shares = [mixture.posterior(y, torch.full((len(y),), 1e-3, dtype=FLOAT)).mean(0) for y in (x, data)]
-    torch.testing.assert_close(shares[0], shares[1], atol=0.012, rtol=0)
+    torch.testing.assert_close(shares[0], shares[1], atol=0.015, rtol=0)
 
 
 def test_nearest_routing_knows_the_posterior_of_gaussian_clusters() -> None:

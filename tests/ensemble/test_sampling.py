@@ -64,6 +64,12 @@ def test_every_decision_is_recorded(run: Path) -> None:
     assert trace.experts == ("experts/000", "experts/001", "experts/002")
 
 
+def test_a_dense_model_has_a_trace_too(run: Path) -> None:
+    trace = atoll.load(run, "student").generate(PROMPTS, trace=True, **QUICK).trace
+    assert trace is not None
+    assert torch.equal(trace.weights, torch.ones(4, 2, 1))
+
+
 def test_routing_every_few_steps_keeps_decisions_in_between(run: Path) -> None:
     how = {"n": 6, "trace": True, "routing": "top-1", "steps": 6}
     kept = atoll.load(run).generate(PROMPTS, route_every=3, **how).trace
@@ -111,6 +117,7 @@ def test_classes_are_told_by_name_or_number(tmp_path: Path, capsys) -> None:
     [
         ({"solver": "eulr"}, "did you mean 'euler'?"),
         ({"steps": 0}, "steps >= 1"),
+        ({"n": 0}, "at least one picture"),
         ({"guidance_interval": (0.9, 0.1)}, "interval of times"),
         ({"prompts": "one string"}, "prompts must be a list"),
         ({"prompts": []}, "prompts must be a list that is not empty"),

@@ -18,7 +18,7 @@ from atoll.ensemble import sampling
 from atoll.ensemble.plan import Plan
 from atoll.ensemble.plan import plan as make_plan
 from atoll.ensemble.residency import Member, Placement, Residents
-from atoll.ensemble.routing import Decision, Memory, Routing, Source, parse
+from atoll.ensemble.routing import Memory, Routing, Source, parse
 from atoll.ensemble.told import Told
 from atoll.errors import AtollError
 from atoll.flow import LINEAR
@@ -200,7 +200,9 @@ class Ensemble(nn.Module):
     ) -> Tensor:
         """Weights (rows, experts): of the samples, and below them of the same with the null condition if it matters."""
         if len(self.members) == 1:
-            return torch.ones(len(x), 1, device=x.device)
+            weights = torch.ones(len(x), 1, device=x.device)
+            m.record(t, weights, weights)
+            return weights
         for rule in routing.active(t):
             if rule.source == "given":
                 m.kept["given"] = self._given(cluster, x)
@@ -213,10 +215,7 @@ class Ensemble(nn.Module):
         draw = None if draw is None else draw.to(x.device).repeat(rows // len(x))
         times = t if t.numel() == 1 else t.repeat(rows // len(x))
         weights = routing.weights(kept, times, m, draw)
-        if m.trace is not None:
-            source = routing.active(t)[0].source
-            m.trace.append(Decision(t.cpu(), kept[source][: len(x)].cpu(), weights[: len(x)].cpu()))
-        m.evaluations += 1
+        m.record(t, kept[routing.active(t)[0].source][: len(x)], weights[: len(x)])
         return weights
 
     def _probabilities(self, source: Source, x: Tensor, t: Tensor, told: Told) -> Tensor:
@@ -238,7 +237,7 @@ class Ensemble(nn.Module):
 
     def _nearest(self, x: Tensor, t: Tensor) -> Tensor:
         """Posterior of the clusters by their own densities, each measured in its expert's own space."""
-        columns, t = [], t.expand(len(x))
+        columns, t, states = [], t.cpu().expand(len(x)), x.detach().cpu()
         for member in self.members:
             name = member.declaration.name
             if member.density is None:
@@ -247,10 +246,10 @@ class Ensemble(nn.Module):
                     "from elsewhere), so --routing nearest cannot judge it; train it again, or use a router"
                 )
             change = rescaling(self.space, member.declaration.statistics, name)
-            own, own_t = (x, t) if change is None else change.state(x, t)
-            density = member.density.to(x.device).log_density(own, own_t)
+            own, own_t = (states, t) if change is None else change.state(states, t)
+            density = member.density.log_density(own, own_t)
             columns.append(density if change is None else density + change.log_volume(t, x[0].numel()))
-        return torch.stack(columns, 1).softmax(-1).to(x.dtype)
+        return torch.stack(columns, 1).softmax(-1).to(x.device, x.dtype)
 
     def _given(self, cluster: Tensor | None, x: Tensor) -> Tensor:
         """All weight on the expert of the given cluster."""

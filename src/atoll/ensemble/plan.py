@@ -105,7 +105,8 @@ def working_bytes(member: Member, placement: Placement, rows: int, distinct: int
             if isinstance(network, DiT):
                 kept = network.prepare(condition)
                 condition = network.prepare(Condition(text=_rows(tokens, rows), label=_rows(label, rows)))
-                prepared = sum(map(_bytes, [*tree_leaves(kept.keys_values), *tree_leaves(condition.keys_values)]))
+                texts = [*tree_leaves(kept.keys_values), *tree_leaves(condition.keys_values)]
+                prepared = sum(part.numel() * part.element_size() for part in texts)
             else:
                 condition = Condition(text=_rows(tokens, rows), label=_rows(label, rows))
             weigh = held_by_heap if placement.device.type == "cpu" else int

@@ -8,7 +8,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,8 @@ class Resident:
         network = self.expert.network
         if not (told.reused and isinstance(network, DiT)):
             mine = self._own(told)
-            return mine if mine == Condition() else mine[rows]
+            told_nothing = mine.text is None and mine.pooled is None and mine.label is None
+            return mine if told_nothing else mine[rows]
         if self._told is not told:
             self._told, self._prepared, self._rows = told, network.prepare(self._own(told)), None
         assert self._prepared is not None
@@ -82,7 +83,9 @@ class Resident:
         return self._taken
 
     def _own(self, told: Told) -> Condition:
-        return only(told.distinct, self.expert.told)
+        mine, dtype = only(told.distinct, self.expert.told), self.expert.dtype
+        parts = {name: getattr(mine, name) for name in ("text", "pooled")}
+        return replace(mine, **{name: part.to(dtype) for name, part in parts.items() if part is not None})
 
 
 @dataclass(eq=False)

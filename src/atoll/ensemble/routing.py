@@ -143,6 +143,12 @@ class Memory:
         step = self.evaluations // self.route_every
         return randomness.uniform(count, seed=self.seed, stream=DRAW_STREAM + step, first=self.first)
 
+    def record(self, t: Tensor, probabilities: Tensor, weights: Tensor) -> None:
+        """One more evaluation is decided."""
+        if self.trace is not None:
+            self.trace.append(Decision(t.cpu(), probabilities.cpu(), weights.cpu()))
+        self.evaluations += 1
+
     def fresh(self) -> bool:
         """Whether probabilities are to be computed in this evaluation."""
         return self.evaluations % self.route_every == 0

@@ -174,6 +174,8 @@ def request(
     for name, values in (("prompts", prompts), ("labels", labels), ("clusters", clusters)):
         if isinstance(values, str) or (values is not None and not len(values)):
             raise AtollError(f"{name} must be a list that is not empty, got {values!r}")
+    if n is not None and n < 1:
+        raise AtollError(f"expected at least one picture, got n = {n}")
     count = n or max(len(values) if values is not None else 1 for values in (prompts, labels, clusters))
 
     def turns(values: Sequence[Any] | None) -> list[Any]:

@@ -54,7 +54,7 @@ class Density:
         return cls(mean.float(), directions.float(), excess.float(), rest.float(), number)
 
     def log_density(self, x: Tensor, t: Tensor) -> Tensor:
-        """log p_t(x | cluster) + log of the number of its samples: shape (batch,)."""
+        """log p_t(x | cluster) + log of the number of its samples: shape (batch,). On the CPU, in double precision."""
         alpha, sigma = (1 - t).double(), t.double()
         offset = x.flatten(1).double() - alpha[:, None] * self.mean
         along = offset @ self.directions.T.double()
@@ -73,10 +73,6 @@ class Density:
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Density":
         """Read what `tensors` gave."""
         return cls(**{name: tensors[name] for name in _FIELDS})
-
-    def to(self, device: torch.device) -> "Density":
-        """The same on another device."""
-        return Density.from_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
 
 def _principal(centred: Tensor, count: int) -> tuple[Tensor, Tensor]:
