@@ -17,7 +17,7 @@ from atoll.ensemble.sampling import Models
 from atoll.ensemble.stored import Stored, weights_of
 from atoll.errors import AtollError
 from atoll.nets import Router
-from atoll.run import MANIFEST, Artifact, Manifest
+from atoll.run import MANIFEST, Artifact
 
 PIPELINE_KIND = "pipeline"
 PIPELINE_CLASS = "AtollPipeline"
@@ -96,7 +96,7 @@ def expert_names(folder: Path, index: dict[str, Any]) -> list[str]:
     if not names or set(names) != set(expected):
         raise AtollError(f"{folder / INDEX_FILE} lists the experts {sorted(names)}; expected expert_0, expert_1, …")
     classes = dict.fromkeys(expected, EXPERT_CLASS)
-    if index.get("router", [None])[0] is not None:
+    if has_router(index):
         classes["router"] = ROUTER_CLASS
     for name, kind in classes.items():
         if list(index[name]) != [COMPONENTS, kind]:
@@ -107,18 +107,21 @@ def expert_names(folder: Path, index: dict[str, Any]) -> list[str]:
     return expected
 
 
-def verify(folder: Path, index: dict[str, Any]) -> Manifest:
-    """Check that all files are there and are what they were when the folder was written."""
+def verify(folder: Path, index: dict[str, Any]) -> None:
+    """Check that all files are there, as they were when the folder was written, and fit the declared networks."""
     artifact = Artifact(folder.parent, folder.name)
     if artifact.manifest() is None:
         raise AtollError(
             f"{folder} has no {MANIFEST}: its export was not finished, or it was copied in part; copy it again"
         )
-    manifest = artifact.open(PIPELINE_KIND, verify=True)
-    for name in expert_names(folder, index):
-        if not (folder / name).is_dir():
-            raise AtollError(f"{folder / name} is missing; copy the folder again")
-    return manifest
+    artifact.open(PIPELINE_KIND, verify=True)
+    for name in [*expert_names(folder, index), *(["router"] if has_router(index) else [])]:
+        Stored.open(folder / name)
+
+
+def has_router(index: dict[str, Any]) -> bool:
+    """Whether model_index.json lists a router."""
+    return index.get("router", [None])[0] is not None
 
 
 def forget_paths(folder: Path) -> None:
@@ -158,7 +161,7 @@ def _exported(
     members = [Stored.open(folder / name).member() for name in expert_names(folder, index)]
     chosen = _chosen(members, model, folder)
     router = None
-    if len(chosen) > 1 and index.get("router", [None])[0] is not None:
+    if len(chosen) > 1 and has_router(index):
         stored = Stored.open(folder / "router")
         placed = Placement(placement.device, placement.dtype, None, placement.compile).put(stored.network())
         assert isinstance(placed, Router)
