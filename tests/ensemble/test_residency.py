@@ -96,7 +96,14 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measured through /proc")
-@pytest.mark.parametrize(("resident", "dtype"), [(1, "float32"), (3, "float32"), (2, "bfloat16")])
+@pytest.mark.parametrize(
+    ("resident", "dtype"),
+    [
+        (1, "float32"),
+        pytest.param(3, "float32", marks=pytest.mark.slow),
+        pytest.param(2, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_the_plan_is_what_the_process_takes(big: Path, resident: int, dtype: str) -> None:
     """Peak memory of a process of its own, beyond what it had before the first expert."""
     command = [sys.executable, "-c", MEASURE, str(big), str(resident), dtype]
