@@ -218,7 +218,7 @@ def test_the_card_tells_data_clusters_compute_and_figures(prepared: Path, told_r
         assert f"| {number} | {size:,} |" in text
     assert "| experts/000 | velocity, linear schedule | " in text
     assert "500,000 | 3.2e+17 | 7,200" in text
-    assert "| experts top-2 | inception | 12.35 |" in text
+    assert "| experts top-2 | inception | 2048 | 12.35 |" in text
     assert '"steps": 50' in text
     assert "99.00" not in text
     assert "has not said under which licence" in text

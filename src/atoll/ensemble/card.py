@@ -148,6 +148,8 @@ def _training(about: About) -> str:
     total = [sum(facts.get("compute", {}).get(key, 0) for facts in networks) for key in ("flops", "seconds")]
     heads = ("network", "objective", "parameters", "samples", "FLOPs", "seconds", "held-out loss")
     sums = f"Together {total[0]:.3g} FLOPs of matrix products and {total[1]:,.0f} seconds of training jobs."
+    if about.model == "student":
+        sums += " The experts that it learnt from are not counted."
     return "\n".join(["## Training and compute", "", *_table(heads, rows), "", sums])
 
 
@@ -169,11 +171,21 @@ def _figures(about: About) -> str:
             parts = [(figures.get("frechet", {}), "value", 2), (figures.get("floor", {}), "frechet", 2)]
             parts += [(kid, "value", 5), (near, "precision", 3), (near, "recall", 3)]
             numbers = [_number(part.get(key), digits) for part, key, digits in parts]
-            rows.append((model.get("label", about.model), extractor, *numbers))
-            protocols[f"{model.get('label')}, {extractor}"] = figures.get("protocol", {})
-    heads = ("model", "seen through", "Frechet distance", "of as many real pictures", "KID", "precision", "recall")
-    protocol = json.dumps(protocols, indent=1, ensure_ascii=False)
-    return "\n".join(["## Figures", "", *_table(heads, rows), "", "Protocol:", "", "```json", protocol, "```"])
+            label, protocol = model.get("label", about.model), figures.get("protocol", {})
+            rows.append((label, extractor, str(protocol.get("samples", "-")), *numbers))
+            protocols[f"{label}, {extractor}"] = protocol
+    heads = (
+        "model",
+        "seen through",
+        "pictures",
+        "Frechet distance",
+        "of as many real ones",
+        "KID",
+        "precision",
+        "recall",
+    )
+    told = json.dumps(protocols, indent=1, ensure_ascii=False)
+    return "\n".join(["## Figures", "", *_table(heads, rows), "", "Protocol:", "", "```json", told, "```"])
 
 
 def _limits(about: About) -> str:
