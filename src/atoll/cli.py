@@ -200,6 +200,8 @@ class Launch:
 
             print(write_task(run, config, self.url, dry=self.print), end="")
             return
+        from contextlib import redirect_stdout
+
         from atoll.islands.launchers.base import Setting
         from atoll.islands.launchers.launch import as_dict, as_lines, finish, open_launcher, show, submit
         from atoll.islands.launchers.plan import Wish
@@ -209,10 +211,11 @@ class Launch:
         if self.print:
             print(show(launcher, run, config, wish))
             return
-        found = submit(launcher, run, config, wish)
-        print("\n".join(as_lines(found)), file=sys.stderr, flush=True)
-        if self.wait or launcher.stays:
-            finish(found, run, config, wish)
+        with redirect_stdout(sys.stderr):  # Ray tells of its nodes there
+            found = submit(launcher, run, config, wish)
+            print("\n".join(as_lines(found)), flush=True)
+            if self.wait or launcher.stays:
+                finish(found, run, config, wish)
         if self.json:
             print(json.dumps(as_dict(found)))
 
