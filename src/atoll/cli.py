@@ -340,6 +340,8 @@ class Evaluate:
     """The real pictures to compare with."""
     references: int = 10_000
     """Real pictures at most."""
+    prompts: Literal["held-out", "train"] = "held-out"
+    """Whose captions or classes the pictures are drawn for: unseen ones ask for more than was taught."""
     diversity: tuple[int, int] = (32, 4)
     """Prompts, and pictures of each, for the diversity within prompts."""
     lpips: Path | None = None
@@ -375,7 +377,7 @@ class Evaluate:
         options = Options(
             self.samples, self.models, self.routings, settings, self.extractors, self.reference, self.references,
             self.diversity, self.lpips, self.clip, self.held_out, self.followed, self.skip, self.batch, self.resident,
-            self.allow_few,
+            self.allow_few, self.prompts,
         )  # fmt: skip
         with redirect_stdout(sys.stderr):
             answer = evaluate(self.folder, config, options)

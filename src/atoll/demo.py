@@ -26,7 +26,7 @@ MINUTES = 15.0
 AROUND = 4.0
 """Minutes of it that are not training: preparation, evaluation, report."""
 PAUSE = 0.5
-GUIDANCE, STEPS = 3.0, 25
+GUIDANCE, STEPS = 2.5, 25
 
 PROMPTS = (
     *("grinning face", "smiling face with sunglasses", "angry face", "pig face", "flag of France", "flag of Japan"),
@@ -113,7 +113,19 @@ def settle(run: Path, minutes: float) -> Config:
 def evaluation(run: Path) -> list[str]:
     """The command that takes the figures; few samples, for the minutes are few."""
     how = ["--samples", "256", "--steps", str(STEPS), "--guidance", f"{GUIDANCE:g}", "--routings", "top-1", "top-2"]
-    return ["evaluate", str(run), *how, "--diversity", "16", "4", "--skip", "trajectories", "--allow-few"]
+    return [
+        "evaluate",
+        str(run),
+        *how,
+        "--diversity",
+        "16",
+        "4",
+        "--prompts",
+        "train",
+        "--skip",
+        "trajectories",
+        "--allow-few",
+    ]
 
 
 def train(run: Path, todo: Sequence[Job]) -> None:

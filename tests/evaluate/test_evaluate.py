@@ -16,7 +16,7 @@ from atoll.errors import AtollError
 from atoll.evaluate import Options, diagnostics, evaluate
 from atoll.evaluate.distances import Gaussian, frechet, kernel_distance
 from atoll.evaluate.features import of_reference, of_samples
-from atoll.evaluate.samples import draw, held_out_prompts
+from atoll.evaluate.samples import draw, prompts_of
 from atoll.evaluate.subjects import Subject, subjects
 from atoll.run import sha256_of
 
@@ -80,7 +80,7 @@ def test_expert_use_sums_to_one_at_every_time(answer: dict[str, Any]) -> None:
         assert torch.tensor(use["weight"]).sum(1).allclose(torch.ones(3))
         assert torch.tensor(use["lead_share"]).sum(1).allclose(torch.ones(3))
     # Prompts follow the clusters' shares of the training data, and the oracle follows the prompts.
-    prompts = held_out_prompts(Path(answer["run"]), 3, 12)
+    prompts = prompts_of(Path(answer["run"]), 3, 12)
     shares = torch.bincount(torch.tensor(prompts.clusters), minlength=3) / 12
     assert torch.tensor(by_label["experts oracle"]["expert_use"]["mean_lead_share"]).allclose(shares)
 
@@ -101,7 +101,7 @@ def test_the_same_command_again_computes_nothing(
 
 def test_figures_can_be_taken_again_from_what_is_kept(trained: Path, answer: dict[str, Any]) -> None:
     config, subject = configuration.load(trained), Subject(trained, "experts", "top-1")
-    prompts = held_out_prompts(trained, 3, 12)
+    prompts = prompts_of(trained, 3, 12)
     samples = draw(subject, prompts, Settings(routing="top-1", steps=3), "samples", 64, None)
     made, real = of_samples(trained, samples, EXTRACTOR), of_reference(trained, config, "train", 24, EXTRACTOR)
     found = answer["models"][0]["metrics"][EXTRACTOR]
@@ -118,7 +118,7 @@ def test_a_set_that_was_interrupted_continues_to_the_same_pictures(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("atoll.evaluate.samples.CHUNK", 4)
-    prompts, subject = held_out_prompts(trained, 3, 10), Subject(trained, "experts", "top-2")
+    prompts, subject = prompts_of(trained, 3, 10), Subject(trained, "experts", "top-2")
     settings = Settings(routing="top-2", steps=2)
     whole = draw(subject, prompts, settings, "whole", 64, None)
     pictures = np.concatenate(list(whole.chunks()))

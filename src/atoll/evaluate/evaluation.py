@@ -16,7 +16,7 @@ from atoll.errors import AtollError, unknown
 from atoll.evaluate import diagnostics, metrics, trajectories
 from atoll.evaluate.extractors import open_alignment
 from atoll.evaluate.features import FeatureSet, Split, of_reference, of_samples
-from atoll.evaluate.samples import Prompts, Samples, draw, held_out_prompts
+from atoll.evaluate.samples import Prompts, Samples, draw, prompts_of
 from atoll.evaluate.store import ROOM, figures
 from atoll.evaluate.subjects import Subject, subjects
 from atoll.run import Artifact, to_json
@@ -49,6 +49,8 @@ class Options:
     batch: int = 64
     resident: int | None = None
     allow_few: bool = False
+    prompts: Split = "held-out"
+    """Whose captions or classes the pictures are drawn for."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -74,7 +76,11 @@ def evaluate(run: Path, config: Config, options: Options) -> dict[str, Any]:
     if options.does("metrics") and not options.allow_few:
         for reference in references.values():
             metrics.check_enough(options.samples, reference)
-    answer: dict[str, Any] = {"run": str(run), "models": [work.model(subject, references) for subject in found]}
+    answer: dict[str, Any] = {
+        "run": str(run),
+        "prompts": options.prompts,
+        "models": [work.model(subject, references) for subject in found],
+    }
     if options.does("diagnostics"):
         answer["diagnostics"] = work.diagnose(found)
     Artifact(run, ROOM).write(LATEST, to_json(answer))
@@ -98,7 +104,7 @@ class Evaluation:
 
     def prompts(self, count: int) -> Prompts:
         """Prompts for so many samples."""
-        return held_out_prompts(self.run, self.config.clusters.count, count)
+        return prompts_of(self.run, self.config.clusters.count, count, split=self.options.prompts)
 
     def settings(self, subject: Subject) -> Settings:
         """How a subject is sampled."""

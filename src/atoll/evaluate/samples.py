@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -63,8 +63,10 @@ class Prompts:
         return Prompts(captions, labels, [self.clusters[row] for row in rows])
 
 
-def held_out_prompts(run: Path, clusters: int, count: int, seed: int = 0) -> Prompts:
-    """Prompts of held-out samples, as many of each cluster as its share of the training data asks for.
+def prompts_of(
+    run: Path, clusters: int, count: int, seed: int = 0, split: Literal["train", "held-out"] = "held-out"
+) -> Prompts:
+    """Prompts of samples of a split, as many of each cluster as its share of the training data asks for.
 
     Where a cluster has fewer than that they are taken in turn again; noise differs from sample to sample.
     """
@@ -74,10 +76,10 @@ def held_out_prompts(run: Path, clusters: int, count: int, seed: int = 0) -> Pro
     owners: list[int] = []
     facts: Any = None
     for cluster, wanted in enumerate(shares(sizes, count)):
-        shards = Shards.open(run, [cluster], "held-out")
+        shards = Shards.open(run, [cluster], split)
         facts = shards.facts
         if not len(shards) and wanted:
-            raise AtollError(f"cluster {cluster} has no held-out sample to take prompts from; raise data.held_out")
+            raise AtollError(f"cluster {cluster} has no {split} sample to take prompts from; raise data.held_out")
         rows = [
             int(shuffled(np.array([i % len(shards)], np.uint64), len(shards), seed, cluster)[0]) for i in range(wanted)
         ]
@@ -213,4 +215,4 @@ def _read(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
         return {name: stored.get_tensor(name) for name in names if name in stored.keys()}  # noqa: SIM118
 
 
-__all__ = ["CHUNK", "Prompts", "Samples", "draw", "held_out_prompts", "shares"]
+__all__ = ["CHUNK", "Prompts", "Samples", "draw", "prompts_of", "shares"]

@@ -128,6 +128,7 @@ def _distance(extractor: str) -> str:
 def _protocol(answer: Mapping[str, Any]) -> str:
     """How the quality figures were taken, right under them."""
     parts = []
+    asked = {"train": "prompts of the training data"}.get(answer.get("prompts", ""), "prompts that no training saw")
     for name in extractors(answer):
         told = next(
             model["metrics"][name]["protocol"] for model in answer["models"] if name in model.get("metrics", {})
@@ -135,7 +136,7 @@ def _protocol(answer: Mapping[str, Any]) -> str:
         real = told["reference"]
         weights = str(told.get("weights_sha256") or told.get("weights") or "")[:12]
         parts.append(
-            f"{told['samples']:,} pictures of each model for prompts held out from training, seed {told['seed']}, "
+            f"{told['samples']:,} pictures of each model for {asked}, seed {told['seed']}, "
             f"{told['steps']} steps of {told['solver']}, guidance {told['guidance']:g}, against {real['pictures']:,} "
             f"real pictures ({real['split']}), seen through {name}{f' (weights {weights}…)' if weights else ''}. "
             f"{words.FEW}"

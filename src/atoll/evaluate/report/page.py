@@ -122,6 +122,8 @@ def evaluate_command(findings: Findings, run: str) -> str:
         parts.append(f"--diversity {spread['samples'] // seeds} {seeds}")
     if routings := [model["routing"] for model in models if model["routing"]]:
         parts.append(f"--routings {' '.join(routings)}")
+    if findings.figures.get("prompts") == "train":
+        parts.append("--prompts train")
     return " ".join([*parts, "--allow-few"])
 
 
