@@ -27,11 +27,12 @@ demo: $(READY)
 	@$(BIN)/atoll demo
 
 test: $(READY)
-	@bash scripts/install_slurm.sh
+	@bash scripts/install_debian.sh slurm
 	@$(BIN)/python -m pytest -n 2
 
 test-all: $(ALL)
-	@bash scripts/install_slurm.sh
+	@bash scripts/install_debian.sh slurm
+	@bash scripts/install_debian.sh ceph
 	@$(BIN)/python -m pytest -n 2 -m ''
 
 lint: $(READY)

@@ -12,6 +12,7 @@ import yaml
 from atoll import config
 from atoll.islands.store import Store
 from atoll.train import Job, run_job
+from islands.ceph import ceph, obstacle
 from islands.servers import CREDENTIALS, moto, new_bucket
 from train.conftest import merge, new_run
 from train.workers import TINY
@@ -34,11 +35,28 @@ def bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return new_bucket(s3)
 
 
-@pytest.fixture(params=["file", "memory", "s3"])
+@pytest.fixture(scope="session")
+def gateway() -> Iterator[str]:
+    """The address of Ceph's S3 gateway."""
+    if reason := obstacle():
+        pytest.skip(reason)
+    os.environ.update(CREDENTIALS)
+    with ceph() as address:
+        yield address
+
+
+@pytest.fixture
+def ceph_bucket(gateway: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a fresh place in Ceph."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", gateway)
+    return new_bucket(gateway)
+
+
+@pytest.fixture(params=["file", "memory", "s3", pytest.param("ceph", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A fresh place of every kind."""
-    if request.param == "s3":
-        url: str = request.getfixturevalue("bucket")
+    if request.param in ("s3", "ceph"):
+        url: str = request.getfixturevalue("bucket" if request.param == "s3" else "ceph_bucket")
         return url
     return f"file://{tmp_path}/store" if request.param == "file" else f"memory://{uuid4().hex}"
 

@@ -13,7 +13,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from uuid import uuid4
 
+import boto3
+from botocore.config import Config
+
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+CREDENTIALS["AWS_DEFAULT_REGION"] = CREDENTIALS["AWS_REGION"]  # as boto3 calls it
 
 
 def access() -> dict[str, str]:
@@ -53,8 +57,7 @@ def moto() -> Iterator[str]:
 def new_bucket(address: str) -> str:
     """A fresh bucket; its URL."""
     name = f"run-{uuid4().hex[:12]}"
-    request = urllib.request.Request(f"{address}/{name}", method="PUT", headers={"Authorization": "AWS test:test"})
-    urllib.request.urlopen(request, timeout=30).read()
+    boto3.client("s3", endpoint_url=address, config=Config(s3={"addressing_style": "path"})).create_bucket(Bucket=name)
     return f"s3://{name}/shared"
 
 

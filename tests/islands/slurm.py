@@ -56,7 +56,7 @@ def obstacle() -> str | None:
     if os.geteuid() != 0:
         return "SLURM IS NOT TESTED: its daemons need root"
     absent = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name) is None]
-    return f"SLURM IS NOT TESTED: {', '.join(absent)} not found; run scripts/install_slurm.sh" if absent else None
+    return f"SLURM IS NOT TESTED: {', '.join(absent)} not found; see scripts/install_debian.sh" if absent else None
 
 
 class Cluster:

@@ -1,10 +1,20 @@
 #!/usr/bin/env bash
-# Slurm from Debian's packages, for the tests that run a real cluster of two nodes on this machine (14 MB).
+# Engines from Debian's packages for the tests that run them on this machine: install_debian.sh slurm | ceph
 # Installs programs only: no service is started. Without root or apt-get those tests skip, and say so.
 set -euo pipefail
-packages="slurm-wlm slurmctld slurmd slurm-client munge"
+case ${1:-} in
+    slurm) # 14 MB: a cluster of two nodes
+        packages="slurm-wlm slurmctld slurmd slurm-client munge"
+        programs="slurmctld slurmd sbatch munged" ;;
+    ceph) # 286 MB: an S3 server
+        packages="ceph-mon ceph-osd ceph-mgr radosgw ceph-common"
+        programs="ceph-mon ceph-osd ceph-mgr radosgw radosgw-admin monmaptool ceph" ;;
+    *)
+        echo "usage: $0 slurm | ceph" >&2
+        exit 2 ;;
+esac
 here=yes
-for program in slurmctld slurmd sbatch munged; do
+for program in $programs; do
     command -v "$program" > /dev/null || here=no
 done
 if [ "$here" = yes ]; then
@@ -12,7 +22,7 @@ if [ "$here" = yes ]; then
 fi
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get > /dev/null; then
     echo "############################################################################" >&2
-    echo "# SLURM WILL NOT BE TESTED: installing it needs root and apt-get.          #" >&2
+    echo "# ${1^^} WILL NOT BE TESTED: installing it needs root and apt-get." >&2
     echo "############################################################################" >&2
     exit 0
 fi
