@@ -30,8 +30,8 @@ from atoll.run import Artifact, Manifest
 from atoll.train import density
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.compute import Cost, cost
-from atoll.train.expert import EXPERT_KIND
 from atoll.train.expected import expected_facts
+from atoll.train.expert import EXPERT_KIND
 from atoll.train.loop import Outcome, Watch, train
 from atoll.train.student import StudentTask
 from atoll.train.tasks import ExpertTask, RouterTask, Task
