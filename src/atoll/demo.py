@@ -29,8 +29,8 @@ PAUSE = 0.5
 GUIDANCE, STEPS = 2.5, 25
 
 PROMPTS = (
-    *("grinning face", "smiling face with sunglasses", "angry face", "pig face", "flag of France", "flag of Japan"),
-    *("blue heart", "red apple", "cactus", "grimacing face", "flag of Italy", "grey heart"),
+    *("grinning face", "smiling face with sunglasses", "pig face", "flag of Honduras", "flag of Brazil", "blue heart"),
+    *("red apple", "birthday cake", "cactus", "grimacing face", "flag of Italy", "grey heart"),
 )
 """What the report's pictures show: captions of training pictures, and three at the end that no training sees."""
 

@@ -40,6 +40,13 @@ _MIDDLE_TIMES: dict[str, Any] = {
     "time_mean": 0.4,
 }
 """Flow matching that trains most where a picture takes shape: what little training there is shows sooner."""
+_NOISY_TIMES: dict[str, Any] = {
+    "schedule": "cosine",
+    "prediction": "epsilon",
+    "times": "logit-normal",
+    "time_mean": 1.5,
+}
+"""DDPM that trains most at high noise, where an error of epsilon counts many times as an error of the picture."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "emoji": {
@@ -57,7 +64,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "features": {"resolution": 128},
         "clusters": {"count": 5},
         "text": {"max_tokens": 16},
-        "experts": {"default": _MIDDLE_TIMES, 1: "ddpm"},
+        "experts": {"default": _MIDDLE_TIMES, 1: _NOISY_TIMES},
         "networks": {"default": {"name": "DiT-XS/4", "width": 256, "depth": 4, "heads": 4}},
         "train": {
             "samples": 32_000,
