@@ -26,11 +26,12 @@ MINUTES = 15.0
 AROUND = 4.0
 """Minutes of it that are not training: preparation, evaluation, report."""
 PAUSE = 0.5
-GUIDANCE, STEPS = 2.5, 25
+GUIDANCE, STEPS = 1.0, 25
+"""No guidance: networks that know their pictures by heart need none, and it would cost as much again."""
 
 PROMPTS = (
-    *("grinning face", "smiling face with sunglasses", "pig face", "flag of Honduras", "flag of Brazil", "blue heart"),
-    *("red apple", "birthday cake", "cactus", "grimacing face", "flag of Italy", "grey heart"),
+    *("grinning face", "smiling face with sunglasses", "pig face", "flag of Bolivia", "flag of Brazil", "blue heart"),
+    *("red apple", "panda", "cactus", "grimacing face", "flag of Italy", "grey heart"),
 )
 """What the report's pictures show: captions of training pictures, and three at the end that no training sees."""
 

@@ -49,14 +49,14 @@ def report(run: Path, config: Config, options: Options | None = None, out: Path 
 
 
 def _subjects(run: Path, routings: Sequence[str]) -> list[Subject]:
-    """Whose pictures are shown: the experts together, as far as a router allows, the dense models, and each expert."""
+    """Whose pictures are shown: the experts together, as far as a router allows, each alone, and the dense models."""
     there = finished(run)
     found: list[Subject] = []
     experts = [name for name in there if name.startswith("experts/")]
     if "router" in there or len(experts) == 1:
         found += subjects(run, ["experts"], routings if len(experts) > 1 else ["top-1"])
-    found += [Subject(run, name) for name in ("monolith", "student") if name in there]
-    return found + (subjects(run, ["singles"], routings) if len(experts) > 1 else [])
+    found += subjects(run, ["singles"], routings) if len(experts) > 1 else []
+    return found + [Subject(run, name) for name in ("monolith", "student") if name in there]
 
 
 def _settings(answer: dict[str, Any] | None, options: Options) -> Settings:

@@ -119,13 +119,20 @@ class Showcase:
         return Strip(subject, pictures, stored.get("t"), stored.get("probabilities"))
 
     def _draw(self, subject: Subject, settings: dict[str, Any]) -> dict[str, Tensor]:
-        model, told = subject.open(), self.prompts
+        told, clusters = self.prompts, self.prompts.clusters
+        if subject.model.startswith("expert:"):
+            # All experts are open already: the oracle is told that every picture belongs to this one's cluster.
+            number = int(subject.model.removeprefix("expert:"))
+            subject, settings = Subject(subject.run, "experts", "oracle"), settings | {"routing": "oracle"}
+            clusters = [number] * len(told)
+        model = subject.open()
         labels = told.labels if "label" in model.told else None
         captions = told.captions if model.told & {"text", "pooled"} else None
-        clusters = told.clusters if subject.model == "experts" else None
         routed = subject.model == "experts" and len(model.experts) > 1
-        made = model.generate(captions, labels, len(told), clusters=clusters, trace=routed, **settings)
+        made = model.generate(
+            captions, labels, len(told), clusters=clusters if routed else None, trace=routed, **settings
+        )
         found = {"pictures": torch.from_numpy(np.stack([np.asarray(image) for image in made.images]))}
-        if made.trace is not None and model.router is not None:
+        if made.trace is not None and model.router is not None and subject.routing != "oracle":
             found |= {"t": made.trace.t, "probabilities": made.trace.probabilities.float()}
         return found

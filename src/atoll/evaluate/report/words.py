@@ -82,6 +82,11 @@ Error of the predicted direction on pictures that no training saw; lower is bett
 same questions.
 """
 
+BY_HEART = """
+An error above {nothing:.1f} is worse than no answer at all: on pictures that they have not seen these networks are
+lost. They know their training pictures by heart, as small data and long training make them.
+"""
+
 MATRIX = """
 Each expert’s error on held-out pictures of each cluster. Framed: its own. Where experts have specialised, the framed
 number is the smallest of its row.
