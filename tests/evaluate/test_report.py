@@ -5,17 +5,19 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from PIL import Image
 
 from atoll import cli
 from atoll.config import load
+from atoll.data.reader import Shards
 from atoll.errors import AtollError
 from atoll.evaluate.report import Options, report
 from atoll.evaluate.report.charts import ticks
 from atoll.evaluate.report.html import lookup, power
+from atoll.evaluate.samples import prompts_of
 
 FEW = ["--samples", "12", "--steps", "2", "--references", "24", "--extractors", "efficientnet-lite0", "--guidance", "2"]
 FEW += [
@@ -193,6 +195,15 @@ def test_prompts_of_ones_own(trained: Path, tmp_path: Path, capsys: pytest.Captu
     page = Page(file.read_text(encoding="utf-8"))
     assert "experts top-1: a <b>bold</b> & new thing" in [picture["alt"] for picture in page.pictures]
     assert not any((picture["alt"] or "").startswith("real") for picture in page.pictures)
+
+
+def test_an_evaluation_may_ask_for_what_was_seen(trained: Path, answer: dict[str, Any], text: str) -> None:
+    splits: tuple[Literal["train", "held-out"], ...] = ("train", "held-out")
+    for split in splits:
+        known = Shards.open(trained, [0, 1, 2], split).captions()
+        assert set(prompts_of(trained, 3, 12, split=split).captions or []) <= set(known)
+    assert answer["prompts"] == "held-out"
+    assert "prompts that no training saw" in text
 
 
 def test_a_run_without_experts_is_refused(prepared: Path) -> None:
