@@ -67,7 +67,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "experts": {"default": _MIDDLE_TIMES, 1: _NOISY_TIMES},
         "networks": {"default": {"name": "DiT-XS/4", "width": 256, "depth": 4, "heads": 4}},
         "train": {
-            "samples": 28_000,
+            "samples": 24_000,
             "batch": 16,
             "lr": 2e-3,
             "warmup": 800,
@@ -80,7 +80,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "router": {
             "network": {"name": "DiT-XS/4", "width": 128, "depth": 4, "heads": 2},
             "told": "pooled",
-            "samples": 32_000,
+            "samples": 24_000,
         },
     },
     # DDM section 4: 8 experts share the monolith's batch of 256 for 800,000 steps.
