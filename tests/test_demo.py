@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,21 @@ def test_training_does_what_is_missing_and_a_failure_tells_its_last_words(run: P
     assert [job.name for job in demo.missing(run, config)] == ["monolith", "experts/000", "experts/002"]
     with pytest.raises(AtollError, match="there is no expert 9"):
         demo.train(run, [demo.Job("experts/009", ("--expert", "9"), 100)])
+
+
+def test_a_stopped_demo_lets_its_networks_save(run: Path) -> None:
+    """SIGTERM while an expert trains: it saves, and training goes on from there."""
+    config = load(run)
+    job = demo.Job("experts/000", ("--expert", "0", "--train.samples", "400000"), 400_000)
+    code = f"from pathlib import Path; from atoll import demo; demo.train(Path({str(run)!r}), [demo.{job!r}])"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    while demo.position(run, job) < 200 and process.poll() is None:
+        time.sleep(0.1)
+    process.terminate()
+    assert "the same command continues" in process.communicate(timeout=60)[1]
+    assert "stopped at" in demo.log_of(run, job).read_text()
+    assert list((run / "experts/000/checkpoints").iterdir())
+    assert "experts/000" in [job.name for job in demo.missing(run, config)]
 
 
 @pytest.mark.slow

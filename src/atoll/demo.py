@@ -6,6 +6,7 @@ with a report. What is done is not done again, so an interrupted demo continues.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -188,7 +189,8 @@ def position(run: Path, job: Job) -> int:
 
 @contextmanager
 def stopping(running: dict[Job, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """However the work ends, ask what still runs to save and wait for it."""
+    """However the work ends, also by SIGTERM, ask what still runs to save and wait for it."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
@@ -198,6 +200,7 @@ def stopping(running: dict[Job, subprocess.Popen[bytes]]) -> Iterator[None]:
             process.terminate()
         for process in running.values():
             process.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def command(*words: str) -> None:
