@@ -28,10 +28,12 @@ demo: $(READY)
 
 test: $(READY)
 	@bash scripts/install_debian.sh slurm
+	@bash scripts/install_debian.sh chromium
 	@$(BIN)/python -m pytest -n 2
 
 test-all: $(ALL)
 	@bash scripts/install_debian.sh slurm
+	@bash scripts/install_debian.sh chromium
 	@bash scripts/install_debian.sh ceph
 	@$(BIN)/python -m pytest -n 2 -m ''
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Engines from Debian's packages for the tests that run them on this machine: install_debian.sh slurm | ceph
+# Programs from Debian's packages for the tests that run them on this machine: install_debian.sh slurm | ceph | chromium
 # Installs programs only: no service is started. Without root or apt-get those tests skip, and say so.
 set -euo pipefail
 case ${1:-} in
@@ -9,8 +9,11 @@ case ${1:-} in
     ceph) # 286 MB: an S3 server
         packages="ceph-mon ceph-osd ceph-mgr radosgw ceph-common"
         programs="ceph-mon ceph-osd ceph-mgr radosgw radosgw-admin monmaptool ceph" ;;
+    chromium) # 77 MB: a browser for the studio's page
+        packages="chromium fonts-dejavu-core"
+        programs="chromium" ;;
     *)
-        echo "usage: $0 slurm | ceph" >&2
+        echo "usage: $0 slurm | ceph | chromium" >&2
         exit 2 ;;
 esac
 here=yes
