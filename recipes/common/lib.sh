@@ -12,6 +12,7 @@ TOTAL=${TOTAL:-128}
 JOBS=${JOBS:-2} # jobs at a time, one thread each
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 here=recipes/common
+recipe=${RECIPE:-$(basename "$(dirname "$0")")}
 
 arm() { echo "$ROOT/seed$SEED/$1"; }
 
@@ -78,5 +79,10 @@ measure() { # measure NAME OPTION...: figures of an arm; the features of the rea
     [ -d "$run/evaluation/reference" ] || cp -al "$ROOT/base/reference" "$run/evaluation/reference"
     $atoll evaluate "$run" --samples "${SAMPLES:-1024}" --references 2048 --steps 25 --guidance 2 --held-out 256 \
         --followed 16 --allow-few "$@"
+    cp "$run/evaluation/latest.json" "$run/evaluation/$recipe.json"
     cp -aln "$run/evaluation/reference/." "$ROOT/base/reference/"
+}
+
+table() { # table NAME...: the figures of these arms, over all seeds that were measured
+    ${ATOLL_PYTHON:-.venv/bin/python} $here/table.py "$ROOT" "$recipe" "$@"
 }

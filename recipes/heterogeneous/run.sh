@@ -18,3 +18,4 @@ train v2 0 3
 for name in k8 ddpm2 ddpm4 x02 v2; do
     measure $name --models experts --routings top-1 top-2 --extractors inception efficientnet-lite0 --diversity 64 8
 done
+table k8 ddpm2 ddpm4 x02 v2
