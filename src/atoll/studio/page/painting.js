@@ -1,0 +1,88 @@
+// One request for pictures, from the queue to the last step; views draw what it holds whenever it changes.
+
+import { paint } from "./api.js";
+import { span } from "./words.js";
+
+const FRAMES = 16; // previews of one painting, at most about so many: enough to see it emerge
+
+/** Emits "change" whenever anything changes. States: waiting, painting, done, cancelled, failed. */
+export class Painting extends EventTarget {
+  constructor(settings) {
+    super();
+    this.settings = settings;
+    this.state = "waiting";
+    this.saying = "Asking …";
+    this.field = null;
+    this.pictures = Array.from({ length: settings.n }, () => ({ decisions: [], frames: [], made: null }));
+    this.stopper = new AbortController();
+  }
+
+  get over() {
+    return !["waiting", "painting"].includes(this.state);
+  }
+
+  /** Steps that all pictures have made. */
+  get step() {
+    return Math.min(...this.pictures.map((picture) => picture.decisions.length));
+  }
+
+  /** Paint, and resolve when it is over, however it ends. */
+  async run() {
+    const preview = Math.max(1, Math.round(this.settings.steps / FRAMES));
+    try {
+      for await (const { event, data } of paint({ ...this.settings, preview_every: preview }, this.stopper.signal)) {
+        this.hear(event, data);
+      }
+      if (!this.over) this.become("failed", "The connection was lost before the picture was done.");
+    } catch (error) {
+      if (error.name === "AbortError") this.become("cancelled", "Cancelled.");
+      else this.become("failed", error.message, error.field);
+    }
+    return this;
+  }
+
+  /** Closing the stream tells the server. */
+  cancel() {
+    this.stopper.abort();
+  }
+
+  hear(event, data) {
+    const { steps } = this.settings;
+    if (event === "busy") this.become("waiting", `The studio is busy. Trying again in ${span(data.seconds)}.`);
+    if (event === "queued") this.become("waiting", data.position > 0 ? `Waiting: ${data.position} ahead.` : "Starting …");
+    if (event === "step") this.advance(data);
+    if (event === "image") this.pictures[data.index].made = `data:image/png;base64,${data.png}`;
+    if (event === "image") this.become("painting", `Step ${steps} of ${steps}`);
+    if (event === "done") this.become("done", `Done in ${span(data.seconds)}.`);
+    if (event === "cancelled") this.become("cancelled", "Cancelled.");
+    if (event === "failed") this.become("failed", data.message);
+  }
+
+  advance({ step, t, weights, previews, images = [...this.pictures.keys()] }) {
+    images.forEach((index, place) => {
+      const { decisions, frames } = this.pictures[index];
+      decisions.push({ t, weights: weights[place] });
+      if (previews) frames.push({ step, source: `data:image/png;base64,${previews[place]}` });
+    });
+    this.become("painting", `Step ${this.step} of ${this.settings.steps}`);
+  }
+
+  become(state, saying, field = null) {
+    Object.assign(this, { state, saying, field });
+    this.dispatchEvent(new Event("change"));
+  }
+
+  /** What a picture looked like after so many steps; null is before the first preview. */
+  frame(index, step) {
+    const { frames, made } = this.pictures[index];
+    if (made && step >= this.settings.steps) return made;
+    return frames.findLast((frame) => frame.step <= step)?.source ?? null;
+  }
+
+  /** How much each expert counted in a picture, over the steps so far. */
+  shares(index) {
+    const { decisions } = this.pictures[index];
+    const mean = (expert) => decisions.reduce((sum, { weights }) => sum + weights[expert], 0) / decisions.length;
+    return decisions.length ? decisions[0].weights.map((_, expert) => mean(expert)) : [];
+  }
+}
