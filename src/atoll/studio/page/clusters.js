@@ -60,7 +60,7 @@ export class ClustersView {
       { class: "cluster", "aria-labelledby": `cluster-${number}` },
       element("h2", { id: `cluster-${number}` }, swatch(colour), expert ? `Expert ${expert.number}` : `Cluster ${number}`),
       element("p", { class: "size" }, sizeOf(cluster, expert)),
-      cluster && sheet(cluster),
+      cluster?.sheet && sheet(cluster),
       cluster?.labels.length > 0 && bars(cluster.labels),
       cluster?.captions.length > 0 && captions(cluster.captions),
       expert ? facts(expert) : element("p", { class: "note" }, "Its expert is not finished yet."),

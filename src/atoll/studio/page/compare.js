@@ -18,7 +18,7 @@ export class CompareView {
   constructor(studio) {
     this.studio = studio;
     this.paintings = [];
-    this.stage = element("div", { class: "stage", "aria-live": "off" });
+    this.stage = element("div", { class: "stage" });
     this.node = element("section", { class: "view compare", "aria-labelledby": "compare-title" });
     this.build();
   }
@@ -92,7 +92,7 @@ export class CompareView {
 
   /** A link with painters is a comparison to make; one without only fills the form. */
   open(settings) {
-    if (!this.form || !Object.keys(settings).length) return;
+    if (!this.form || !Object.keys(settings).length || location.hash === this.address) return;
     this.write(settings);
     if (settings.painters) this.compare();
   }
@@ -114,10 +114,12 @@ export class CompareView {
 
   async compare() {
     const settings = this.read();
-    if (!this.form.reportValidity() || !settings.painters.length) return announce("Choose at least one painter.");
+    this.boxes[0].setCustomValidity(settings.painters.length ? "" : "Choose at least one painter.");
+    if (!this.form.reportValidity()) return;
     clear(this.form);
     this.cancel();
-    history.replaceState(null, "", hashOf("compare", settings));
+    this.address = hashOf("compare", settings);
+    history.replaceState(null, "", this.address);
     const rows = settings.painters.map((painter) => this.row(painter, settings));
     const paintings = Array.from({ length: settings.seeds }, (_, column) => rows.map((row) => row.paintings[column])).flat();
     this.paintings = paintings;
@@ -126,7 +128,6 @@ export class CompareView {
     announce(`${plural(paintings.length, "picture")} to paint`);
     await inTurn(paintings, AT_ONCE);
     if (this.paintings === paintings) this.finish(paintings);
-    return undefined;
   }
 
   finish(paintings) {
@@ -143,7 +144,7 @@ export class CompareView {
 
   row(painter, { seeds, seed, painters: _, ...shared }) {
     const dense = painter in DENSE;
-    const who = dense ? { model: painter, routing: this.studio.run.defaults.routing } : { model: "experts", routing: painter };
+    const who = dense ? { model: painter } : { model: "experts", routing: painter };
     const paintings = Array.from({ length: seeds }, (_, column) => new Painting({ ...shared, ...who, n: 1, seed: seed + column }));
     const cost = element("p", { class: "cost" });
     const node = element(
@@ -162,7 +163,7 @@ export class CompareView {
     const { settings } = painting;
     const picture = element("img", { alt: "", width: size[1], height: size[0] });
     const frame = element("a", { class: "frame empty", href: hashOf("paint", settings) }, picture);
-    const strip = ribbon(experts, () => {});
+    const strip = ribbon(experts);
     const said = element("figcaption", {}, `seed ${settings.seed}`);
     frame.style.aspectRatio = `${size[1]} / ${size[0]}`;
     painting.addEventListener("change", () => {

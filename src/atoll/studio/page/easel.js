@@ -5,21 +5,21 @@ import { copy, linkTo } from "./link.js";
 import { ribbon, weightsTable } from "./ribbon.js";
 import { painter, percent, subject } from "./words.js";
 
-/** The figure of picture `index` of a painting. `point` is told the expert under the pointer, or null. */
+/** The figure of picture `index` of a painting. `pointing` hears of the ribbon: see there. */
 export class Easel {
-  constructor(painting, index, { experts, size, point }) {
+  constructor(painting, index, { experts, size, pointing }) {
     Object.assign(this, { painting, index, experts, alone: null });
     const { settings, pictures } = painting;
     this.routed = experts.length > 1 && settings.model === "experts" && settings.expert === undefined;
     this.picture = element("img", { class: "made", alt: "", width: size[1], height: size[0] });
     this.tag = element("span", { class: "tag", hidden: true });
     this.frame = element("div", { class: "frame" }, this.picture, this.tag);
-    this.ribbon = ribbon(experts, point);
+    this.ribbon = ribbon(experts, pointing);
     this.slider = element("input", {
       type: "range", min: 0, max: settings.steps, value: 0, disabled: true, "aria-label": "Step that is shown",
       input: () => this.draw(),
     });
-    this.reading = element("output", {});
+    this.reading = element("p", { class: "reading" });
     this.actions = element("div", { class: "actions" });
     this.node = element(
       "figure",
@@ -27,7 +27,7 @@ export class Easel {
       this.frame,
       this.routed && this.ribbon.node,
       element("div", { class: "time" }, element("span", {}, "noise"), this.slider, element("span", {}, "picture")),
-      element("p", { class: "reading" }, this.reading),
+      this.reading,
       this.actions,
       this.routed && weightsTable(experts, pictures[index].decisions),
     );

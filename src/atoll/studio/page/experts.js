@@ -12,10 +12,11 @@ export class Legend {
     Object.assign(this, { painting, experts, easels: [], alone: new Map(), pinned: null, shown: null });
     this.cards = experts.map((expert) => this.card(expert, topics.get(expert.number)));
     this.hint = element("p", { class: "hint" });
+    this.every = element("button", { type: "button", hidden: true, click: () => this.askAll() }, "Ask every expert");
     this.node = element(
       "section",
       { class: "legend", "aria-label": "Who paints" },
-      element("h3", {}, "Who paints"),
+      element("div", { class: "headline" }, element("h3", {}, "Who paints"), this.every),
       this.hint,
       element("ul", { class: "experts" }, this.cards.map(({ node }) => element("li", {}, node))),
     );
@@ -43,14 +44,15 @@ export class Legend {
 
   /** The painting has changed: show the shares so far. */
   follow() {
-    const { pictures, over, state } = this.painting;
+    const { pictures, state } = this.painting;
     const shares = pictures.map((_, index) => this.painting.shares(index)).filter((part) => part.length);
     this.cards.forEach(({ node, share }, position) => {
       const mean = shares.reduce((sum, part) => sum + part[position], 0) / (shares.length || 1);
       node.style.setProperty("--share", mean);
       share.textContent = shares.length ? percent(mean) : "";
     });
-    this.hint.textContent = over && state === "done"
+    this.every.hidden = state !== "done";
+    this.hint.textContent = state === "done"
       ? "Point at an expert, here or in a ribbon, to see what it alone makes of the same noise. Click to keep it shown."
       : "Shares of the steps so far.";
   }
@@ -79,7 +81,7 @@ export class Legend {
     this.present();
   }
 
-  /** Let an expert paint alone, once. */
+  /** Let an expert paint alone, once; resolves when it is over. */
   ask(number) {
     const painting = new Painting({ ...this.painting.settings, expert: number });
     const { thumb } = this.cards[this.experts.findIndex((expert) => expert.number === number)];
@@ -90,8 +92,14 @@ export class Legend {
       if (painting.state === "failed") this.alone.delete(number);
       if (this.shown === number) this.present(painting);
     });
-    painting.run();
     this.present();
+    return painting.run();
+  }
+
+  /** All of them, one after the other. */
+  async askAll() {
+    this.every.disabled = true;
+    for (const { number } of this.experts) if (!this.alone.has(number)) await this.ask(number);
   }
 
   present(painting = this.alone.get(this.shown)) {

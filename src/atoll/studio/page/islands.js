@@ -46,16 +46,17 @@ export class IslandsView {
   async look() {
     clearTimeout(this.timer);
     try {
-      this.draw((await read("/v1/islands")).jobs);
+      const { jobs, why } = await read("/v1/islands");
+      this.draw(jobs, why);
     } catch (error) {
       this.said.textContent = error.message;
     }
     if (this.watching && !document.hidden) this.timer = setTimeout(() => this.look(), EVERY);
   }
 
-  draw(jobs) {
+  draw(jobs, why) {
     const done = jobs.filter(({ state }) => state === "done").length;
-    this.said.textContent = summary(jobs, done);
+    this.said.textContent = why ?? summary(jobs, done);
     if (this.done !== undefined && done > this.done) {
       announce(this.said.textContent);
       this.studio.reload();
@@ -73,7 +74,6 @@ export class IslandsView {
 }
 
 function summary(jobs, done) {
-  if (!jobs.length) return "This folder has no training jobs: it was exported from a run.";
   const running = jobs.filter(({ state }) => state === "running");
   const left = Math.max(...running.map(({ seconds_left: seconds }) => seconds ?? 0));
   const parts = [

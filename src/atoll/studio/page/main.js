@@ -69,7 +69,7 @@ class Studio {
       else link.removeAttribute("aria-current");
     }
     if (first) return;
-    window.scrollTo(0, 0);
+    window.scrollTo({ top: 0, behavior: "instant" });
     view.node.querySelector("h1").focus({ preventScroll: true });
   }
 }

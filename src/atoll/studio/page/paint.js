@@ -10,7 +10,8 @@ import { Painting } from "./painting.js";
 import { plural, recipe, routing, subject } from "./words.js";
 
 const SEEDS = 1_000_000;
-const LOOKING = 4000; // milliseconds between two looks for a finished expert, while there is none
+const WIDE = window.matchMedia("(min-width: 901px)"); // the form stands beside the stage
+const LOOKING = 2000; // milliseconds between two looks for a finished expert, while there is none
 
 export class PaintView {
   constructor(studio) {
@@ -43,22 +44,34 @@ export class PaintView {
     this.seed = number("seed", { min: 0 });
     this.many = number("n", { min: 1, max: limits.n });
     this.go = element("button", { class: "primary", type: "submit" }, "Paint");
-    const dice = element("button", { type: "button", class: "dice", click: () => this.roll() }, "New seed");
+    const dice = element("button", { type: "button", click: () => this.roll() }, "Paint with a new seed");
     const form = element(
       "form",
       { class: "settings", "aria-label": "What to paint", submit: (event) => this.submit(event), keydown: hurry },
       this.subject.nodes,
       examples(run.examples, (caption) => this.take(caption)),
       this.go,
-      run.experts.length > 1 && element("div", { class: "pair" }, field("Painter", this.painter), field("Routing", this.routing)),
-      run.experts.length > 1 && this.meaning,
-      element("div", { class: "pair" }, field("Steps", this.steps), field("Guidance", this.guidance)),
-      element("div", { class: "pair" }, field("Seed", this.seed), field("Pictures", this.many)),
-      dice,
+      element(
+        "details",
+        { open: WIDE.matches },
+        element("summary", {}, "Settings"),
+        element("div", { class: "pair" }, this.who(run)),
+        this.meaning,
+        element("div", { class: "pair" }, field("Steps", this.steps), field("Guidance", this.guidance)),
+        element("div", { class: "pair" }, field("Seed", this.seed), field("Pictures", this.many)),
+        dice,
+      ),
       run.missing.length > 0 && stillMissing(run),
     );
     form.addEventListener("change", () => this.explain());
     return form;
+  }
+
+  /** Fields for who paints, where there is a choice. */
+  who(run) {
+    const painter = painters(run).length > 1 ? field("Painter", this.painter) : null;
+    const routed = run.experts.length > 1 ? field("Routing", this.routing) : null;
+    return [painter, routed].filter(Boolean);
   }
 
   explain() {
@@ -73,7 +86,7 @@ export class PaintView {
       ...this.subject.read(),
       model,
       ...(expert === undefined ? {} : { expert: Number(expert) }),
-      routing: this.routing.value,
+      routing: this.painter.value === "experts" ? this.routing.value : undefined,
       steps: this.steps.valueAsNumber,
       guidance: this.guidance.valueAsNumber,
       seed: this.seed.valueAsNumber,
@@ -86,7 +99,7 @@ export class PaintView {
     const settings = { model: this.studio.run.models[0], seed: 0, ...this.studio.run.defaults, ...given };
     this.subject.write(settings);
     choose(this.painter, settings.expert === undefined ? settings.model : `experts/${settings.expert}`);
-    choose(this.routing, settings.routing);
+    if (settings.routing) choose(this.routing, settings.routing);
     this.steps.value = settings.steps;
     this.guidance.value = settings.guidance;
     this.seed.value = settings.seed;
@@ -96,13 +109,13 @@ export class PaintView {
 
   /** The view is shown; a link with settings paints them. */
   open(settings) {
-    if (!this.studio.run.models.length) this.timer = setInterval(() => this.studio.reload(), LOOKING);
-    else if (Object.keys(settings).length) this.show(settings);
-  }
-
-  show(settings) {
-    this.write(settings);
-    this.paint();
+    const address = this.painting ? hashOf("paint", this.painting.settings) : null;
+    if (!this.form) this.timer = setInterval(() => this.studio.reload(), LOOKING);
+    else if (address && !Object.keys(settings).length) history.replaceState(null, "", address);
+    else if (Object.keys(settings).length && location.hash !== address) {
+      this.write(settings);
+      this.paint();
+    }
   }
 
   close() {
@@ -142,6 +155,7 @@ export class PaintView {
     this.painting = painting;
     history.replaceState(null, "", hashOf("paint", settings));
     this.stage.replaceChildren(...this.scene(painting));
+    if (!WIDE.matches) this.stage.scrollIntoView();
     await painting.run();
     if (painting.state === "failed") complain(this.form, painting.field, painting.saying);
     if (painting.state === "done") this.studio.gallery.add(settings, painting.pictures.map(({ made }) => made));
@@ -153,8 +167,8 @@ export class PaintView {
     const { size, experts } = this.studio.run;
     const routed = settings.model === "experts" && settings.expert === undefined && experts.length > 1;
     const legend = routed ? new Legend(painting, experts, this.studio.topics) : null;
-    const look = { experts, size, point: (expert) => legend?.point(expert) };
-    const easels = painting.pictures.map((_, index) => new Easel(painting, index, look));
+    const pointing = { point: (expert) => legend.point(expert), pin: (expert) => legend.pin(expert) };
+    const easels = painting.pictures.map((_, index) => new Easel(painting, index, { experts, size, pointing }));
     if (legend) legend.easels = easels;
     return [
       element("h2", {}, subject(settings)),
@@ -245,8 +259,8 @@ function nothingYet({ missing, experts }) {
     "div",
     { class: "welcome" },
     lagoon(experts),
-    element("p", { class: "lead" }, "Nothing can paint yet: no model of this run is finished."),
-    missing.length > 0 && element("p", {}, "Missing: ", missing.join(", "), "."),
+    element("p", { class: "lead" }, missing.length ? "Nothing can paint yet: no expert is finished." : "The models are being opened."),
+    missing.length > 0 && element("p", {}, `Missing: ${missing.join(", ")}.`),
     element("p", {}, "This page looks again by itself. ", element("a", { href: "#islands" }, "Watch the training on the islands")),
   );
 }

@@ -13,17 +13,13 @@ export class Painting extends EventTarget {
     this.state = "waiting";
     this.saying = "Asking …";
     this.field = null;
+    this.step = 0;
     this.pictures = Array.from({ length: settings.n }, () => ({ decisions: [], frames: [], made: null }));
     this.stopper = new AbortController();
   }
 
   get over() {
     return !["waiting", "painting"].includes(this.state);
-  }
-
-  /** Steps that all pictures have made. */
-  get step() {
-    return Math.min(...this.pictures.map((picture) => picture.decisions.length));
   }
 
   /** Paint, and resolve when it is over, however it ends. */
@@ -58,13 +54,13 @@ export class Painting extends EventTarget {
     if (event === "failed") this.become("failed", data.message);
   }
 
-  advance({ step, t, weights, previews, images = [...this.pictures.keys()] }) {
-    images.forEach((index, place) => {
-      const { decisions, frames } = this.pictures[index];
-      decisions.push({ t, weights: weights[place] });
-      if (previews) frames.push({ step, source: `data:image/png;base64,${previews[place]}` });
+  advance({ step, t, weights, previews }) {
+    this.step = step;
+    this.pictures.forEach(({ decisions, frames }, index) => {
+      decisions.push({ t, weights: weights[index] });
+      if (previews) frames.push({ step, source: `data:image/png;base64,${previews[index]}` });
     });
-    this.become("painting", `Step ${this.step} of ${this.settings.steps}`);
+    this.become("painting", `Step ${step} of ${this.settings.steps}`);
   }
 
   become(state, saying, field = null) {

@@ -3,8 +3,8 @@
 import { drawn, element } from "./dom.js";
 import { percent } from "./words.js";
 
-/** A ribbon that grows with the steps. `point` is told the expert under the pointer, or null. */
-export function ribbon(experts, point) {
+/** A ribbon that grows with the steps. `point` is told the expert under the pointer, or null; `pin` the one clicked. */
+export function ribbon(experts, { point = () => {}, pin = () => {} } = {}) {
   const bands = experts.map(({ number, colour }) => drawn("path", { fill: colour, "data-expert": number }));
   const cursor = drawn("line", { class: "cursor", y1: 0, y2: 1, "vector-effect": "non-scaling-stroke" });
   const node = drawn(
@@ -13,8 +13,9 @@ export function ribbon(experts, point) {
       class: "ribbon",
       role: "img",
       preserveAspectRatio: "none",
-      pointerover: ({ target }) => point(target.dataset.expert === undefined ? null : Number(target.dataset.expert)),
+      pointerover: ({ target }) => point(expertOf(target)),
       pointerleave: () => point(null),
+      click: ({ target }) => expertOf(target) !== null && pin(expertOf(target)),
     },
     bands,
     cursor,
@@ -35,6 +36,10 @@ export function ribbon(experts, point) {
       experts.forEach(({ number }, position) => bands[position].classList.toggle("dim", expert !== null && number !== expert));
     },
   };
+}
+
+function expertOf({ dataset }) {
+  return dataset.expert === undefined ? null : Number(dataset.expert);
 }
 
 /** For every step the heights at which the experts' bands begin and end, from the bottom: y = 1. */
