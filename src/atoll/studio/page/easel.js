@@ -5,16 +5,16 @@ import { copy, linkTo } from "./link.js";
 import { ribbon, weightsTable } from "./ribbon.js";
 import { painter, percent, subject } from "./words.js";
 
-/** The figure of picture `index` of a painting. `pointing` hears of the ribbon: see there. */
+/** The figure of picture `index` of a painting. Its ribbon, if it has one, points at the experts of the legend. */
 export class Easel {
-  constructor(painting, index, { experts, size, pointing }) {
+  constructor(painting, index, { experts, size, legend }) {
     Object.assign(this, { painting, index, experts, alone: null });
     const { settings, pictures } = painting;
-    this.routed = experts.length > 1 && settings.model === "experts" && settings.expert === undefined;
+    this.routed = legend !== null;
     this.picture = element("img", { class: "made", alt: "", width: size[1], height: size[0] });
     this.tag = element("span", { class: "tag", hidden: true });
     this.frame = element("div", { class: "frame" }, this.picture, this.tag);
-    this.ribbon = ribbon(experts, pointing);
+    this.ribbon = ribbon(experts, legend);
     this.slider = element("input", {
       type: "range", min: 0, max: settings.steps, value: 0, disabled: true, "aria-label": "Step that is shown",
       input: () => this.draw(),

@@ -44,12 +44,11 @@ export class Legend {
 
   /** The painting has changed: show the shares so far. */
   follow() {
-    const { pictures, state } = this.painting;
-    const shares = pictures.map((_, index) => this.painting.shares(index)).filter((part) => part.length);
+    const { state } = this.painting;
+    const shares = this.painting.shares();
     this.cards.forEach(({ node, share }, position) => {
-      const mean = shares.reduce((sum, part) => sum + part[position], 0) / (shares.length || 1);
-      node.style.setProperty("--share", mean);
-      share.textContent = shares.length ? percent(mean) : "";
+      node.style.setProperty("--share", shares?.[position] ?? 0);
+      share.textContent = shares ? percent(shares[position]) : "";
     });
     this.every.hidden = state !== "done";
     this.hint.textContent = state === "done"
@@ -83,7 +82,7 @@ export class Legend {
 
   /** Let an expert paint alone, once; resolves when it is over. */
   ask(number) {
-    const painting = new Painting({ ...this.painting.settings, expert: number });
+    const painting = new Painting({ ...this.painting.settings, routing: undefined, expert: number });
     const { thumb } = this.cards[this.experts.findIndex((expert) => expert.number === number)];
     this.alone.set(number, painting);
     painting.addEventListener("change", () => {

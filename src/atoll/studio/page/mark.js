@@ -17,7 +17,7 @@ export function mark(node, experts) {
   return {
     pulse(shares) {
       islands.forEach((island, position) => {
-        island.setAttribute("r", shares ? 1.2 + 1.3 * even * Math.sqrt(shares[position]) : even);
+        island.setAttribute("r", shares ? 1.2 + 1.3 * even * Math.sqrt(shares[position] ?? 0) : even);
       });
     },
   };

@@ -22,6 +22,11 @@ export class Painting extends EventTarget {
     return !["waiting", "painting"].includes(this.state);
   }
 
+  /** Whether a router decides who paints. */
+  get routed() {
+    return this.settings.model === "experts" && this.settings.expert === undefined;
+  }
+
   /** Paint, and resolve when it is over, however it ends. */
   async run() {
     const preview = Math.max(1, Math.round(this.settings.steps / FRAMES));
@@ -75,10 +80,17 @@ export class Painting extends EventTarget {
     return frames.findLast((frame) => frame.step <= step)?.source ?? null;
   }
 
-  /** How much each expert counted in a picture, over the steps so far. */
-  shares(index) {
-    const { decisions } = this.pictures[index];
-    const mean = (expert) => decisions.reduce((sum, { weights }) => sum + weights[expert], 0) / decisions.length;
-    return decisions.length ? decisions[0].weights.map((_, expert) => mean(expert)) : [];
+  /** How much each expert counts, on the mean of all pictures and all steps so far; null before the first. */
+  shares() {
+    return mean(this.pictures.flatMap(({ decisions }) => decisions.map(({ weights }) => weights)));
   }
+
+  /** The same of the newest step alone; null without a router. */
+  sharesNow() {
+    return this.routed && this.step ? mean(this.pictures.map(({ decisions }) => decisions.at(-1).weights)) : null;
+  }
+}
+
+function mean(rows) {
+  return rows.length ? rows[0].map((_, place) => rows.reduce((sum, row) => sum + row[place], 0) / rows.length) : null;
 }

@@ -3,8 +3,8 @@
 import { drawn, element } from "./dom.js";
 import { percent } from "./words.js";
 
-/** A ribbon that grows with the steps. `point` is told the expert under the pointer, or null; `pin` the one clicked. */
-export function ribbon(experts, { point = () => {}, pin = () => {} } = {}) {
+/** A ribbon that grows with the steps. The legend, if given, is told the expert under the pointer, and the one clicked. */
+export function ribbon(experts, legend = null) {
   const bands = experts.map(({ number, colour }) => drawn("path", { fill: colour, "data-expert": number }));
   const cursor = drawn("line", { class: "cursor", y1: 0, y2: 1, "vector-effect": "non-scaling-stroke" });
   const node = drawn(
@@ -13,9 +13,9 @@ export function ribbon(experts, { point = () => {}, pin = () => {} } = {}) {
       class: "ribbon",
       role: "img",
       preserveAspectRatio: "none",
-      pointerover: ({ target }) => point(expertOf(target)),
-      pointerleave: () => point(null),
-      click: ({ target }) => expertOf(target) !== null && pin(expertOf(target)),
+      pointerover: ({ target }) => legend?.point(expertOf(target)),
+      pointerleave: () => legend?.point(null),
+      click: ({ target }) => expertOf(target) !== null && legend?.pin(expertOf(target)),
     },
     bands,
     cursor,

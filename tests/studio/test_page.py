@@ -1,0 +1,275 @@
+"""The page as people use it. Screenshots of every view are kept in build/screenshots."""
+
+import base64
+import io
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from atoll import cli
+from studio.browser import DESK, FLAGS, PHONE, Server, Watched, accessible, chromium, fits, served
+from train.conftest import merge
+from train.workers import TINY, start
+
+ROOT = Path(__file__).parents[2]
+SHOTS = ROOT / "build" / "screenshots"
+PROMPT = "a circle with the number 3"
+STEPS = 8
+expect.set_options(timeout=20_000)
+
+pytestmark = pytest.mark.skipif(
+    chromium() is None, reason="THE PAGE IS NOT TESTED: there is no Chromium; run scripts/install_debian.sh chromium"
+)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=FLAGS)
+        yield browser
+        browser.close()
+
+
+def small_run(prepared: Path, run: Path, **changes: Any) -> Path:
+    """A copy of the prepared run with tiny networks."""
+    shutil.copytree(prepared / "data", run / "data")
+    values = merge(merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY), changes)
+    (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server on a run with three experts of two objectives, a router and a monolith."""
+    run = small_run(prepared, tmp_path_factory.mktemp("studio") / "shapes", experts={1: "ddpm"}, train={"samples": 64})
+    for job in (["--expert", "0"], ["--expert", "1"], ["--expert", "2"], ["--router"], ["--monolith"]):
+        assert cli.main(["train", str(run), *job]) == 0
+    with served(run) as server:
+        yield server
+
+
+@pytest.fixture
+def open_page(browser: Browser, finished: Server) -> Iterator[Any]:
+    """Open a view of the finished run: nothing may go wrong in it."""
+    watched: list[Watched] = []
+
+    def open_view(view: str = "", size: dict[str, int] = DESK, script: str = "") -> Page:
+        context = browser.new_context(viewport=size, reduced_motion="reduce")
+        context.grant_permissions(["clipboard-read", "clipboard-write"])
+        if script:
+            context.add_init_script(script)
+        page = context.new_page()
+        watched.append(Watched(page, finished.url))
+        page.goto(f"{finished.url}/{view}")
+        return page
+
+    yield open_view
+    for each in watched:
+        each.page.context.close()
+        assert not each.complaints
+        assert not each.refusals
+
+
+def pixels(source: str | None) -> bytes:
+    """The pixels of a picture in a data: URL."""
+    assert source is not None
+    return Image.open(io.BytesIO(base64.b64decode(source.split(",", 1)[1]))).convert("RGB").tobytes()
+
+
+def asked(server: Server, **settings: Any) -> list[bytes]:
+    """The same pictures from the API, without the page."""
+    answer = server.ask("/v1/images", {"prompt": PROMPT, "steps": STEPS, "guidance": 2.0, **settings})
+    return [pixels(f"data:,{image['png']}") for image in answer["images"]]
+
+
+def link(view: str = "paint", **settings: Any) -> str:
+    given = {"prompt": PROMPT.replace(" ", "+"), "steps": STEPS, "guidance": 2, **settings}
+    return f"#{view}?" + "&".join(f"{name}={value}" for name, value in given.items())
+
+
+def test_a_picture_emerges_and_every_expert_can_be_asked(open_page: Any, finished: Server) -> None:
+    page: Page = open_page()
+    frames: list[str] = []
+    page.expose_function("keep", frames.append)
+    page.get_by_label("Prompt").fill(PROMPT)
+    page.get_by_label("Steps").fill(str(STEPS))
+    page.get_by_label("Guidance").fill("2")
+    page.get_by_label("Routing").select_option("full")
+    page.evaluate(
+        """new MutationObserver(() => window.keep(document.querySelector(".going .said")?.textContent ?? ""))
+             .observe(document.querySelector(".stage"), {subtree: true, childList: true, characterData: true})"""
+    )
+    page.get_by_label("Prompt").press("Enter")
+    expect(page.get_by_text("Done in")).to_be_visible()
+    made = page.locator(".easel img.made")
+    picture = pixels(made.get_attribute("src"))
+    assert picture == asked(finished, routing="full")[0]
+    assert [f"Step {step} of {STEPS}" in frames for step in (1, STEPS // 2, STEPS)] == [True] * 3
+
+    page.get_by_label("Step that is shown").press("Home")
+    expect(page.locator(".reading")).to_have_text("nothing but noise")
+    page.get_by_label("Step that is shown").press("PageUp")
+    assert pixels(made.get_attribute("src")) != picture
+    page.get_by_label("Step that is shown").press("End")
+    page.get_by_text("Weights as a table").click()
+    rows = [row.locator("td").all_text_contents() for row in page.locator(".weights tbody tr").all()]
+    assert len(rows) == STEPS
+    shares = [sum(int(re.sub(r"\D", "", cell) or 0) for cell in row[1:]) for row in rows]
+    assert all(98 <= share <= 102 for share in shares)
+
+    asks: list[str] = []
+    page.on("request", lambda request: asks.append(request.post_data or "") if request.method == "POST" else None)
+    page.get_by_role("button", name="Expert 1").hover()
+    expect(page.locator(".tag")).to_have_text("Expert 1 alone")
+    assert pixels(made.get_attribute("src")) == asked(finished, expert=1)[0]
+    page.get_by_label("Prompt").hover()
+    expect(page.locator(".tag")).to_be_hidden()
+    assert pixels(made.get_attribute("src")) == picture
+    page.get_by_role("button", name="Expert 1").focus()
+    expect(page.locator(".tag")).to_have_text("Expert 1 alone")
+    assert len(asks) == 1
+
+
+def test_a_link_paints_and_the_gallery_keeps_it(open_page: Any, finished: Server) -> None:
+    page: Page = open_page(link(routing="top-2", seed=5, n=2))
+    expect(page.get_by_text("Done in")).to_be_visible()
+    expect(page.get_by_label("Seed")).to_have_value("5")
+    shown = [pixels(picture.get_attribute("src")) for picture in page.locator(".easel img.made").all()]
+    assert shown == asked(finished, routing="top-2", seed=5, n=2)
+    page.get_by_role("button", name="Copy link").first.click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == page.url
+
+    page.get_by_role("link", name="Gallery").click()
+    page.reload()
+    tiles = page.locator(".tiles img")
+    expect(tiles).to_have_count(2)
+    assert [pixels(tile.get_attribute("src")) for tile in tiles.all()] == shown
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Download").first.click()
+    with Image.open(download.value.path()) as kept:
+        assert kept.convert("RGB").tobytes() == shown[0]
+        assert '"seed": 5' in kept.info["atoll"]
+    tiles.first.click()
+    expect(page.get_by_text("Done in")).to_be_visible()
+    assert pixels(page.locator(".easel img.made").first.get_attribute("src")) == shown[0]
+
+
+def test_painters_and_seeds_are_compared(open_page: Any, finished: Server) -> None:
+    page: Page = open_page("#compare")
+    page.get_by_label("Prompt").fill(PROMPT)
+    page.get_by_label("Steps").fill(str(STEPS))
+    page.get_by_label("Guidance").fill("2")
+    page.get_by_label("First seed").fill("3")
+    page.get_by_label("Seeds", exact=True).select_option("2")
+    for name in ("top-1", "top-2", "full", "monolith"):
+        page.get_by_label(name, exact=True).set_checked(name in ("top-1", "monolith"))
+    page.get_by_role("button", name="Compare").click()
+    expect(page.locator(".row figcaption", has_text=re.compile("^seed [34]$"))).to_have_count(4)
+    expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
+    shown = [pixels(picture.get_attribute("src")) for picture in page.locator(".row img").all()]
+    painters = ({"routing": "top-1"}, {"model": "monolith"})
+    assert shown == [asked(finished, **who, seed=seed)[0] for who in painters for seed in (3, 4)]
+    assert page.locator(".cost").first.text_content() == "1.0 experts a step"
+
+
+def test_a_painting_is_cancelled(open_page: Any, finished: Server) -> None:
+    page: Page = open_page(link(steps=250, n=16))
+    expect(page.locator(".going .said")).to_have_text(re.compile("Step "))
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator(".going .said")).to_have_text("Cancelled.")
+    done = finished.ask("/v1/images", {"prompt": PROMPT, "steps": 2})  # the engine is free for others
+    assert len(done["images"]) == 1
+
+
+def test_storage_may_be_refused(open_page: Any) -> None:
+    refused = "for (const name of ['localStorage', 'sessionStorage']) Object.defineProperty(window, name, "
+    page: Page = open_page(link(), script=refused + "{get() { throw new DOMException('no', 'SecurityError') }})")
+    expect(page.get_by_text("Done in")).to_be_visible()
+    page.get_by_role("link", name="Gallery").click()
+    expect(page.get_by_text("This browser keeps nothing")).to_be_visible()
+    expect(page.locator(".tiles img")).to_have_count(1)
+
+
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_every_view_is_accessible(open_page: Any, finished: Server, size: dict[str, int]) -> None:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    name = "phone" if size is PHONE else "desk"
+    page: Page = open_page("", size)
+    expect(page.get_by_role("button", name="Paint", exact=True)).to_be_visible()
+    for view, ready in (
+        (link(routing="full"), "Done in"),
+        (link("compare", painters="top-1+full+monolith", seeds=2), "1.0 experts a step"),
+        ("#gallery", "Empty the gallery"),
+        ("#clusters", "flow-matching"),
+        ("#islands", "All 5 networks are trained"),
+    ):
+        page.evaluate("hash => location.hash = hash", view)
+        expect(page.get_by_text(ready).first).to_be_visible()
+        page.wait_for_load_state("networkidle")
+        accessible(page, SHOTS, f"{view[1:].split('?')[0]}-{name}")
+        assert fits(page), view
+    clusters = finished.ask("/v1/clusters")["clusters"]
+    page.get_by_role("link", name="Clusters").click()
+    for cluster in clusters:
+        expect(page.get_by_text(f"{cluster['pictures']} pictures, ")).to_be_visible()
+    sheets = page.locator("img.sheet")
+    assert [sheet.evaluate("image => image.naturalWidth > 0") for sheet in sheets.all()] == [True] * len(clusters)
+
+
+def test_the_islands_while_they_train(browser: Browser, prepared: Path, tmp_path: Path) -> None:
+    """A token is asked for; nothing is finished; training is watched; what it finishes paints, in its turn."""
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    training = {"samples": 4000, "grid_every": 400, "grid_size": 4, "log_every": 80}
+    run = small_run(prepared, tmp_path / "young", train=training)
+    with served(run, "--queue", "1", "--batch", "1", token="palm") as server:
+        page = browser.new_context(viewport=DESK, reduced_motion="reduce").new_page()
+        watched = Watched(page, server.url)
+        page.goto(server.url)
+        for token in ("coconut", "palm"):
+            page.get_by_label("Token").fill(token)
+            page.get_by_role("button", name="Continue").click()
+        expect(page.get_by_text("Nothing can paint yet")).to_be_visible()
+        expect(page.get_by_text("experts/000, experts/001, experts/002")).to_be_visible()
+        job = start(run, "--expert", "0")
+        page.get_by_role("link", name="Islands").first.click()
+        card = page.get_by_role("article", name="experts/000")
+        expect(card.locator(".state")).to_have_text("training", timeout=60_000)
+        bar = card.locator("progress")
+        before = bar.evaluate("bar => bar.value")
+        expect(bar).not_to_have_js_property("value", before)
+        expect(card.locator("img.sheet")).to_be_visible(timeout=60_000)
+        expect(card.locator(".loss")).to_be_visible()
+        accessible(page, SHOTS, "islands-training-desk")
+        expect(card.locator(".state")).to_have_text("done", timeout=120_000)
+        job.join(60)
+        assert job.exitcode == 0
+        page.get_by_role("link", name="Paint").first.click()
+        busy_then_paints(page, server)
+        assert {refusal.split()[0] for refusal in watched.refusals} == {"401", "429"}
+        assert not watched.complaints
+        page.context.close()
+
+
+def busy_then_paints(page: Page, server: Server) -> None:
+    """One request paints, one waits, and there is no room for a third until both are gone."""
+    others = [page.context.new_page() for _ in range(2)]
+    for other in others:
+        other.goto(server.url)
+        other.get_by_label("Token").fill("palm")
+        other.get_by_role("button", name="Continue").click()
+        other.evaluate("hash => location.hash = hash", "#paint?steps=250&n=8")
+        expect(other.locator(".going .said")).to_have_text(re.compile("Step|Waiting|Starting"))
+    page.get_by_role("button", name="Paint", exact=True).click()
+    expect(page.get_by_text("The studio is busy")).to_be_visible()
+    for other in others:
+        other.close()
+    expect(page.get_by_text("Done in")).to_be_visible(timeout=60_000)
