@@ -46,7 +46,7 @@ def measure(quick: bool) -> list[Row]:
         folder = Path(scratch) / "run"
         make_run(folder, batch=16, samples=samples)
         sides = {"plain": lambda: job(folder, launched=False), "launched": lambda: job(folder, launched=True)}
-        times = interleave(sides, repeats=3, warmup=0 if quick else 1)
+        times = interleave(sides, repeats=3 if quick else 7, warmup=0 if quick else 1)
         added, processor = supervision(folder, sleep)
         _, at_once = supervision(folder, 0)
     busy = max(0.0, processor - at_once) / sleep

@@ -150,9 +150,11 @@ def measure(quick: bool) -> Iterable[Row]:
         yield from _speed(work, eight, dense, repeats)
         if quick:
             return
-        yield from _growth(work, repeats)
-        yield from _bridge(work, dense, repeats)
+        yield from _growth(work, repeats, "")
+        yield from _bridge(work, dense, 4 * repeats)
         yield from _residency(work, eight, repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _growth(Work(Path(folder), side=32, steps=1), 5, ", 256 tokens a picture as in the papers")
 
 
 def _speed(work: Work, eight: Ensemble, dense: Ensemble, repeats: int) -> Iterable[Row]:
@@ -167,10 +169,10 @@ def _speed(work: Work, eight: Ensemble, dense: Ensemble, repeats: int) -> Iterab
     yield Row("seconds of one step of one dense expert", times["dense"] / work.steps, None, "lower")
 
 
-def _growth(work: Work, repeats: int) -> Iterable[Row]:
-    """More experts, the same batch."""
+def _growth(work: Work, repeats: int, where: str) -> Iterable[Row]:
+    """More experts, the same batch: the same products in smaller parts, and more weights to read."""
     times = interleave({str(count): work.routed(work.ensemble(count)) for count in (2, 32)}, repeats)
-    yield Row("top-1 of 32 over top-1 of 2", times["32"] / times["2"], 1.15, "lower")
+    yield Row(f"top-1 of 32 over top-1 of 2{where}", times["32"] / times["2"], 1.15, "lower")
 
 
 def _bridge(work: Work, dense: Ensemble, repeats: int) -> Iterable[Row]:
