@@ -16,6 +16,7 @@ from atoll import config as configuration
 from atoll.errors import AtollError, unknown
 from atoll.islands import verbs as shared
 from atoll.presets import NOTES, PRESETS
+from atoll.studio import verbs as studio
 from atoll.vocabulary import SOLVERS
 
 if TYPE_CHECKING:
@@ -534,6 +535,7 @@ VERBS: dict[str, type[Verb]] = {
     "sample": Sample,
     "evaluate": Evaluate,
     "report": Report,
+    "serve": studio.Serve,
     "convert": Convert,
     "export": Export,
 }

@@ -1,6 +1,7 @@
 """Samples as files: single pictures and a grid, with their settings inside, and a picture of the routing."""
 
 import json
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image, ImageDraw, PngImagePlugin
@@ -28,6 +29,13 @@ def save(samples: Samples, folder: Path) -> dict[str, list[str] | str]:
         draw_trace(samples.trace, samples.images).save(folder / "trace.png")
         written["trace"] = str(folder / "trace.png")
     return written
+
+
+def to_png(image: Image.Image, settings: dict[str, object] | None = None) -> bytes:
+    """A picture as the bytes of a PNG file, with its settings inside."""
+    target = BytesIO()
+    image.save(target, format="PNG", pnginfo=None if settings is None else _described(settings))
+    return target.getvalue()
 
 
 def _described(settings: dict[str, object]) -> PngImagePlugin.PngInfo:

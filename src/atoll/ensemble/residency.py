@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from atoll.data.latents import Statistics
 from atoll.ensemble.quantise import quantise
-from atoll.ensemble.told import Told, take
+from atoll.ensemble.told import Told, replace_rows, take
 from atoll.errors import AtollError
 from atoll.nets import Condition, DiT, PreparedCondition
 from atoll.train.density import Density
@@ -63,7 +63,8 @@ class Resident:
     """An expert in memory, with what it made of the conditions it was last told."""
 
     expert: OpenExpert
-    _told: Told | None = None
+    _distinct: Condition | None = None
+    _versions: list[int] = field(default_factory=list)
     _prepared: PreparedCondition | None = None
     _rows: Tensor | None = None
     _taken: PreparedCondition | None = None
@@ -75,12 +76,26 @@ class Resident:
             mine = self._own(told)
             told_nothing = mine.text is None and mine.pooled is None and mine.label is None
             return mine if told_nothing else mine[rows]
-        if self._told is not told:
-            self._told, self._prepared, self._rows = told, network.prepare(self._own(told)), None
+        self._prepare(network, told, rows)
         assert self._prepared is not None
         if self._rows is None or self._taken is None or not torch.equal(self._rows, rows):
             self._rows, self._taken = rows, take(self._prepared, rows)
         return self._taken
+
+    def _prepare(self, network: DiT, told: Told, rows: Tensor) -> None:
+        """Prepare all conditions when they are told for the first time, and later those that were replaced."""
+        if self._distinct is not told.distinct:
+            self._distinct, self._versions = told.distinct, list(told.versions)
+            self._prepared, self._rows = network.prepare(self._own(told)), None
+        elif told.versions:
+            new = [number for number in sorted(set(rows.tolist())) if self._versions[number] != told.versions[number]]
+            if new:
+                assert self._prepared is not None
+                places = torch.tensor(new, device=rows.device)
+                replace_rows(self._prepared, places, network.prepare(self._own(told)[places]))
+                self._rows = None
+                for number in new:
+                    self._versions[number] = told.versions[number]
 
     def _own(self, told: Told) -> Condition:
         mine, dtype = only(told.distinct, self.expert.told), self.expert.dtype

@@ -1,0 +1,220 @@
+"""What a run tells of itself: the model, its experts, their clusters, and the jobs that train them."""
+
+import json
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll import config as configuration
+from atoll.data import clusters as partition
+from atoll.data import ingest
+from atoll.data.clusters import read_assignments
+from atoll.data.ingest import Index
+from atoll.ensemble import Ensemble
+from atoll.ensemble.pictures import COLOURS
+from atoll.ensemble.stored import DECLARATION_FILE
+from atoll.islands.status import JobStatus, status
+from atoll.islands.store import Store
+from atoll.nets import build, count_parameters
+from atoll.run import Artifact
+from atoll.studio import wire
+from atoll.studio.models import Models, has_nearest, has_router
+from atoll.train.expert import Declaration
+from atoll.train.journal import METRICS
+
+CAPTIONS, LABELS, EXAMPLES, POINTS = 12, 6, 12, 60
+CHUNKS = 16
+"""Chunks of the data that are read to tell what clusters hold."""
+
+
+def describe_run(models: Models, queue: int, token: bool) -> wire.RunAnswer:
+    """What is served."""
+    editions = models.editions()
+    first = next(iter(editions.values()), None)
+    experts = editions["experts"].ensemble if "experts" in editions else None
+    told = frozenset[str]().union(*(edition.ensemble.told for edition in editions.values()))
+    known = first.ensemble.experts[0].labels if first is not None else ()
+    missing = list(experts.missing) if experts is not None else _all_experts(models)
+    shown = wire.ImagesRequest()
+    return wire.RunAnswer(
+        name=models.name,
+        size=None if first is None else list(first.size),
+        models=list(editions),
+        conditions=wire.Conditions(
+            text=bool(told & {"text", "pooled"}), labels=list(known) if "label" in told else []
+        ),
+        experts=[] if experts is None else [_named(expert) for expert in experts.experts],
+        missing=missing,
+        router=experts is not None and has_router(experts),
+        nearest=experts is not None and has_nearest(experts),
+        routings=list(editions["experts"].routings) if "experts" in editions else [],
+        defaults=wire.Defaults(
+            routing=editions["experts"].routing if "experts" in editions else None,
+            steps=shown.steps, guidance=shown.guidance, n=shown.n,
+        ),
+        limits=wire.Limits(
+            n=wire.PICTURES, steps=wire.STEPS, guidance=wire.GUIDANCE, prompt=wire.PROMPT, queue=queue
+        ),
+        examples=_examples(models),
+        token_required=token,
+    )  # fmt: skip
+
+
+def _named(expert: Declaration) -> wire.ExpertName:
+    number = expert.clusters[0]
+    return wire.ExpertName(number=number, name=expert.name, colour=COLOURS[number % len(COLOURS)])
+
+
+def _all_experts(models: Models) -> list[str]:
+    if models.run is None:
+        return []
+    return [f"experts/{number:03d}" for number in range(configuration.load(models.run).clusters.count)]
+
+
+def _examples(models: Models) -> list[str]:
+    """Captions to try, some of every cluster."""
+    clusters = describe_clusters(models).clusters
+    turns = [
+        cluster.captions[place] for place in range(CAPTIONS) for cluster in clusters if place < len(cluster.captions)
+    ]
+    return list(dict.fromkeys(turns))[:EXAMPLES]
+
+
+def describe_experts(models: Models) -> wire.ExpertsAnswer:
+    """The experts that are finished, with what they declare."""
+    edition = models.editions().get("experts")
+    sizes = {cluster.number: cluster for cluster in describe_clusters(models).clusters}
+    experts = (
+        []
+        if edition is None
+        else [_expert(models, edition.ensemble, number, sizes) for number in range(len(edition.ensemble.members))]
+    )
+    return wire.ExpertsAnswer(experts=experts)
+
+
+def _expert(models: Models, ensemble: Ensemble, place: int, clusters: dict[int, wire.Cluster]) -> wire.ExpertFacts:
+    declared = ensemble.experts[place]
+    facts = _declared(models, declared.name, place)
+    objective, spent = facts.get("objective") or {}, facts.get("compute") or {}
+    with torch.device("meta"):
+        parameters = count_parameters(build(dict(declared.network)))
+    name = _named(declared)
+    cluster = clusters.get(name.number)
+    return wire.ExpertFacts(
+        **name.model_dump(),
+        cluster=name.number,
+        objective=objective.get("prediction"),
+        schedule=(objective.get("schedule") or {}).get("name"),
+        network=_network(declared.network),
+        parameters=parameters,
+        samples_trained=spent.get("samples"),
+        seconds=spent.get("seconds"),
+        flops=spent.get("flops"),
+        pictures=None if cluster is None else cluster.pictures,
+        share=None if cluster is None else cluster.share,
+    )
+
+
+def _declared(models: Models, name: str, place: int) -> dict[str, Any]:
+    """Everything that an expert's manifest, or an export's declaration, says of it."""
+    if models.run is not None:
+        manifest = Artifact(models.run, f"{name}/final").manifest()
+        return {} if manifest is None else dict(manifest.facts)
+    file = Path(models.source) / f"expert_{place}" / DECLARATION_FILE
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def _network(described: Any) -> str:
+    parts = [f"{key} {described[key]}" for key in ("width", "depth", "heads", "patch") if key in described]
+    return ", ".join([str(described.get("_class_name", "DiT")), *parts])
+
+
+def describe_clusters(models: Models) -> wire.ClustersAnswer:
+    """What the clusters hold, or why that cannot be told."""
+    if models.run is None:
+        return wire.ClustersAnswer(clusters=[], why="an exported folder has no data; serve the run that it comes from")
+    manifest = Artifact(models.run, partition.NAME).manifest()
+    if manifest is None or Artifact(models.run, ingest.NAME).manifest() is None:
+        return wire.ClustersAnswer(clusters=[], why="the data of this run is not here, or not yet prepared")
+    return wire.ClustersAnswer(clusters=_clusters(models.run, manifest.digest))
+
+
+@lru_cache(maxsize=4)
+def _clusters(run: Path, digest: str) -> list[wire.Cluster]:  # noqa: ARG001 - read again when the partition changes
+    artifact, index = Artifact(run, partition.NAME), Index.open(run)
+    sizes: list[int] = artifact.open(partition.KIND).facts["sizes"]["train"]
+    captions: list[list[str]] = [[] for _ in sizes]
+    labels: list[Counter[str]] = [Counter() for _ in sizes]
+    for chunk in range(min(CHUNKS, index.chunks(artifact).count)):
+        rows = index.read(chunk, ["caption", "label", "split"])
+        groups = read_assignments(artifact, chunk)["coarse"].tolist()
+        for caption, label, split, group in zip(rows["caption"], rows["label"], rows["split"], groups, strict=True):
+            if split == "train":
+                captions[group] += [caption] if caption else []
+                labels[group].update([label] if label is not None else [])
+    return [
+        wire.Cluster(
+            number=number, pictures=size, share=size / max(1, sum(sizes)), captions=_spread(captions[number]),
+            labels=_shares(labels[number]),
+            sheet=f"/v1/clusters/{number}/sheet.png" if _sheet(run, number).is_file() else None,
+        )
+        for number, size in enumerate(sizes)
+    ]  # fmt: skip
+
+
+def _spread(captions: list[str]) -> list[str]:
+    """Different ones, from all over the cluster."""
+    distinct = list(dict.fromkeys(captions))
+    return distinct[:: max(1, len(distinct) // CAPTIONS)][:CAPTIONS]
+
+
+def _shares(counts: Counter[str]) -> list[wire.LabelShare]:
+    return [wire.LabelShare(name=str(name), share=count / counts.total()) for name, count in counts.most_common(LABELS)]
+
+
+def _sheet(run: Path, number: int) -> Path:
+    return Artifact(run, partition.NAME).path(f"cluster_{number:03d}.png")
+
+
+def sheet_of(models: Models, number: int) -> Path | None:
+    """The contact sheet of a cluster."""
+    known = {cluster.number for cluster in describe_clusters(models).clusters if cluster.sheet}
+    return _sheet(models.run, number) if models.run is not None and number in known else None
+
+
+def describe_islands(models: Models) -> wire.IslandsAnswer:
+    """The jobs of the run, live."""
+    if models.run is None:
+        return wire.IslandsAnswer(jobs=[], why="an exported folder is finished: nothing trains in it")
+    run = models.run
+    return wire.IslandsAnswer(jobs=[_island(run, line) for line in status(Store.open(run))])
+
+
+def _island(run: Path, line: JobStatus) -> wire.Island:
+    grid = newest_grid(run, line.job)
+    losses = _losses(run / line.job / METRICS)
+    samples = line.samples or (losses[-1][0] if losses else 0)
+    return wire.Island(
+        job=line.job, state=line.state, where=line.where, samples=samples, total=line.total or samples,
+        rate=line.rate, seconds_left=line.seconds_left, seen_seconds_ago=line.seen_seconds_ago, why=line.why,
+        grid=None if grid is None else f"/v1/islands/{line.job}/grid.png?samples={int(grid.stem)}", loss=losses,
+    )  # fmt: skip
+
+
+def newest_grid(run: Path, job: str) -> Path | None:
+    """The last grid of samples that a job has drawn."""
+    return max((run / job / "grids").glob("[0-9]*.png"), default=None)
+
+
+def _losses(file: Path) -> list[tuple[int, float]]:
+    """Samples and loss along a job's journal, thinned out."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    whole = [line for line in lines if line.endswith("}")]  # its writer may be in the middle of the last one
+    thin = whole[:: -(-len(whole) // POINTS)] if whole else []
+    if whole and thin[-1] != whole[-1]:
+        thin[-1] = whole[-1]
+    points = [json.loads(line) for line in thin]
+    return [(int(point["samples"]), float(point["loss"])) for point in points]

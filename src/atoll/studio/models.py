@@ -1,0 +1,190 @@
+"""The models of a run, opened; those that training finishes while the server runs are opened when they are there.
+
+A request keeps the edition of its model that was there when it came, so nothing changes under its hands; the next
+request gets the new one.
+"""
+
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from atoll.config import CONFIG_FILE
+from atoll.ensemble import Ensemble, load, parse
+from atoll.errors import AtollError
+from atoll.studio.conditions import Conditions
+from atoll.studio.wire import RefusalError
+
+LOOK_EVERY = 2.0
+"""Seconds between two looks at what training has finished."""
+NAMES = ("experts", "monolith", "student")
+Signature = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How models are opened."""
+
+    batch: int = 32
+    resident: int | None = None
+    dtype: str = "float32"
+    device: str | None = None
+    quantise: str | None = None
+    routing: str = "top-1"
+
+
+@dataclass(frozen=True, eq=False)
+class Edition:
+    """A model as it was when it was opened."""
+
+    model: str
+    ensemble: Ensemble
+    conditions: Conditions
+    size: tuple[int, int]
+    """Height and width of its pictures, in pixels."""
+    routings: tuple[str, ...]
+    """Ways of routing that work here, for people to choose from."""
+    routing: str | None
+    """The one for requests that name none."""
+
+
+class Models:
+    """What a run, or an exported folder, has to offer."""
+
+    def __init__(self, source: str, opening: Opening) -> None:
+        self.source, self.opening = source, opening
+        self.run = Path(source) if (Path(source) / CONFIG_FILE).is_file() else None
+        self.looked = threading.Event()
+        """Set after the first look."""
+        self.trouble: dict[str, str] = {}
+        """Why a model that is there could not be opened."""
+        self._editions: dict[str, Edition] = {}
+        self._seen: dict[str, Signature] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="atoll-models", daemon=True)
+
+    @property
+    def name(self) -> str:
+        """The last part of where it is."""
+        return Path(self.source).resolve().name if Path(self.source).exists() else self.source
+
+    def start(self) -> None:
+        """Open what is there, and look again every few seconds."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stop.set()
+        self._thread.join()
+
+    def editions(self) -> Mapping[str, Edition]:
+        """The newest edition of every model that is there."""
+        return {name: self._editions[name] for name in NAMES if name in self._editions}
+
+    def edition(self, model: str) -> Edition:
+        """The newest edition of a model."""
+        if model in self._editions:
+            return self._editions[model]
+        if not self.looked.is_set():
+            raise RefusalError(503, "the models are just being opened", retry_after=LOOK_EVERY)
+        if model in self.trouble:
+            raise RefusalError(409, f"the model {model} cannot be opened: {self.trouble[model]}", "model")
+        there = ", ".join(self._editions) or "none yet"
+        raise RefusalError(409, f"the model {model} is not finished; models that are there: {there}", "model")
+
+    def look(self) -> None:
+        """Open every model that is new or has changed."""
+        for model in NAMES:
+            signature = self._signature(model)
+            if signature and self._seen.get(model) != signature:
+                self._seen[model] = signature
+                try:
+                    self._editions[model] = self._open(model)
+                    self.trouble.pop(model, None)
+                except AtollError as error:
+                    self.trouble[model] = str(error)
+                    print(f"atoll: the model {model} cannot be opened: {error}", file=sys.stderr, flush=True)
+        self.looked.set()
+
+    def _watch(self) -> None:
+        self.look()
+        while not self._stop.wait(LOOK_EVERY):
+            self.look()
+
+    def _signature(self, model: str) -> Signature:
+        """Which files make up a model, and when they were written; empty if it is not there."""
+        if self.run is None:
+            return (("folder", 0),) if model == "experts" else ()
+        patterns = ["experts/*/final/manifest.json"] if model == "experts" else [f"{model}/final/manifest.json"]
+        if model == "experts" and any(self.run.glob(patterns[0])):
+            patterns.append("router/final/manifest.json")
+        files = sorted(file for pattern in patterns for file in self.run.glob(pattern))
+        return tuple((file.relative_to(self.run).as_posix(), file.stat().st_mtime_ns) for file in files)
+
+    @torch.no_grad()
+    def _open(self, model: str) -> Edition:
+        how = self.opening
+        ensemble = load(
+            self.source, model, resident=how.resident, dtype=how.dtype, device=how.device, quantise=how.quantise
+        )
+        for other in self._editions.values():  # one text encoder and one autoencoder for all that have the same
+            known, own = other.ensemble.models.declaration, ensemble.models.declaration
+            if (known.latents, known.text) == (own.latents, own.text):
+                ensemble.models = other.ensemble.models
+        picture = ensemble.decode(torch.zeros(1, *ensemble.shape))[0]
+        if ensemble.told & {"text", "pooled"}:
+            ensemble.encode([""])
+        routings = routings_of(ensemble)
+        wanted = how.routing if _works(ensemble, how.routing) else None
+        first = routings[0] if routings else None
+        conditions = Conditions(ensemble, how.batch)
+        return Edition(model, ensemble, conditions, (picture.height, picture.width), routings, wanted or first)
+
+
+def has_router(ensemble: Ensemble) -> bool:
+    """Whether there is a router that knows all experts."""
+    if ensemble.router is None:
+        return False
+    known = set(ensemble.router.declaration.clusters)
+    return all(expert.clusters[0] in known for expert in ensemble.experts)
+
+
+def has_nearest(ensemble: Ensemble) -> bool:
+    """Whether every expert tells how its cluster is distributed."""
+    return all(member.density is not None for member in ensemble.members)
+
+
+def routings_of(ensemble: Ensemble) -> tuple[str, ...]:
+    """Ways of routing to choose from."""
+    if len(ensemble.members) == 1:
+        return ("top-1",)
+    found: tuple[str, ...] = ()
+    if has_router(ensemble):
+        found = ("top-1", "top-2", "full", "threshold-0.2", "nucleus-0.9", "sample-1")
+    if has_nearest(ensemble):
+        found += ("nearest",) if found else ("nearest", "nearest:top-2", "nearest:full")
+    return found
+
+
+def check_routing(ensemble: Ensemble, routing: str) -> None:
+    """Refuse a routing that this ensemble cannot do."""
+    sources = {rule.source for rule in parse(routing).rules}
+    if len(ensemble.members) == 1:
+        return
+    if "given" in sources:
+        raise AtollError("routing by oracle needs a cluster: say which expert shall paint with `expert`")
+    if "router" in sources and not has_router(ensemble):
+        raise AtollError(f"routing {routing!r} needs a router that knows all experts, and there is none; try 'nearest'")
+    if "nearest" in sources and not has_nearest(ensemble):
+        raise AtollError(f"routing {routing!r} needs experts that tell how their clusters are distributed")
+
+
+def _works(ensemble: Ensemble, routing: str) -> bool:
+    try:
+        check_routing(ensemble, routing)
+    except AtollError:
+        return False
+    return True

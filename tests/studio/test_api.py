@@ -1,0 +1,189 @@
+"""The API over real connections: pictures, streams, cancellation, facts of a run, and a run in training."""
+
+import base64
+import json
+import shutil
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+import atoll
+from atoll import cli
+from atoll.ensemble.export import export
+from atoll.ensemble.pictures import COLOURS
+from atoll.studio.app import Studio
+from studio.conftest import serving
+from train.conftest import merge
+from train.workers import TINY, wait_for
+
+Served = tuple[str, Studio]
+
+
+def events(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
+    found, name = [], ""
+    for line in answer.iter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            found.append((name, json.loads(line.removeprefix("data: "))))
+    return found
+
+
+def opened(png: str) -> Image.Image:
+    return Image.open(BytesIO(base64.b64decode(png)))
+
+
+def test_pictures_are_those_of_the_command_line_and_say_how_they_were_made(served: Served, served_run: Path) -> None:
+    url, _ = served
+    wanted = {"prompt": "a circle", "n": 3, "steps": 4, "guidance": 3.0, "routing": "top-2", "seed": 7}
+    answer = httpx.post(f"{url}/v1/images", json=wanted, timeout=60).json()
+    expected = atoll.load(served_run).generate(
+        ["a circle"], n=3, steps=4, guidance=3.0, routing="top-2", seed=7, trace=True
+    )
+    assert len(answer["images"]) == 3
+    for number, made in enumerate(answer["images"]):
+        picture = opened(made["png"])
+        assert np.abs(np.asarray(picture, int) - np.asarray(expected.images[number], int)).max() <= 1
+        assert json.loads(picture.info["atoll"]) == made["settings"]
+        own = expected.metadata(number)
+        assert {key: made["settings"][key] for key in own} == json.loads(json.dumps(own))
+    weights = np.array(answer["weights"])
+    assert expected.trace is not None
+    assert np.allclose(weights, expected.trace.weights.transpose(0, 1), atol=1e-3)
+    assert answer["times"] == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_a_stream_tells_every_step_and_the_same_pictures(served: Served) -> None:
+    url, _ = served
+    wanted = {"prompt": "a square", "n": 2, "steps": 5, "seed": 3, "expert": 1}
+    plain = httpx.post(f"{url}/v1/images", json=wanted, timeout=60).json()
+    with httpx.stream("POST", f"{url}/v1/images", json={**wanted, "stream": True, "preview_every": 2}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        told = events(answer)
+    assert [name for name, _ in told] == ["queued", *["step"] * 5, "image", "image", "done"]
+    assert len({values["id"] for _, values in told}) == 1
+    steps = [values for name, values in told if name == "step"]
+    assert [len(step.get("previews", [])) for step in steps] == [0, 2, 0, 2, 0]
+    assert all(step["weights"] == [[0, 1, 0]] * 2 and step["steps"] == 5 for step in steps)
+    assert opened(steps[1]["previews"][0]).size == opened(plain["images"][0]["png"]).size
+    made = {values["index"]: values["png"] for name, values in told if name == "image"}
+    for number, other in enumerate(plain["images"]):
+        difference = np.asarray(opened(made[number]), int) - np.asarray(opened(other["png"]), int)
+        assert np.abs(difference).max() <= 1
+
+
+def test_streams_are_cancelled_by_delete_and_by_going_away(served: Served) -> None:
+    url, studio = served
+    wanted = {"steps": 250, "n": 4, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/images", json=wanted) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if line == "event: step")
+        id = json.loads(next(lines).removeprefix("data: "))["id"]
+        assert httpx.delete(f"{url}/v1/images/{id}").status_code == 204
+        assert "event: cancelled" in list(lines)
+    assert httpx.delete(f"{url}/v1/images/{id}").status_code == 404
+    with httpx.stream("POST", f"{url}/v1/images", json=wanted) as answer:
+        next(line for line in answer.iter_lines() if line == "event: step")
+        assert not studio.engine.idle
+    wait_for(lambda: studio.engine.idle, 5)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/images", json={"steps": 250, "n": 16}, timeout=httpx.Timeout(5, read=0.05))
+    wait_for(lambda: studio.engine.idle, 5)
+
+
+def test_the_run_tells_what_it_offers(served: Served, served_run: Path) -> None:
+    url, _ = served
+    run = httpx.get(f"{url}/v1/run").json()
+    assert (run["name"], run["size"], run["models"]) == ("run", [8, 8], ["experts", "monolith", "student"])
+    assert run["conditions"] == {"text": True, "labels": []}
+    assert [(expert["number"], expert["name"]) for expert in run["experts"]] == [
+        (k, f"experts/00{k}") for k in range(3)
+    ]
+    assert (run["missing"], run["router"], run["nearest"]) == ([], True, True)
+    assert {"top-1", "nearest", "sample-1"} <= set(run["routings"])
+    assert run["defaults"] == {"routing": "top-1", "steps": 25, "guidance": 4.0, "n": 1}
+    assert len(run["examples"]) == 12
+    assert len({example.split()[1] for example in run["examples"]}) == 3  # some of every kind
+    experts = httpx.get(f"{url}/v1/experts").json()["experts"]
+    assert [expert["objective"] for expert in experts] == ["velocity", "epsilon", "v_prediction"]
+    assert experts[1]["schedule"] == "cosine"
+    assert experts[1]["parameters"] > experts[0]["parameters"]
+    clusters = httpx.get(f"{url}/v1/clusters").json()["clusters"]
+    assert sum(cluster["pictures"] for cluster in clusters) == sum(expert["pictures"] for expert in experts)
+    assert sum(cluster["share"] for cluster in clusters) == pytest.approx(1)
+    sheet = httpx.get(url + clusters[2]["sheet"])
+    assert sheet.content == (served_run / "data/clusters/cluster_002.png").read_bytes()
+    assert sheet.headers["content-type"] == "image/png"
+    jobs = httpx.get(f"{url}/v1/islands").json()["jobs"]
+    assert {job["job"]: job["state"] for job in jobs}["experts/001"] == "done"
+    assert run["experts"][1]["colour"] == COLOURS[1]
+
+
+def test_metrics_count_what_was_made(served_run: Path) -> None:
+    with serving(served_run) as (url, _):
+        assert httpx.post(f"{url}/v1/images", json={"n": 2, "steps": 3, "prompt": "x"}, timeout=60).status_code == 200
+        text = httpx.get(f"{url}/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert values['atoll_images_total{model="experts"}'] == "2.0"
+    assert values['atoll_requests_total{outcome="done"}'] == "1.0"
+    assert values["atoll_sample_steps_total"] == "6.0"
+    shares = [float(value) for key, value in values.items() if key.startswith("atoll_expert_images_total")]
+    assert sum(shares) == pytest.approx(2, abs=1e-4)
+
+
+def test_the_page_and_the_handbook_ask_nobody_else(served: Served) -> None:
+    url, _ = served
+    page = httpx.get(url)
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"].startswith("default-src 'self'")
+    assert page.headers["x-content-type-options"] == "nosniff"
+    handbook = httpx.get(f"{url}/docs").text
+    assert "POST /v1/images" in handbook
+    assert "http" not in handbook.replace("HTTP", "")
+    described = httpx.get(f"{url}/openapi.json").json()
+    assert set(described["paths"]) >= {"/v1/images", "/v1/run", "/v1/experts", "/v1/clusters", "/health", "/metrics"}
+
+
+def test_an_export_is_served_too(served_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pipeline"
+    export(served_run, folder)
+    with serving(folder) as (url, _):
+        run = httpx.get(f"{url}/v1/run").json()
+        assert (run["models"], run["size"], run["examples"]) == (["experts"], [8, 8], [])
+        assert httpx.get(f"{url}/v1/clusters").json()["why"]
+        assert httpx.get(f"{url}/v1/islands").json()["jobs"] == []
+        experts = httpx.get(f"{url}/v1/experts").json()["experts"]
+        assert [expert["objective"] for expert in experts] == ["velocity", "epsilon", "v_prediction"]
+        made = httpx.post(f"{url}/v1/images", json={"prompt": "a circle", "steps": 2}, timeout=60)
+        assert made.status_code == 200
+
+
+def test_a_run_in_training_shows_its_islands_and_serves_what_is_finished(prepared: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(prepared / "data", run / "data")
+    values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
+    values["train"] |= {"grid_every": 80, "grid_size": 4}
+    (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    with serving(run) as (url, studio):
+        none = httpx.get(f"{url}/v1/run").json()
+        assert (none["models"], none["size"], none["missing"]) == ([], None, [f"experts/00{k}" for k in range(3)])
+        refused = httpx.post(f"{url}/v1/images", json={"prompt": "a circle"})
+        assert refused.status_code == 409
+        assert "not finished" in refused.json()["error"]["message"]
+        assert httpx.get(f"{url}/v1/islands/experts/001/grid.png").status_code == 404
+        assert cli.main(["train", str(run), "--expert", "1"]) == 0
+        job = {job["job"]: job for job in httpx.get(f"{url}/v1/islands").json()["jobs"]}["experts/001"]
+        assert job["state"] == "done"
+        assert job["loss"][-1][0] == job["samples"] == 160
+        grid = httpx.get(url + job["grid"])
+        assert Image.open(BytesIO(grid.content)).size == (64, 64)
+        wait_for(lambda: "experts" in studio.models.editions(), 20)
+        made = httpx.post(f"{url}/v1/images", json={"prompt": "a circle", "steps": 2}, timeout=60).json()
+        assert opened(made["images"][0]["png"]).size == (32, 32)
+        assert httpx.get(f"{url}/v1/run").json()["missing"] == ["experts/000", "experts/002"]
