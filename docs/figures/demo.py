@@ -14,16 +14,16 @@ from atoll.ensemble import Settings
 from atoll.evaluate.report.showcase import Showcase, choose
 from atoll.evaluate.subjects import Subject
 
-SIDE, GAP, LEFT, TOP = 96, 6, 150, 44
+SIDE, GAP, LEFT, TOP = 96, 6, 150, 58
 
 
 def main(run: Path) -> None:
     """Draw the missing pictures and write demo.png beside this file."""
     config = load(run)
-    settings = Settings(routing="top-2", steps=demo.STEPS, guidance=demo.GUIDANCE)
+    settings = Settings(routing="top-1", steps=demo.STEPS, guidance=demo.GUIDANCE)
     showcase = Showcase(choose(run, config.clusters.count, demo.PROMPTS), settings)
     rows = {
-        f"{config.clusters.count} experts\nas one model": showcase.strip(Subject(run, "experts", "top-2")).pictures,
+        f"{config.clusters.count} experts\nas one model": showcase.strip(Subject(run, "experts", "top-1")).pictures,
         "one network of\nequal FLOPs": showcase.strip(Subject(run, "monolith")).pictures,
     }
     width = LEFT + len(demo.PROMPTS) * (SIDE + GAP)

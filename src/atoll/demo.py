@@ -23,7 +23,7 @@ from atoll.progress import progress
 from atoll.run import Artifact
 
 MINUTES = 15.0
-"""What the preset's samples take on two cores, with everything around the training."""
+"""Within these the preset's samples fit on two cores, with everything around the training."""
 AROUND = 4.0
 """Minutes of it that are not training: preparation, evaluation, report."""
 PAUSE = 0.5

@@ -156,6 +156,9 @@ def test_mixed_answers_are_the_ensembles_own_velocity(trained: Path) -> None:
         assert torch.cat(errors).allclose(answers.routed[routing], rtol=1e-4, atol=1e-6)
     own = answers.errors.gather(1, answers.cluster[:, None])[:, 0]
     assert own.allclose(answers.routed["oracle"])
+    assert answers.nearest is not None
+    accuracy = diagnostics.report(answers)["nearest"]["accuracy"]["mean"]
+    assert accuracy == pytest.approx((answers.nearest.argmax(1) == answers.column).double().mean().item())
 
 
 def test_held_out_errors_of_all_models_are_of_the_same_samples(answer: dict[str, Any]) -> None:

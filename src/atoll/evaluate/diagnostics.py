@@ -78,6 +78,8 @@ class Answers:
     """Angle between the two most probable experts (rows,)."""
     routed: dict[str, Tensor]
     """Error of the mixed velocity under each routing (rows,)."""
+    nearest: Tensor | None = None
+    """Probabilities from the clusters' own densities (rows, experts); None if an expert came without."""
 
 
 @torch.no_grad()
@@ -103,6 +105,7 @@ def ask(model: Ensemble, shards: Shards, routings: Sequence[str], limit: int, se
         joined["angles"],
         joined.get("chosen_angles"),
         routed,
+        joined.get("nearest"),
     )
 
 
@@ -120,6 +123,8 @@ def _ask(model: Ensemble, sample: Noisy, routings: Sequence[str]) -> dict[str, T
         found["probabilities"] = p
         two = p.topk(2).indices[..., None, None, None].expand(-1, -1, *velocities.shape[2:])
         found["chosen_angles"] = mean_angle(velocities.gather(1, two))
+    if experts > 1 and all(member.density is not None for member in model.members):
+        found["nearest"] = model.weights(sample.x, sample.t, condition, "nearest:full")
     for routing in routings:
         cluster, draw = sample.batch.cluster, sample.draw
         weights = model.weights(sample.x, sample.t, condition, routing, cluster=cluster, draw=draw)
@@ -185,6 +190,8 @@ def report(answers: Answers) -> dict[str, Any]:
         figures["disagreement_of_top_2_degrees"] = summary(answers.chosen_angles, answers.t)
         figures["router"] = router_figures(p, column, t)
         figures["router_choice"] = selection(p, errors, t)
+    if answers.nearest is not None:
+        figures["nearest"] = router_figures(answers.nearest[here], column, t)
     return figures
 
 

@@ -39,7 +39,7 @@ def report(run: Path, config: Config, options: Options | None = None, out: Path 
     settings = _settings(answer, options)
     shown = _subjects(run, options.routings or _routings(answer))
     routings = [subject.routing for subject in shown if subject.routing]
-    settings = replace(settings, routing="top-2" if "top-2" in routings or not routings else routings[0] or "top-1")
+    settings = replace(settings, routing=routings[0] if routings else "top-1")
     showcase = Showcase(choose(run, config.clusters.count, options.prompts), settings)
     strips = [showcase.strip(subject) for subject in shown]
     target = out or run / FILE

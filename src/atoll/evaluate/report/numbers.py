@@ -267,6 +267,8 @@ def _matrix(findings: Findings, experts: Mapping[str, Any]) -> str:
         body.append(tag("tr", tag("th", f"cluster {cluster}", scope="row"), *cells))
     top = tag("tr", tag("td", ""), *[tag("th", f"expert {name}", scope="col") for name in names])
     text = prose(words.MATRIX)
+    if len({job.objective for job in findings.experts}) > 1:
+        text += " " + prose(words.MIXED)
     grid = tag(
         "div", tag("table", tag("thead", top), tag("tbody", *body), class_="matrix"), class_="wide", tabindex="0"
     )

@@ -32,7 +32,7 @@ def hero(findings: Findings, examples: list[Example], strip: Strip) -> str:
     ]
     experts, known = len(findings.experts), findings.pictures
     data = f"{known:,} pictures" if known else "the pictures"
-    lead = prose(words.LEAD, experts=experts, data=data)
+    lead = prose(words.LEAD, experts=experts, data=data, routing=strip.subject.routing)
     return tag("p", lead, class_="lead") + tag("div", *cards, class_="gallery")
 
 

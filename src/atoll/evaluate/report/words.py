@@ -22,7 +22,7 @@ GLOSSARY = {
 
 LEAD = """
 {experts} networks were trained on {experts} different parts of {data}. None saw the others’ part, and they exchanged
-nothing. Asked together, they act as one model, and this is what it makes of these words:
+nothing. Asked together ({routing} routing), they act as one model, and this is what it makes of these words:
 """
 
 METHOD = """
@@ -85,6 +85,11 @@ same questions.
 BY_HEART = """
 An error above {nothing:.1f} is worse than no answer at all: on pictures that they have not seen these networks are
 lost. They know their training pictures by heart, as small data and long training make them.
+"""
+
+MIXED = """
+Compare an expert with others of its kind: answers of a DDPM are held back where noise is strong, which errs less on
+strange pictures.
 """
 
 MATRIX = """
