@@ -1,6 +1,6 @@
 """The same prompts and noise by several models: pictures.py ROOT/seedS RECIPE OUT.png ARM:LABEL[=TEXT]...
 
-LABEL is that of a model in the evaluation ("experts top-1", "monolith"); TEXT stands beside its row, | begins a new line.
+LABEL is that of a model in the evaluation ("experts top-1", "monolith"); TEXT stands beside its row, | breaks it.
 """
 
 import json

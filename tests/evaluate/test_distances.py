@@ -1,4 +1,4 @@
-"""Formulas against scipy, scikit-learn and exact answers."""
+"""Formulas against scipy, scikit-learn, torchmetrics and exact answers."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,9 @@ import scipy.linalg
 import torch
 from sklearn.metrics.pairwise import polynomial_kernel
 from sklearn.neighbors import NearestNeighbors
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics.image.fid import FrechetInceptionDistance
+from torchmetrics.image.kid import KernelInceptionDistance
 
 from atoll.evaluate.distances import Gaussian, Spread, frechet, kernel_distance, pairwise_mean, precision_recall
 
@@ -75,6 +77,28 @@ def test_kernel_distance_equals_scikit_learn() -> None:
     whole = kernel_distance(x[:200], y, size=1000)
     assert (whole.subsets, whole.subset_size, whole.subset_std) == (1, 200, 0.0)
     assert whole.subset_mean == pytest.approx(whole.value, rel=1e-9)
+
+
+class Given(nn.Module):
+    """In place of Inception: the features are the pictures."""
+
+    num_features = 64
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+
+@pytest.mark.filterwarnings("ignore:Metric `Kernel Inception Distance`:UserWarning")
+def test_both_distances_equal_torchmetrics() -> None:
+    a, b = features(400, 64, 0).view(-1, 1, 8, 8), features(400, 64, 1, shift=0.3).view(-1, 1, 8, 8)
+    fid = FrechetInceptionDistance(Given(), input_img_size=(1, 8, 8)).set_dtype(torch.float64)
+    kid = KernelInceptionDistance(Given(), subsets=1, subset_size=400)
+    for metric in (fid, kid):
+        metric.update(a.double(), real=True)
+        metric.update(b.double(), real=False)
+    assert frechet(Gaussian.of(a.flatten(1)), Gaussian.of(b.flatten(1))) == pytest.approx(fid.compute().item(), rel=1e-6)
+    value = kernel_distance(a.flatten(1), b.flatten(1)).value
+    assert value == pytest.approx(kid.compute()[0].item(), rel=1e-6)
 
 
 def test_kernel_distance_is_unbiased_and_its_error_is_right() -> None:
