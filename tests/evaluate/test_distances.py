@@ -96,9 +96,9 @@ def test_both_distances_equal_torchmetrics() -> None:
     for metric in (fid, kid):
         metric.update(a.double(), real=True)
         metric.update(b.double(), real=False)
-    assert frechet(Gaussian.of(a.flatten(1)), Gaussian.of(b.flatten(1))) == pytest.approx(fid.compute().item(), rel=1e-6)
-    value = kernel_distance(a.flatten(1), b.flatten(1)).value
-    assert value == pytest.approx(kid.compute()[0].item(), rel=1e-6)
+    x, y = a.flatten(1), b.flatten(1)
+    assert frechet(Gaussian.of(x), Gaussian.of(y)) == pytest.approx(fid.compute().item(), rel=1e-6)
+    assert kernel_distance(x, y).value == pytest.approx(kid.compute()[0].item(), rel=1e-6)
 
 
 def test_kernel_distance_is_unbiased_and_its_error_is_right() -> None:
