@@ -213,7 +213,7 @@ def test_an_engine_that_breaks_says_so_and_nobody_waits_for_it(served_run: Path)
     desk = Desk(served_run)
 
     def unreachable(event: Event) -> None:
-        if not isinstance(event, Queued):
+        if isinstance(event, Painted):
             raise OSError("the listener is gone")
 
     waiting = desk.ask(steps=3)

@@ -6,6 +6,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from atoll.studio.app import Studio
 from atoll.studio.wire import PICTURES, STEPS
@@ -23,7 +24,11 @@ def cheaper(body: Any) -> Any:
 
 
 def explore(url: str, examples: int) -> set[str]:
-    """Try every route with so many requests that fit the description and as many that do not; the routes."""
+    """Try every route with so many requests that fit the description and as many that do not; the routes.
+
+    Answers must be as described. That what fits is accepted is not asked: which experts and routings there are is a
+    matter of the run, not of the description.
+    """
     tried = set()
     for found in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
         operation = found.ok()
@@ -36,14 +41,14 @@ def explore(url: str, examples: int) -> set[str]:
                 case.body = cheaper(case.body)
                 answer = case.call(timeout=60)
                 assert answer.status_code < 500, (case.as_curl_command(), answer.text)
-                case.validate_response(answer)
+                case.validate_response(answer, excluded_checks=[positive_data_acceptance])
 
             attempt()
         tried.add(operation.path)
     return tried
 
 
-@pytest.mark.parametrize("examples", [5, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [3, pytest.param(300, marks=pytest.mark.slow)])
 def test_no_request_is_the_servers_fault(served: tuple[str, Studio], examples: int) -> None:
     url, studio = served
     assert {"/v1/images", "/v1/images/{id}", "/v1/islands/{job}/grid.png", "/metrics"} <= explore(url, examples)

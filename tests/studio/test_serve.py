@@ -45,7 +45,7 @@ def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served_run: Pa
         begun, told = threading.Event(), []
 
         def listen() -> None:
-            wanted = {"prompt": "a circle", "steps": 250, "n": 8, "stream": True}
+            wanted = {"prompt": "a circle", "steps": 100, "n": 8, "stream": True}
             with httpx.stream("POST", f"{url}/v1/images", json=wanted, timeout=60) as answer:
                 begun.set()
                 told.extend(events(answer))
@@ -65,6 +65,7 @@ def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served_run: Pa
     assert names.count("image") == 8
 
 
+@pytest.mark.slow
 def test_the_grace_is_bounded(served_run: Path) -> None:
     with process_of(served_run, "--grace", "0.2") as (url, process):
         wanted = {"steps": 250, "n": 16, "stream": True}

@@ -75,6 +75,7 @@ def create_app(studio: Studio) -> FastAPI:
 
     app = FastAPI(
         title="Atoll studio", version=__version__, lifespan=running, docs_url=None, redoc_url=None,
+        redirect_slashes=False,
         description="Pictures from many experts as one model.",
     )  # fmt: skip
     app.add_middleware(Guard, token=studio.token)
@@ -108,9 +109,11 @@ def _add_faults(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        field = field_of(first["loc"])
-        return problem(RefusalError(422, f"{field}: {first['msg']}" if field else str(first["msg"]), field))
+        faults = [(field_of(each["loc"]), str(each["msg"])) for each in error.errors()]
+        field = faults[0][0]
+        # A field that may be one thing or another has a fault for each.
+        why = " or: ".join(dict.fromkeys(message for place, message in faults if place == field))
+        return problem(RefusalError(422, f"{field}: {why}" if field else why, field))
 
 
 def _add_images(app: FastAPI, studio: Studio) -> None:

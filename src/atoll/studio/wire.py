@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 PICTURES, STEPS, GUIDANCE, LARGEST_SEED = 16, 250, 30.0, 2**53 - 1
 PROMPT, LABEL, ROUTING = 2000, 200, 100
@@ -10,7 +10,14 @@ PROMPT, LABEL, ROUTING = 2000, 200, 100
 BODY = 64 * 1024
 """Bytes that the body of a request may have: a prompt of the largest length fits, however it is escaped."""
 
-Side = Annotated[int, Field(ge=1, le=65536)]
+
+def _whole(value: object) -> object:
+    """In JSON 3.0 is an integer too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Side = Annotated[Whole, Field(ge=1, le=65536)]
 ModelName = Literal["experts", "monolith", "student"]
 
 
@@ -28,18 +35,20 @@ class ImagesRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     prompt: str | None = Field(None, max_length=PROMPT, description="what the pictures shall show; blank is none")
-    label: Annotated[str, Field(max_length=LABEL)] | int | None = Field(None, description="a class, by name or number")
-    n: int = Field(1, ge=1, le=PICTURES, description="number of pictures")
+    label: Annotated[str, Field(max_length=LABEL)] | Whole | None = Field(
+        None, description="a class, by name or number"
+    )
+    n: Whole = Field(1, ge=1, le=PICTURES, description="number of pictures")
     size: Side | Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
         None, description="side, or height and width, in pixels: only those of the run are possible"
     )
-    steps: int = Field(25, ge=1, le=STEPS, description="steps of the solver")
+    steps: Whole = Field(25, ge=1, le=STEPS, description="steps of the solver")
     guidance: float = Field(4.0, ge=0, le=GUIDANCE, description="classifier-free guidance; 1 is none")
     routing: str | None = Field(None, max_length=ROUTING, description="as in `atoll sample`; null is the server's own")
-    seed: int = Field(0, ge=0, le=LARGEST_SEED, description="the same seed gives the same pictures")
+    seed: Whole = Field(0, ge=0, le=LARGEST_SEED, description="the same seed gives the same pictures")
     model: ModelName = Field("experts", description="all experts as one, the monolith, or the student")
-    expert: int | None = Field(None, ge=0, le=99999, description="this expert alone paints, by its number")
-    preview_every: int | None = Field(
+    expert: Whole | None = Field(None, ge=0, le=99999, description="this expert alone paints, by its number")
+    preview_every: Whole | None = Field(
         None, ge=1, le=STEPS, description="streams: send what the picture will be, as far as is known, at these steps"
     )
     stream: bool = Field(False, description="server-sent events instead of one answer")
