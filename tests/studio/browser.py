@@ -49,7 +49,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(run: Path, *options: str, token: str | None = None) -> Iterator[Server]:
+def studio_of(run: Path, *options: str, token: str | None = None) -> Iterator[Server]:
     """The run behind a server, until the end of the block; it must stop by itself when it is asked to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

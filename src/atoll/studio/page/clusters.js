@@ -103,8 +103,7 @@ function facts(expert) {
   const known = [
     ["objective", [objective, schedule].filter(Boolean).join(", ")],
     ["network", `${network}, ${compact(parameters)} parameters`],
-    ["trained on", samples ? `${count(samples)} samples` : null],
-    ["in", seconds ? span(seconds) : null],
+    ["trained", samples ? `${count(samples)} samples${seconds ? ` in ${span(seconds)}` : ""}` : null],
   ];
   const said = known.filter(([, value]) => value);
   return element("dl", { class: "facts" }, said.map(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]).flat());

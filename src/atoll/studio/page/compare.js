@@ -163,7 +163,7 @@ export class CompareView {
     const { settings } = painting;
     const picture = element("img", { alt: "", width: size[1], height: size[0] });
     const frame = element("a", { class: "frame empty", href: hashOf("paint", settings) }, picture);
-    const strip = ribbon(experts);
+    const strip = dense || experts.length < 2 ? null : ribbon(experts);
     const said = element("figcaption", {}, `seed ${settings.seed}`);
     frame.style.aspectRatio = `${size[1]} / ${size[0]}`;
     painting.addEventListener("change", () => {
@@ -172,11 +172,11 @@ export class CompareView {
       frame.classList.toggle("empty", !source);
       frame.classList.toggle("busy", !painting.over);
       picture.alt = `${subject(settings)}, seed ${settings.seed}: open in Paint`;
-      strip.draw(painting.pictures[0].decisions, settings.steps);
+      strip?.draw(painting.pictures[0].decisions, settings.steps);
       said.textContent = painting.state === "done" ? `seed ${settings.seed}` : painting.saying;
     });
     frame.setAttribute("aria-label", `seed ${settings.seed}: open in Paint`);
-    return element("figure", {}, frame, !dense && experts.length > 1 && strip.node, said);
+    return element("figure", {}, frame, strip?.node, said);
   }
 }
 

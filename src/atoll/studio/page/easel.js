@@ -41,7 +41,7 @@ export class Easel {
     const { decisions, made } = this.painting.pictures[this.index];
     this.slider.value = decisions.length;
     this.slider.disabled = !this.painting.over || !decisions.length;
-    this.ribbon.draw(decisions, this.painting.settings.steps);
+    if (this.routed) this.ribbon.draw(decisions, this.painting.settings.steps);
     if (made && !this.actions.childElementCount) this.offer(made);
     this.draw();
   }

@@ -53,8 +53,8 @@ export class GalleryView {
         { class: "actions" },
         copyButton(linkTo("paint", settings)),
         whole && element("a", { class: "button", href: picture, download: `${name}-${settings.seed}.png` }, "Download"),
-        element("button", { type: "button", click: () => this.gallery.remove(entry), "aria-label": `Remove ${name}` }, "Remove"),
       ),
+      element("button", { type: "button", class: "remove", click: () => this.gallery.remove(entry), "aria-label": `Remove ${name}` }, "×"),
     );
   }
 }

@@ -141,7 +141,7 @@ class JobCard {
 
 function said({ samples, total, rate, seconds_left: left, seen_seconds_ago: seen, where, state }) {
   const parts = [
-    total && state !== "done" ? `${count(samples)} of ${count(total)} samples` : null,
+    state === "done" ? samples > 0 && `${count(samples)} samples` : total > 0 && `${count(samples)} of ${count(total)} samples`,
     rate && state === "running" ? `${rate.toFixed(1)} a second` : null,
     left === null ? null : `${span(left)} left`,
     state === "stale" && seen !== null ? `last seen ${span(seen)} ago` : null,

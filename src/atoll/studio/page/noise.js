@@ -9,7 +9,7 @@ export function noise() {
   const pen = canvas.getContext("2d");
   const pixels = pen.createImageData(SIDE, SIDE);
   for (let place = 0; place < pixels.data.length; place += 1) {
-    pixels.data[place] = place % 4 === 3 ? 255 : 128 + 52 * gaussian();
+    pixels.data[place] = place % 4 === 3 ? 255 : 150 + 40 * gaussian();
   }
   pen.putImageData(pixels, 0, 0);
   return `url(${canvas.toDataURL()})`;

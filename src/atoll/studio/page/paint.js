@@ -82,8 +82,12 @@ export class PaintView {
       element("h2", {}, subject(settings)),
       element("p", { class: "recipe" }, recipe(settings)),
       this.going(painting),
-      element("div", { class: "easels", "data-many": Math.min(settings.n, 5) }, easels.map(({ node }) => node)),
-      legend?.node ?? "",
+      element(
+        "div",
+        { class: "scene", "data-many": Math.min(settings.n, 5) },
+        element("div", { class: "easels" }, easels.map(({ node }) => node)),
+        legend?.node,
+      ),
     ];
   }
 

@@ -5,7 +5,8 @@ import { choice, choose, clear, complain, examples, field, number, subjectFields
 import { routing } from "./words.js";
 
 const SEEDS = 1_000_000;
-const PAINTERS = { experts: "Experts together", monolith: "Monolith", student: "Student" };
+const EXAMPLES = 8;
+const PAINTERS = { experts: "All experts", monolith: "Monolith", student: "Student" };
 
 /** The settings of one request, as fields; `paint` is called when they are to be painted. */
 export class RequestForm {
@@ -28,7 +29,7 @@ export class RequestForm {
         submit: (event) => this.submit(event), change: () => this.explain(),
       },
       this.subject.nodes,
-      examples(run.examples, (caption) => this.take(caption)),
+      examples(run.examples.slice(0, EXAMPLES), (caption) => this.take(caption)),
       element("button", { class: "primary", type: "submit" }, "Paint"),
       this.settings,
       run.missing.length > 0 && stillMissing(run),

@@ -6,12 +6,13 @@ import { percent } from "./words.js";
 /** A ribbon that grows with the steps. The legend, if given, is told the expert under the pointer, and the one clicked. */
 export function ribbon(experts, legend = null) {
   const bands = experts.map(({ number, colour }) => drawn("path", { fill: colour, "data-expert": number }));
-  const cursor = drawn("line", { class: "cursor", y1: 0, y2: 1, "vector-effect": "non-scaling-stroke" });
+  const cursor = drawn("line", { class: "cursor", x1: -1, x2: -1, y1: 0, y2: 1, "vector-effect": "non-scaling-stroke" });
   const node = drawn(
     "svg",
     {
       class: "ribbon",
       role: "img",
+      "aria-label": spoken([], experts),
       preserveAspectRatio: "none",
       pointerover: ({ target }) => legend?.point(expertOf(target)),
       pointerleave: () => legend?.point(null),

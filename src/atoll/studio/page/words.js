@@ -5,12 +5,12 @@ const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignific
 
 export const count = (number) => whole.format(number);
 export const compact = (number) => short.format(number);
-export const percent = (share) => (share > 0 && share < 0.01 ? "< 1 %" : `${Math.round(100 * share)} %`);
+export const percent = (share) => (share > 0 && share < 0.01 ? "<\u00a01\u202f%" : `${Math.round(100 * share)}\u202f%`);
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
 
 /** A time span, as exact as anybody wants to know it. */
 export function span(seconds) {
-  if (seconds < 1) return "less than 1 s";
+  if (seconds < 10) return `${Number(seconds.toFixed(1))} s`;
   if (seconds < 120) return `${Math.round(seconds)} s`;
   return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
@@ -42,5 +42,6 @@ export function subject(settings) {
 
 /** Everything besides the prompt, in one line. */
 export function recipe(settings) {
-  return `${painter(settings)} · ${plural(settings.steps, "step")} · guidance ${settings.guidance} · seed ${settings.seed}`;
+  const parts = [painter(settings), plural(settings.steps, "step"), `guidance ${settings.guidance}`, `seed ${settings.seed}`];
+  return parts.map((part) => part.replaceAll(" ", "\u00a0")).join(" · ");
 }
