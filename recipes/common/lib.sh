@@ -77,7 +77,7 @@ measure() { # measure NAME OPTION...: figures of an arm; the features of the rea
     local run; run=$(arm "$1"); shift
     mkdir -p "$run/evaluation" "$ROOT/base/reference"
     [ -d "$run/evaluation/reference" ] || cp -al "$ROOT/base/reference" "$run/evaluation/reference"
-    $atoll evaluate "$run" --samples "${SAMPLES:-1024}" --references 2048 --steps 25 --guidance 2 --held-out 256 \
+    $atoll evaluate "$run" --samples "${SAMPLES:-512}" --references 2048 --steps 25 --guidance 2 --held-out 256 \
         --followed 16 --allow-few "$@"
     cp "$run/evaluation/latest.json" "$run/evaluation/$recipe.json"
     cp -aln "$run/evaluation/reference/." "$ROOT/base/reference/"
