@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,26 @@ class Server:
     token: str | None = None
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        with self._open(path, body) as answer:
+            text = answer.read().decode()
+        return json.loads(text) if answer.headers.get_content_type() == "application/json" else text
+
+    @contextlib.contextmanager
+    def stream(self, body: dict[str, Any]) -> Iterator[None]:
+        """A painting that goes on until the end of the block."""
+        with self._open("/v1/images", {**body, "stream": True}) as events:
+            assert events.readline() == b"event: queued\n"
+            yield
+
+    def _open(self, path: str, body: dict[str, Any] | None) -> HTTPResponse:
         headers = {"Content-Type": "application/json"}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
         data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=60) as answer:
-            text = answer.read().decode()
-        return json.loads(text) if answer.headers.get_content_type() == "application/json" else text
+        answer: HTTPResponse = urllib.request.urlopen(
+            urllib.request.Request(self.url + path, data, headers), timeout=60
+        )
+        return answer
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from studio.browser import DESK, FLAGS, PHONE, Server, Watched, accessible, chromium, fits, studio_of
 from train.conftest import merge
-from train.workers import TINY, start
+from train.workers import TINY, finish, start
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screenshots"
@@ -221,9 +221,9 @@ def test_every_view_is_accessible(open_page: Any, finished: Server, size: dict[s
 
 
 def young_run(prepared: Path, run: Path) -> Path:
-    """A prepared run that nothing was trained in."""
+    """A prepared run that nothing was trained in; its jobs take long."""
     shutil.copytree(prepared / "data", run / "data")
-    training = {"samples": 4000, "grid_every": 400, "grid_size": 4, "log_every": 80}
+    training = {"samples": 1_000_000, "grid_every": 160, "grid_size": 4, "log_every": 32, "decay": "constant"}
     values = merge(merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY), {"train": training})
     (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     return run
@@ -233,7 +233,7 @@ def test_the_islands_while_they_train(browser: Browser, prepared: Path, tmp_path
     """A token is asked for; nothing is finished; training is watched; what it finishes paints, in its turn."""
     SHOTS.mkdir(parents=True, exist_ok=True)
     run = young_run(prepared, tmp_path / "young")
-    with studio_of(run, "--queue", "1", "--batch", "1", token="palm") as server:
+    with studio_of(run, "--queue", "0", "--batch", "1", token="palm") as server:
         page = browser.new_context(viewport=DESK, reduced_motion="reduce").new_page()
         watched = Watched(page, server.url)
         page.goto(server.url)
@@ -242,19 +242,8 @@ def test_the_islands_while_they_train(browser: Browser, prepared: Path, tmp_path
             page.get_by_role("button", name="Continue").click()
         expect(page.get_by_text("Nothing can paint yet")).to_be_visible()
         expect(page.get_by_text("experts/000, experts/001, experts/002")).to_be_visible()
-        job = start(run, "--expert", "0")
         page.get_by_role("link", name="Islands").first.click()
-        card = page.get_by_role("article", name="experts/000")
-        expect(card.locator(".state")).to_have_text("training", timeout=60_000)
-        bar = card.locator("progress")
-        before = bar.evaluate("bar => bar.value")
-        expect(bar).not_to_have_js_property("value", before)
-        expect(card.locator("img.sheet")).to_be_visible(timeout=60_000)
-        expect(card.locator(".loss")).to_be_visible()
-        accessible(page, SHOTS, "islands-training-desk")
-        expect(card.locator(".state")).to_have_text("done", timeout=120_000)
-        job.join(60)
-        assert job.exitcode == 0
+        watch_it_train(page, run)
         page.get_by_role("link", name="Paint").first.click()
         busy_then_paints(page, server)
         assert {refusal.split()[0] for refusal in watched.refusals} == {"401", "429"}
@@ -262,17 +251,32 @@ def test_the_islands_while_they_train(browser: Browser, prepared: Path, tmp_path
         page.context.close()
 
 
+def watch_it_train(page: Page, run: Path) -> None:
+    """One job is seen at work and told to stop; another, a short one, is seen to end."""
+    card, short = page.get_by_role("article", name="experts/000"), page.get_by_role("article", name="experts/001")
+    expect(card.locator(".state")).to_have_text("waits for an island")
+    job = start(run, "--expert", "0")
+    try:
+        expect(card.locator(".state")).to_have_text("training", timeout=60_000)
+        expect(card.locator("img.sheet")).to_be_visible(timeout=60_000)
+        expect(card.locator(".loss")).to_be_visible()
+        before = card.locator("progress").evaluate("bar => bar.value")
+        expect(card.locator("progress")).not_to_have_js_property("value", before)
+        assert card.locator("progress").evaluate("bar => bar.value") > before
+        accessible(page, SHOTS, "islands-training-desk")
+    finally:
+        job.terminate()
+    assert finish(run, "--expert", "1", "--train.samples", "32", "--train.grid_every", "0") == 0
+    expect(short.locator(".state")).to_have_text("done")
+    expect(page.locator(".intro")).to_have_text(re.compile("^1 of 4 networks trained"))
+    job.join(60)
+    assert job.exitcode == 75  # saved, to be continued
+
+
 def busy_then_paints(page: Page, server: Server) -> None:
-    """One request paints, one waits, and there is no room for a third until both are gone."""
-    others = [page.context.new_page() for _ in range(2)]
-    for other in others:
-        other.goto(server.url)
-        other.get_by_label("Token", exact=True).fill("palm")
-        other.get_by_role("button", name="Continue").click()
-        other.evaluate("hash => location.hash = hash", "#paint?steps=250&n=8")
-        expect(said(other)).to_have_text(re.compile("Step|Waiting|Starting"))
-    page.get_by_role("button", name="Paint", exact=True).click()
-    expect(said(page)).to_have_text(re.compile("The studio is busy"))
-    for other in others:
-        other.close()
+    """While somebody else has the only place, the page waits; when it is free, it paints."""
+    expect(page.get_by_role("button", name="Paint", exact=True)).to_be_visible()
+    with server.stream({"steps": 250, "n": 2}):
+        page.get_by_role("button", name="Paint", exact=True).click()
+        expect(said(page)).to_have_text(re.compile("The studio is busy"))
     expect(said(page)).to_have_text(re.compile("Done in"), timeout=60_000)

@@ -78,7 +78,7 @@ function summary(jobs, done) {
   const left = Math.max(...running.map(({ seconds_left: seconds }) => seconds ?? 0));
   const parts = [
     done === jobs.length ? `All ${jobs.length} networks are trained.` : `${done} of ${plural(jobs.length, "network")} trained.`,
-    running.length > 0 && `${running.length} in training${left > 0 ? `, the last of them for about ${span(left)} more` : ""}.`,
+    running.length > 0 && `${running.length} in training${left > 0 ? `, about ${span(left)} left` : ""}.`,
   ];
   return parts.filter(Boolean).join(" ");
 }
