@@ -2,13 +2,17 @@
 
 import json
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from atoll.ensemble import Settings
+from atoll.studio import requests
 from atoll.studio.app import Studio
+from atoll.studio.work import Ask, Event, Painted
 from studio.conftest import serving
 
 Served = tuple[str, Studio]
@@ -146,10 +150,16 @@ def test_a_token_is_asked_for_and_checked(served_run: Path) -> None:
         assert httpx.get(f"{url}/v1/run", headers=right).json()["token_required"] is True
 
 
-def test_a_full_queue_says_when_to_come_again(served_run: Path) -> None:
+def test_a_full_queue_says_when_to_come_again(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "HEARTBEAT", 0.05)
     with serving(served_run, batch=1, queue=1) as (url, studio):
         slow = {"steps": 250, "n": 16, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/images", json=slow), httpx.stream("POST", f"{url}/v1/images", json=slow):
+        stream = partial(httpx.stream, "POST", f"{url}/v1/images", json=slow)
+        with stream(), stream() as waiting:
+            lines = waiting.iter_lines()
+            assert next(lines) == "event: queued"
+            assert json.loads(next(lines).removeprefix("data: "))["position"] == 1
+            assert next(line for line in lines if line) == ": still here"
             answer = httpx.post(f"{url}/v1/images", json={})
             assert answer.status_code == 429
             assert 1 <= int(answer.headers["retry-after"]) <= 60
@@ -159,3 +169,18 @@ def test_a_full_queue_says_when_to_come_again(served_run: Path) -> None:
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) > 0
         assert httpx.get(f"{url}/health").json()["status"] == "stopping"
+
+
+def test_a_broken_engine_is_told_to_everyone(served_run: Path) -> None:
+    def unreachable(event: Event) -> None:
+        if isinstance(event, Painted):
+            raise OSError("the listener is gone")
+
+    with serving(served_run) as (url, studio):
+        studio.engine.submit(Ask(Settings("top-1", 1)), studio.models.edition("experts"), unreachable)
+        answer = httpx.post(f"{url}/v1/images", json={"steps": 250})
+        assert answer.status_code == 503
+        health = httpx.get(f"{url}/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        assert "the listener is gone" in health.json()["why"]
+        assert "the listener is gone" in httpx.post(f"{url}/v1/images", json={}).json()["error"]["message"]

@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import FastAPI, Request
 from fastapi import Path as InPath
 from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, HTMLResponse, Response
 
@@ -22,6 +23,8 @@ from atoll.studio.models import Models
 from atoll.studio.requests import EventStream, Mailbox, checked, collected
 from atoll.studio.wire import RefusalError
 
+OPENING_SECONDS = 20.0
+"""Time to open models before the first request is answered; those that take longer are opened meanwhile."""
 PAGE = Path(__file__).parent / "page"
 JOB = r"^(experts/[0-9]{3,5}|router|monolith|student)$"
 _TYPES = {
@@ -68,6 +71,7 @@ def create_app(studio: Studio) -> FastAPI:
     async def running(_app: FastAPI) -> AsyncIterator[None]:
         studio.models.start()
         studio.engine.start()
+        await run_in_threadpool(studio.models.looked.wait, OPENING_SECONDS)
         yield
         studio.engine.abandon()
         studio.engine.join()

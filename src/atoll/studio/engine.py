@@ -275,6 +275,7 @@ class Engine:
             self.metrics.open.set(len(self._open))
         if ticket.seat is not None:
             ticket.seat.leave()
+        ticket.forget()
         self.metrics.requests.labels(OUTCOMES.get(end.status, "failed")).inc()
         if end.status == DONE:
             self.metrics.seconds.observe(end.seconds)

@@ -98,15 +98,17 @@ class Models:
     def look(self) -> None:
         """Open every model that is new or has changed."""
         for model in NAMES:
-            signature = self._signature(model)
-            if signature and self._seen.get(model) != signature:
-                self._seen[model] = signature
-                try:
+            try:
+                signature = self._signature(model)
+                if signature and self._seen.get(model) != signature:
+                    self._seen[model] = signature
                     self._editions[model] = self._open(model)
                     self.trouble.pop(model, None)
-                except AtollError as error:
-                    self.trouble[model] = str(error)
-                    print(f"atoll: the model {model} cannot be opened: {error}", file=sys.stderr, flush=True)
+            except Exception as error:  # whatever is wrong with files of a run, its other models can be served
+                self.trouble[model] = (
+                    str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
+                )
+                print(f"atoll: the model {model} cannot be opened: {error}", file=sys.stderr, flush=True)
         self.looked.set()
 
     def _watch(self) -> None:

@@ -162,6 +162,11 @@ class Ticket:
         """The event of a step."""
         return Stepped(step + 1, self.times[step], [each.weights[step] for each in self.pictures], previews)
 
+    def forget(self) -> None:
+        """Let go of latents at once, not when the interpreter gets round to it."""
+        for picture in self.pictures:
+            picture.x, picture.estimate = picture.x.new_empty(0), None
+
     def described(self, number: int) -> dict[str, Any]:
         """Everything needed to make one of its pictures again."""
         ask = self.ask
