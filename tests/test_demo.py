@@ -65,6 +65,10 @@ def test_the_prompts_are_captions_of_the_data_and_three_of_them_unseen() -> None
     assert [split[prompt] for prompt in demo.PROMPTS] == ["train"] * 9 + ["held-out"] * 3
 
 
+def test_the_last_line_offers_the_studio() -> None:
+    assert "atoll serve runs/x " in demo.farewell(Path("runs/x"), Path("report.html"), 60).splitlines()[-1]
+
+
 def test_settings_that_are_there_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = demo.settle(tmp_path, 10)
     assert first == demo.scaled(10) == load(tmp_path)

@@ -535,9 +535,9 @@ VERBS: dict[str, type[Verb]] = {
     "sample": Sample,
     "evaluate": Evaluate,
     "report": Report,
-    "serve": studio.Serve,
     "convert": Convert,
     "export": Export,
+    "serve": studio.Serve,
 }
 
 

@@ -235,5 +235,6 @@ def farewell(run: Path, report: Path, seconds: float) -> str:
             f"  atoll evaluate {run} --samples 2048 {how}    # figures of more samples",
             f"  atoll report {run}    # the page again, with them",
             "  atoll demo --minutes 60 --run runs/long    # more training: better pictures",
+            f"  atoll serve {run}    # and now paint: a page in your browser, made by your own experts",
         ]
     )

@@ -18,6 +18,7 @@ from atoll import cli
 from atoll.ensemble.export import export
 from atoll.ensemble.pictures import COLOURS
 from atoll.studio.app import Studio
+from atoll.studio.models import Usual, usual_settings
 from studio.conftest import serving
 from train.conftest import merge
 from train.workers import TINY, wait_for
@@ -123,6 +124,15 @@ def test_the_run_tells_what_it_offers(served: Served, served_run: Path) -> None:
     jobs = httpx.get(f"{url}/v1/islands").json()["jobs"]
     assert {job["job"]: job["state"] for job in jobs}["experts/001"] == "done"
     assert run["experts"][1]["colour"] == COLOURS[1]
+
+
+def test_the_usual_settings_are_those_of_the_last_evaluation(tmp_path: Path) -> None:
+    assert usual_settings(tmp_path) == Usual(25, 4.0)
+    (tmp_path / "evaluation").mkdir()
+    protocols = [{"steps": 1000, "guidance": 2.0}, {"steps": 50, "guidance": 1.5}]
+    models = [{}, {"metrics": {"inception": {"protocol": protocols[0]}, "other": {"protocol": protocols[1]}}}]
+    (tmp_path / "evaluation/latest.json").write_text(json.dumps({"models": models}))
+    assert usual_settings(tmp_path) == Usual(50, 1.5)
 
 
 def test_metrics_count_what_was_made(served_run: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from atoll.studio.models import Models, has_nearest, has_router
 from atoll.train.expert import Declaration
 from atoll.train.journal import METRICS
 
-CAPTIONS, LABELS, EXAMPLES, POINTS = 12, 6, 12, 60
+CAPTIONS, LABELS, EXAMPLES, POINTS, SHORT = 12, 6, 12, 60, 16
 CHUNKS = 16
 """Chunks of the data that are read to tell what clusters hold."""
 
@@ -38,7 +39,6 @@ def describe_run(models: Models, queue: int, token: bool) -> wire.RunAnswer:
     told = frozenset[str]().union(*(edition.ensemble.told for edition in editions.values()))
     known = first.ensemble.experts[0].labels if first is not None else ()
     missing = list(experts.missing) if experts is not None else _all_experts(models)
-    shown = wire.ImagesRequest()
     return wire.RunAnswer(
         name=models.name,
         size=None if first is None else list(first.size),
@@ -53,7 +53,7 @@ def describe_run(models: Models, queue: int, token: bool) -> wire.RunAnswer:
         routings=list(editions["experts"].routings) if "experts" in editions else [],
         defaults=wire.Defaults(
             routing=editions["experts"].routing if "experts" in editions else None,
-            steps=shown.steps, guidance=shown.guidance, n=shown.n,
+            steps=models.usual.steps, guidance=models.usual.guidance, n=1,
         ),
         limits=wire.Limits(
             n=wire.PICTURES, steps=wire.STEPS, guidance=wire.GUIDANCE, prompt=wire.PROMPT, queue=queue
@@ -75,11 +75,10 @@ def _all_experts(models: Models) -> list[str]:
 
 
 def _examples(models: Models) -> list[str]:
-    """Captions to try, some of every cluster."""
+    """Captions to try, some of every cluster, short ones first."""
     clusters = describe_clusters(models).clusters
-    turns = [
-        cluster.captions[place] for place in range(CAPTIONS) for cluster in clusters if place < len(cluster.captions)
-    ]
+    short = [sorted(cluster.captions, key=lambda caption: len(caption) > SHORT) for cluster in clusters]
+    turns = [caption for turn in zip_longest(*short) for caption in turn if caption is not None]
     return list(dict.fromkeys(turns))[:EXAMPLES]
 
 

@@ -4,6 +4,7 @@ A request keeps the edition of its model that was there when it came, so nothing
 request gets the new one.
 """
 
+import json
 import sys
 import threading
 from collections.abc import Mapping
@@ -15,8 +16,10 @@ import torch
 from atoll.config import CONFIG_FILE
 from atoll.ensemble import Ensemble, load, parse
 from atoll.errors import AtollError
+from atoll.evaluate.evaluation import LATEST
+from atoll.evaluate.store import ROOM
 from atoll.studio.conditions import Conditions
-from atoll.studio.wire import RefusalError
+from atoll.studio.wire import GUIDANCE, STEPS, RefusalError
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at what training has finished."""
@@ -34,6 +37,14 @@ class Opening:
     device: str | None = None
     quantise: str | None = None
     routing: str = "top-1"
+
+
+@dataclass(frozen=True)
+class Usual:
+    """Settings of requests that say nothing of them."""
+
+    steps: int = 25
+    guidance: float = 4.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +72,7 @@ class Models:
         """Set after the first look."""
         self.trouble: dict[str, str] = {}
         """Why a model that is there could not be opened."""
+        self.usual = Usual()
         self._editions: dict[str, Edition] = {}
         self._seen: dict[str, Signature] = {}
         self._stop = threading.Event()
@@ -109,6 +121,8 @@ class Models:
                     str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
                 )
                 print(f"atoll: the model {model} cannot be opened: {error}", file=sys.stderr, flush=True)
+        if self.run is not None:
+            self.usual = usual_settings(self.run)
         self.looked.set()
 
     def _watch(self) -> None:
@@ -144,6 +158,17 @@ class Models:
         first = routings[0] if routings else None
         conditions = Conditions(ensemble, how.batch)
         return Edition(model, ensemble, conditions, (picture.height, picture.width), routings, wanted or first)
+
+
+def usual_settings(run: Path) -> Usual:
+    """Those of the last evaluation, whose figures are known, if there was one and they are possible here."""
+    file = run / ROOM / LATEST
+    found = json.loads(file.read_text(encoding="utf-8"))["models"] if file.is_file() else []
+    protocols = [figures["protocol"] for model in found for figures in model.get("metrics", {}).values()]
+    for told in protocols:
+        if told["steps"] <= STEPS and 0 <= told["guidance"] <= GUIDANCE:
+            return Usual(told["steps"], told["guidance"])
+    return Usual()
 
 
 def has_router(ensemble: Ensemble) -> bool:

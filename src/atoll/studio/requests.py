@@ -44,7 +44,9 @@ def checked(request: ImagesRequest, models: Models) -> tuple[Ask, Edition]:
             raise RefusalError(422, "this model was trained without classes: it takes no labels", "label")
         with _blaming("label"):
             ensemble.models.labels([request.label])
-    settings = Settings(_routing(request, edition), request.steps, request.guidance, seed=request.seed)
+    steps = models.usual.steps if request.steps is None else request.steps
+    guidance = models.usual.guidance if request.guidance is None else request.guidance
+    settings = Settings(_routing(request, edition), steps, guidance, seed=request.seed)
     ask = Ask(settings, request.prompt, request.label, request.n, request.expert)
     return (replace(ask, preview_every=request.preview_every, stream=True) if request.stream else ask), edition
 

@@ -42,8 +42,10 @@ class ImagesRequest(BaseModel):
     size: Side | Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
         None, description="side, or height and width, in pixels: only those of the run are possible"
     )
-    steps: Whole = Field(25, ge=1, le=STEPS, description="steps of the solver")
-    guidance: float = Field(4.0, ge=0, le=GUIDANCE, description="classifier-free guidance; 1 is none")
+    steps: Whole | None = Field(None, ge=1, le=STEPS, description="steps of the solver; null is as in /v1/run")
+    guidance: float | None = Field(
+        None, ge=0, le=GUIDANCE, description="classifier-free guidance; 1 is none, null is as in /v1/run"
+    )
     routing: str | None = Field(None, max_length=ROUTING, description="as in `atoll sample`; null is the server's own")
     seed: Whole = Field(0, ge=0, le=LARGEST_SEED, description="the same seed gives the same pictures")
     model: ModelName = Field("experts", description="all experts as one, the monolith, or the student")
