@@ -78,7 +78,8 @@ def studio_of(run: Path, *options: str, token: str | None = None) -> Iterator[Se
         yield server
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        code = process.wait(30)
+    assert code == 0
 
 
 def wait_until_it_answers(server: Server, process: "subprocess.Popen[bytes]", log: Path) -> None:

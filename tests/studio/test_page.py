@@ -4,10 +4,11 @@ import base64
 import io
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from PIL import Image
@@ -65,13 +66,18 @@ def open_page(browser: Browser, finished: Server) -> Iterator[Any]:
         assert not each.refusals
 
 
-def pixels(source: str | None) -> bytes:
+def pixels(source: str | None) -> np.ndarray:
     """The pixels of a picture in a data: URL."""
     assert source is not None
-    return Image.open(io.BytesIO(base64.b64decode(source.split(",", 1)[1]))).convert("RGB").tobytes()
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(source.split(",", 1)[1]))).convert("RGB"), np.int64)
 
 
-def asked(server: Server, **settings: Any) -> list[bytes]:
+def alike(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
+    """The same pictures up to the rounding of float32 in batches of other sizes."""
+    return len(one) == len(other) and all(abs(a - b).max() <= 1 for a, b in zip(one, other, strict=True))
+
+
+def asked(server: Server, **settings: Any) -> list[np.ndarray]:
     """The same pictures from the API, without the page."""
     answer = server.ask("/v1/images", {"prompt": PROMPT, "steps": STEPS, "guidance": 2.0, **settings})
     return [pixels(f"data:,{image['png']}") for image in answer["images"]]
@@ -104,14 +110,14 @@ def test_a_picture_emerges_and_every_expert_can_be_asked(open_page: Any, finishe
     expect(said(page)).to_have_text(re.compile("Done in"))
     made = page.locator(".easel img.made")
     picture = pixels(made.get_attribute("src"))
-    assert picture == asked(finished, routing="full")[0]
+    assert alike([picture], asked(finished, routing="full"))
     heard = page.evaluate("[...window.heard]")
     assert {f"Step {step} of {STEPS}" for step in (1, STEPS // 2, STEPS)} <= set(heard)
 
     page.get_by_label("Step that is shown").press("Home")
     expect(page.locator(".reading")).to_have_text("nothing but noise")
     page.get_by_label("Step that is shown").press("PageUp")
-    assert pixels(made.get_attribute("src")) != picture
+    assert not alike([pixels(made.get_attribute("src"))], [picture])
     page.get_by_label("Step that is shown").press("End")
     page.get_by_text("Weights as a table").click()
     rows = [row.locator("td").all_text_contents() for row in page.locator(".weights tbody tr").all()]
@@ -123,10 +129,10 @@ def test_a_picture_emerges_and_every_expert_can_be_asked(open_page: Any, finishe
     page.on("request", lambda request: asks.append(request.post_data or "") if request.method == "POST" else None)
     page.get_by_role("button", name="Expert 1").hover()
     expect(page.locator(".tag")).to_have_text("Expert 1 alone")
-    assert pixels(made.get_attribute("src")) == asked(finished, expert=1)[0]
+    assert alike([pixels(made.get_attribute("src"))], asked(finished, expert=1))
     page.get_by_label("Prompt").hover()
     expect(page.locator(".tag")).to_be_hidden()
-    assert pixels(made.get_attribute("src")) == picture
+    assert alike([pixels(made.get_attribute("src"))], [picture])
     page.get_by_role("button", name="Expert 1").focus()
     expect(page.locator(".tag")).to_have_text("Expert 1 alone")
     assert len(asks) == 1
@@ -137,7 +143,7 @@ def test_a_link_paints_and_the_gallery_keeps_it(open_page: Any, finished: Server
     expect(said(page)).to_have_text(re.compile("Done in"))
     expect(page.get_by_label("Seed")).to_have_value("5")
     shown = [pixels(picture.get_attribute("src")) for picture in page.locator(".easel img.made").all()]
-    assert shown == asked(finished, routing="top-2", seed=5, n=2)
+    assert alike(shown, asked(finished, routing="top-2", seed=5, n=2))
     page.get_by_role("button", name="Copy link").first.click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     copied = page.evaluate("navigator.clipboard.readText()")
@@ -147,15 +153,15 @@ def test_a_link_paints_and_the_gallery_keeps_it(open_page: Any, finished: Server
     page.reload()
     tiles = page.locator(".tiles img")
     expect(tiles).to_have_count(2)
-    assert [pixels(tile.get_attribute("src")) for tile in tiles.all()] == shown
+    assert alike([pixels(tile.get_attribute("src")) for tile in tiles.all()], shown)
     with page.expect_download() as download:
         page.get_by_role("link", name="Download").first.click()
     with Image.open(download.value.path()) as kept:
-        assert kept.convert("RGB").tobytes() == shown[0]
+        assert alike([np.asarray(kept.convert("RGB"), np.int64)], shown[:1])
         assert '"seed": 5' in kept.info["atoll"]
     tiles.first.click()
     expect(said(page)).to_have_text(re.compile("Done in"))
-    assert pixels(page.locator(".easel img.made").first.get_attribute("src")) == shown[0]
+    assert alike([pixels(page.locator(".easel img.made").first.get_attribute("src"))], shown[:1])
 
 
 def test_painters_and_seeds_are_compared(open_page: Any, finished: Server) -> None:
@@ -172,7 +178,7 @@ def test_painters_and_seeds_are_compared(open_page: Any, finished: Server) -> No
     expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
     shown = [pixels(picture.get_attribute("src")) for picture in page.locator(".row img").all()]
     painters = ({"routing": "top-1"}, {"model": "monolith"})
-    assert shown == [asked(finished, **who, seed=seed)[0] for who in painters for seed in (3, 4)]
+    assert alike(shown, [asked(finished, **who, seed=seed)[0] for who in painters for seed in (3, 4)])
     assert page.locator(".cost").first.text_content() == "1.0 experts a step"
 
 

@@ -2,6 +2,8 @@
 
 const TOKEN = "atoll.token";
 const MISSED = "The server does not answer. Is atoll serve still running?";
+const LAST = ["done", "cancelled", "failed"]; // nothing follows these events
+const LOST = "The connection was lost before the picture was done.";
 
 /** What the server refused, and why. Status 0 is no answer at all. */
 export class Refused extends Error {
@@ -100,13 +102,14 @@ async function* stream(path, request, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
+    const { done, value } = await reader.read().catch(() => ({ done: true }));
+    if (done) throw new Refused(LOST);
     const blocks = (text + value).split(/\r?\n\r?\n/);
     text = blocks.pop();
     for (const block of blocks) {
       const parsed = parse(block);
       if (parsed) yield parsed;
+      if (LAST.includes(parsed?.event)) return;
     }
   }
 }

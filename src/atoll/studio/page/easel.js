@@ -71,7 +71,7 @@ export class Easel {
     if (!this.routed) return place;
     const parts = decision.weights.map((weight, position) => ({ weight, number: this.experts[position].number }));
     const said = parts.filter(({ weight }) => weight >= 0.005).sort((one, other) => other.weight - one.weight);
-    return `${place}: ${said.map(({ weight, number }) => `expert ${number} ${percent(weight)}`).join(", ")}`;
+    return `${place}: ${said.map(({ weight, number }) => `${percent(weight)}\u00a0expert\u00a0${number}`).join(", ")}`;
   }
 
   /** Show what an expert alone makes of the same noise: {number, colour, painting}, or null for the picture itself. */

@@ -64,11 +64,12 @@ export class IslandsView {
     this.done = done;
     for (const job of jobs) {
       if (!this.jobs.has(job.job)) {
-        const card = new JobCard(job.job, this.studio.run);
+        const card = new JobCard(job.job);
         this.jobs.set(job.job, card);
         this.list.append(card.node);
       }
-      this.jobs.get(job.job).draw(job);
+      const expert = this.studio.run.experts.find(({ name }) => name === job.job);
+      this.jobs.get(job.job).draw(job, expert?.colour ?? "var(--accent)");
     }
   }
 }
@@ -85,7 +86,7 @@ function summary(jobs, done) {
 
 /** One job; it is drawn again in place, so that neither the focus nor the eye loses it. */
 class JobCard {
-  constructor(job, run) {
+  constructor(job) {
     this.state = element("span", { class: "state" });
     this.bar = element("progress", { "aria-label": `Samples of ${job}` });
     this.facts = element("p", { class: "facts" });
@@ -104,12 +105,11 @@ class JobCard {
       this.curve,
       this.grid,
     );
-    const expert = run.experts.find(({ name }) => name === job);
-    this.node.style.setProperty("--expert", expert?.colour ?? "var(--accent)");
   }
 
-  draw(job) {
+  draw(job, colour) {
     this.node.dataset.state = job.state;
+    this.node.style.setProperty("--expert", colour);
     this.state.textContent = STATES[job.state] ?? job.state;
     this.bar.hidden = !job.total || job.state === "done";
     this.bar.max = job.total || 1;
@@ -145,7 +145,7 @@ function said({ samples, total, rate, seconds_left: left, seen_seconds_ago: seen
     rate && state === "running" ? `${rate.toFixed(1)} a second` : null,
     left === null ? null : `${span(left)} left`,
     state === "stale" && seen !== null ? `last seen ${span(seen)} ago` : null,
-    where ? `on ${where}` : null,
+    where,
   ];
   return parts.filter(Boolean).join(" · ");
 }

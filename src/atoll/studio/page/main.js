@@ -26,14 +26,14 @@ class Studio {
 
   take(run) {
     this.run = run;
-    this.mark = mark(document.querySelector(".mark"), run.experts);
+    this.mark = mark(document.querySelector(".mark"), run);
     document.getElementById("run").textContent = run.name;
   }
 
   /** Read the run again, and tell the views if it has changed. */
   async reload() {
-    const run = await read("/v1/run");
-    if (JSON.stringify(run) === JSON.stringify(this.run)) return;
+    const run = await read("/v1/run").catch(unanswered);
+    if (!run || JSON.stringify(run) === JSON.stringify(this.run)) return;
     this.take(run);
     Object.values(this.views).forEach((view) => view.refresh());
     await this.learnTopics();
@@ -72,6 +72,11 @@ class Studio {
     window.scrollTo({ top: 0, behavior: "instant" });
     view.node.querySelector("h1").focus({ preventScroll: true });
   }
+}
+
+/** A server that does not answer now is asked again later; anything else is a mistake. */
+function unanswered(error) {
+  if (!(error instanceof Refused)) throw error;
 }
 
 async function start() {

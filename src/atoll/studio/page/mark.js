@@ -1,19 +1,22 @@
-// The mark of the studio: the run's experts as islands around a lagoon. While they paint, the busier are larger.
+// The mark of the studio: the run's experts as islands around a lagoon. While they paint, the busier are larger; those that
+// are not finished are outlines.
 
 import { drawn } from "./dom.js";
 
 const CENTRE = 20;
 const RING = 14;
 
-/** Draw the experts' islands into an empty mark; `pulse` sizes them by their shares, or makes them equal. */
-export function mark(node, experts) {
-  const even = Math.min(5, (0.8 * Math.PI * RING) / Math.max(experts.length, 3));
-  const islands = experts.map(({ colour }, position) => {
-    const angle = (2 * Math.PI * position) / experts.length - Math.PI / 2;
-    const [cx, cy] = [CENTRE + RING * Math.cos(angle), CENTRE + RING * Math.sin(angle)];
-    return drawn("circle", { cx, cy, r: even, fill: colour });
-  });
-  node.replaceChildren(...islands);
+/** Draw the islands of a run; `pulse` sizes them by their shares, or makes them equal. */
+export function mark(node, { experts, missing }) {
+  const many = experts.length + missing.length;
+  const even = Math.min(5, (0.8 * Math.PI * RING) / Math.max(many, 3));
+  const place = (position) => {
+    const angle = (2 * Math.PI * position) / many - Math.PI / 2;
+    return { cx: CENTRE + RING * Math.cos(angle), cy: CENTRE + RING * Math.sin(angle), r: even };
+  };
+  const islands = experts.map(({ colour }, position) => drawn("circle", { ...place(position), fill: colour }));
+  const outlines = missing.map((_, position) => drawn("circle", { ...place(experts.length + position), class: "missing" }));
+  node.replaceChildren(...islands, ...outlines);
   return {
     pulse(shares) {
       islands.forEach((island, position) => {

@@ -123,28 +123,30 @@ function tell(painting) {
 }
 
 /** The run's islands around what every picture starts from. */
-function lagoon(experts) {
+function lagoon(run) {
   const ring = drawn("svg", { viewBox: "0 0 40 40" });
-  mark(ring, experts);
+  mark(ring, run);
   return element("div", { class: "lagoon", "aria-hidden": "true" }, element("div", {}), ring);
 }
 
-function welcome({ experts, examples }) {
+function welcome(run) {
+  const { experts, examples } = run;
   const apart = experts.length > 1 ? `${plural(experts.length, "expert")} learned apart, each from its own cluster of pictures. ` : "";
   return element(
     "div",
     { class: "welcome" },
-    lagoon(experts),
+    lagoon(run),
     element("p", { class: "lead" }, `${apart}Ask for a picture and watch who paints it.`),
     examples.length > 0 && element("p", {}, "Take an example, or type your own and press Enter."),
   );
 }
 
-function nothingYet({ missing, experts }) {
+function nothingYet(run) {
+  const { missing } = run;
   return element(
     "div",
     { class: "welcome" },
-    lagoon(experts),
+    lagoon(run),
     element("p", { class: "lead" }, missing.length ? "Nothing can paint yet: no expert is finished." : "The models are being opened."),
     missing.length > 0 && element("p", {}, `Missing: ${missing.join(", ")}.`),
     element("p", {}, "This page looks again by itself. ", element("a", { href: "#islands" }, "Watch the training on the islands")),

@@ -1,6 +1,6 @@
 // One request for pictures, from the queue to the last step; views draw what it holds whenever it changes.
 
-import { paint } from "./api.js";
+import { Refused, paint } from "./api.js";
 import { span } from "./words.js";
 
 const FRAMES = 16; // previews of one painting, at most about so many: enough to see it emerge
@@ -34,10 +34,10 @@ export class Painting extends EventTarget {
       for await (const { event, data } of paint({ ...this.settings, preview_every: preview }, this.stopper.signal)) {
         this.hear(event, data);
       }
-      if (!this.over) this.become("failed", "The connection was lost before the picture was done.");
     } catch (error) {
-      if (error.name === "AbortError") this.become("cancelled", "Cancelled.");
-      else this.become("failed", error.message, error.field);
+      if (this.stopper.signal.aborted) this.become("cancelled", "Cancelled.");
+      else if (error instanceof Refused) this.become("failed", error.message, error.field);
+      else throw error;
     }
     return this;
   }
