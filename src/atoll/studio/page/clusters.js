@@ -40,7 +40,7 @@ export class ClustersView {
     const numbers = [...new Set([...clusters.map(({ number }) => number), ...experts.map(({ cluster }) => cluster)])];
     const pictures = clusters.reduce((sum, cluster) => sum + cluster.pictures, 0);
     this.said.textContent = clusters.length
-      ? `${count(pictures)} pictures in ${plural(clusters.length, "cluster")}. An expert never sees the pictures of another.`
+      ? `${count(pictures)} pictures in ${plural(clusters.length, "cluster")}. No expert ever sees those of another.`
       : (why ?? "The data of this run is not here.");
     this.list.replaceChildren(
       ...numbers.map((number) =>
@@ -54,11 +54,12 @@ export class ClustersView {
   }
 
   card(number, cluster, expert) {
-    const colour = expert?.colour ?? this.studio.run.experts[number]?.colour ?? "currentColor";
+    const colour = expert?.colour ?? this.studio.run.experts[number]?.colour ?? "var(--edge)";
+    const name = expert ? `Expert ${expert.number}` : `Cluster ${number}`;
     const node = element(
       "article",
       { class: "cluster", "aria-labelledby": `cluster-${number}` },
-      element("h2", { id: `cluster-${number}` }, swatch(colour), expert ? `Expert ${expert.number}` : `Cluster ${number}`),
+      element("h2", { id: `cluster-${number}` }, swatch(colour), name),
       element("p", { class: "size" }, sizeOf(cluster, expert)),
       cluster?.sheet && sheet(cluster),
       cluster?.labels.length > 0 && bars(cluster.labels),
@@ -94,8 +95,13 @@ function bars(labels) {
 }
 
 function captions(list) {
-  const link = (caption) => element("li", {}, element("a", { class: "chip", href: hashOf("paint", { prompt: caption }) }, caption));
-  return element("details", {}, element("summary", {}, "Captions to paint"), element("ul", { class: "examples" }, list.map(link)));
+  const link = (caption) => element("a", { class: "chip", href: hashOf("paint", { prompt: caption }) }, caption);
+  return element(
+    "details",
+    {},
+    element("summary", {}, "Captions to paint"),
+    element("ul", { class: "examples" }, list.map((caption) => element("li", {}, link(caption)))),
+  );
 }
 
 function facts(expert) {
@@ -105,6 +111,6 @@ function facts(expert) {
     ["network", `${network}, ${compact(parameters)} parameters`],
     ["trained", samples ? `${count(samples)} samples${seconds ? ` in ${span(seconds)}` : ""}` : null],
   ];
-  const said = known.filter(([, value]) => value);
-  return element("dl", { class: "facts" }, said.map(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]).flat());
+  const row = ([name, value]) => [element("dt", {}, name), element("dd", {}, value)];
+  return element("dl", { class: "facts" }, known.filter(([, value]) => value).flatMap(row));
 }

@@ -12,6 +12,9 @@ const AT_ONCE = 4; // streams: a browser opens six connections to one server, an
 const FIRST = ["top-1", "top-2", "full", "monolith"];
 const SEEDS = 3;
 const MOST_SEEDS = 6;
+const EXAMPLES = 5;
+const INTRO = "The same prompt and the same noise for every painter: a row is a painter, a column a seed.";
+const NOBODY = "No model of this run is finished yet.";
 const DENSE = { monolith: "one dense network of all data", student: "one dense network that learned from the experts" };
 
 export class CompareView {
@@ -24,32 +27,35 @@ export class CompareView {
   }
 
   build() {
-    const { run } = this.studio;
+    const painters = paintersOf(this.studio.run);
     const title = element("h1", { id: "compare-title", tabindex: -1 }, "Compare");
-    const intro = element("p", { class: "intro" }, "The same prompt and the same noise for every painter: a row is a painter, a column a seed.");
-    if (!run.models.length) {
-      return this.node.replaceChildren(title, element("p", { class: "note" }, "No model of this run is finished yet."));
-    }
-    this.form = this.fields(run);
+    const intro = element("p", { class: "intro" }, painters.length ? INTRO : NOBODY);
+    if (!painters.length) return this.node.replaceChildren(title, intro);
+    this.form = this.fields(this.studio.run, painters);
     this.write({});
     return this.node.replaceChildren(title, intro, this.form, this.stage);
   }
 
-  fields(run) {
-    const { limits, models, routings } = run;
+  fields(run, painters) {
+    const { limits } = run;
+    const many = Array.from({ length: MOST_SEEDS }, (_, index) => String(index + 1));
     this.subject = subjectFields(run);
-    const names = [...(models.includes("experts") ? routings : []), ...models.filter((name) => name !== "experts")];
-    this.boxes = names.map((name) => element("input", { type: "checkbox", name: "painters", value: name }));
+    this.boxes = painters.map((name) => element("input", { type: "checkbox", name: "painters", value: name }));
     this.steps = number("steps", { min: 1, max: limits.steps });
     this.guidance = number("guidance", { min: 0, max: limits.guidance, step: "any" });
-    this.seed = number("seed", { min: 0 });
-    this.seeds = choice("seeds", Array.from({ length: MOST_SEEDS }, (_, index) => [String(index + 1), String(index + 1)]));
+    this.seed = number("seed", { min: 0, max: Number.MAX_SAFE_INTEGER - MOST_SEEDS });
+    this.seeds = choice("seeds", many.map((count) => [count, count]));
     this.go = element("button", { class: "primary", type: "submit" }, "Compare");
     this.stop = element("button", { type: "button", hidden: true, click: () => this.cancel() }, "Cancel");
     return element(
       "form",
       { class: "settings across", "aria-label": "What to compare", submit: (event) => this.submit(event) },
-      element("div", {}, this.subject.nodes, examples(run.examples.slice(0, 5), (caption) => this.subject.write({ prompt: caption }))),
+      element(
+        "div",
+        {},
+        this.subject.nodes,
+        examples(run.examples.slice(0, EXAMPLES), (caption) => this.subject.write({ prompt: caption })),
+      ),
       element(
         "fieldset",
         {},
@@ -99,8 +105,12 @@ export class CompareView {
 
   close() {}
 
+  /** The run has changed: what is in the form stays; while pictures are made, everything does. */
   refresh() {
-    if (!this.paintings.some((painting) => !painting.over)) this.build();
+    if (this.paintings.some((painting) => !painting.over)) return;
+    const kept = this.form ? this.read() : {};
+    this.build();
+    if (this.form) this.write(kept);
   }
 
   submit(event) {
@@ -121,13 +131,18 @@ export class CompareView {
     this.address = hashOf("compare", settings);
     history.replaceState(null, "", this.address);
     const rows = settings.painters.map((painter) => this.row(painter, settings));
-    const paintings = Array.from({ length: settings.seeds }, (_, column) => rows.map((row) => row.paintings[column])).flat();
+    const paintings = rows[0].paintings.flatMap((_, column) => rows.map((row) => row.paintings[column]));
     this.paintings = paintings;
     this.stage.replaceChildren(this.caption(settings), ...rows.map(({ node }) => node));
     this.stop.hidden = false;
     announce(`${plural(paintings.length, "picture")} to paint`);
-    await inTurn(paintings, AT_ONCE);
+    await inTurn(paintings, AT_ONCE, (painting) => this.make(painting));
     if (this.paintings === paintings) this.finish(paintings);
+  }
+
+  async make(painting) {
+    await painting.run();
+    if (painting.state === "done") this.studio.gallery.add(painting.settings, [painting.pictures[0].made]);
   }
 
   finish(paintings) {
@@ -139,22 +154,27 @@ export class CompareView {
   }
 
   caption(settings) {
-    return element("div", { class: "headline" }, element("h2", {}, subject(settings)), copyButton(linkTo("compare", settings)));
+    const link = copyButton(linkTo("compare", settings));
+    return element("div", { class: "headline" }, element("h2", {}, subject(settings)), link);
   }
 
-  row(painter, { seeds, seed, painters: _, ...shared }) {
+  row(painter, { seeds, seed, prompt, label, steps, guidance }) {
     const dense = painter in DENSE;
     const who = dense ? { model: painter } : { model: "experts", routing: painter };
-    const paintings = Array.from({ length: seeds }, (_, column) => new Painting({ ...shared, ...who, n: 1, seed: seed + column }));
+    const shared = { prompt, label, ...who, steps, guidance, n: 1 };
+    const paintings = Array.from({ length: seeds }, (_, column) => new Painting({ ...shared, seed: seed + column }));
     const cost = element("p", { class: "cost" });
+    const meaning = element("p", {}, DENSE[painter] ?? routing(painter));
     const node = element(
       "section",
       { class: "row", "aria-label": painter },
-      element("div", { class: "who" }, element("h3", {}, painter), element("p", {}, DENSE[painter] ?? routing(painter)), cost),
+      element("div", { class: "who" }, element("h3", {}, painter), meaning, cost),
       element("ul", {}, paintings.map((painting) => element("li", {}, this.cell(painting, dense)))),
     );
     node.style.setProperty("--seeds", seeds);
-    if (!dense) paintings.forEach((painting) => painting.addEventListener("change", () => (cost.textContent = spent(paintings))));
+    for (const painting of dense ? [] : paintings) {
+      painting.addEventListener("change", () => (cost.textContent = spent(paintings)));
+    }
     return { node, paintings };
   }
 
@@ -162,7 +182,8 @@ export class CompareView {
     const { size, experts } = this.studio.run;
     const { settings } = painting;
     const picture = element("img", { alt: "", width: size[1], height: size[0] });
-    const frame = element("a", { class: "frame empty", href: hashOf("paint", settings) }, picture);
+    const name = `seed ${settings.seed}: open in Paint`;
+    const frame = element("a", { class: "frame empty", href: hashOf("paint", settings), "aria-label": name }, picture);
     const strip = dense || experts.length < 2 ? null : ribbon(experts);
     const said = element("figcaption", {}, `seed ${settings.seed}`);
     frame.style.aspectRatio = `${size[1]} / ${size[0]}`;
@@ -171,13 +192,16 @@ export class CompareView {
       if (source) picture.src = source;
       frame.classList.toggle("empty", !source);
       frame.classList.toggle("busy", !painting.over);
-      picture.alt = `${subject(settings)}, seed ${settings.seed}: open in Paint`;
       strip?.draw(painting.pictures[0].decisions, settings.steps);
       said.textContent = painting.state === "done" ? `seed ${settings.seed}` : painting.saying;
     });
-    frame.setAttribute("aria-label", `seed ${settings.seed}: open in Paint`);
     return element("figure", {}, frame, strip?.node, said);
   }
+}
+
+/** All that can be compared: ways of routing, and dense models. */
+function paintersOf({ models, routings }) {
+  return [...(models.includes("experts") ? routings : []), ...models.filter((name) => name in DENSE)];
 }
 
 /** How many experts run at a step, on average: what a routing costs. */
@@ -187,14 +211,11 @@ function spent(paintings) {
   return decisions.length ? `${(used / decisions.length).toFixed(1)} experts a step` : "";
 }
 
-/** Run paintings in their order, so many at once. */
-async function inTurn(paintings, width) {
-  const waiting = [...paintings];
+/** Make all of a list in its order, so many at once. */
+async function inTurn(list, width, make) {
+  const waiting = [...list];
   const worker = async () => {
-    while (waiting.length) {
-      const painting = waiting.shift();
-      await painting.run();
-    }
+    while (waiting.length) await make(waiting.shift());
   };
   await Promise.all(Array.from({ length: width }, worker));
 }

@@ -2,7 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An HTML element. Attributes that are functions listen to the event of their name; true and false are boolean ones. */
+/** An HTML element. A function among the attributes listens to the event of its name; true and false are switches. */
 export function element(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }

@@ -3,7 +3,7 @@
 import { element } from "./dom.js";
 import { copy, linkTo } from "./link.js";
 import { ribbon, weightsTable } from "./ribbon.js";
-import { painter, percent, subject } from "./words.js";
+import { fileName, painter, percent, subject } from "./words.js";
 
 /** The figure of picture `index` of a painting. Its ribbon, if it has one, points at the experts of the legend. */
 export class Easel {
@@ -55,7 +55,7 @@ export class Easel {
     if (source) this.picture.src = source;
     this.frame.classList.toggle("empty", !source);
     this.frame.classList.toggle("busy", !shown.over);
-    this.picture.alt = `${subject(settings)}, painted by ${this.alone ? `expert ${this.alone.number} alone` : painter(settings)}`;
+    this.picture.alt = `${subject(settings)}, painted by ${painter(shown.settings)}`;
     this.ribbon.mark(over && step < settings.steps ? step : -1);
     const said = this.read(step);
     this.reading.textContent = said;
@@ -96,11 +96,10 @@ export class Easel {
 
   offer(made) {
     const { settings } = this.painting;
-    const file = `${subject(settings).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}-${settings.seed}-${this.index}.png`;
-    const link = linkTo("paint", settings);
+    const file = `${fileName(settings)}-${this.index}.png`;
     this.actions.append(
       element("a", { class: "button", href: made, download: file }, "Download"),
-      copyButton(link),
+      copyButton(linkTo("paint", settings)),
     );
   }
 }

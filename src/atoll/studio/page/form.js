@@ -40,7 +40,8 @@ export function choose(select, value) {
 
 /** What a run can be told: a prompt, a class, or both. */
 export function subjectFields({ conditions, limits }) {
-  const prompt = element("textarea", { name: "prompt", rows: 2, maxlength: limits.prompt, placeholder: "anything you like" });
+  const hint = "anything you like";
+  const prompt = element("textarea", { name: "prompt", rows: 2, maxlength: limits.prompt, placeholder: hint });
   const classes = [["", "any"], ...conditions.labels.map((name) => [name, name])];
   const label = choice("label", classes);
   const fields = [conditions.text && field("Prompt", prompt), conditions.labels.length > 0 && field("Class", label)];
@@ -70,7 +71,7 @@ export function complain(form, name, message) {
   const note = element("small", { class: "problem", id: `${control.id}-problem` }, message);
   control.setAttribute("aria-invalid", "true");
   control.setAttribute("aria-errormessage", note.id);
-  control.after(note);
+  (control.closest(".pair") ?? control).after(note);
   control.focus();
 }
 

@@ -3,7 +3,7 @@
 import { element } from "./dom.js";
 import { copyButton } from "./easel.js";
 import { hashOf, linkTo } from "./link.js";
-import { plural, recipe, subject } from "./words.js";
+import { fileName, plural, recipe, subject } from "./words.js";
 
 export class GalleryView {
   constructor(studio) {
@@ -11,10 +11,11 @@ export class GalleryView {
     this.said = element("p", { class: "intro" });
     this.list = element("ul", { class: "tiles" });
     this.empty = element("button", { type: "button", click: () => this.gallery.clear() }, "Empty the gallery");
+    const title = element("h1", { id: "gallery-title", tabindex: -1 }, "Gallery");
     this.node = element(
       "section",
       { class: "view gallery", "aria-labelledby": "gallery-title" },
-      element("div", { class: "headline" }, element("h1", { id: "gallery-title", tabindex: -1 }, "Gallery"), this.empty),
+      element("div", { class: "headline" }, title, this.empty),
       this.said,
       this.list,
     );
@@ -43,18 +44,22 @@ export class GalleryView {
   tile(entry) {
     const { settings, picture, whole, index } = entry;
     const name = `${subject(settings)}${settings.n > 1 ? `, ${index + 1} of ${settings.n}` : ""}`;
+    const image = element("img", { src: picture, alt: `${name}: paint again` });
+    const link = hashOf("paint", settings);
+    const file = `${fileName(settings)}-${index}.png`;
+    const remove = () => this.gallery.remove(entry);
     return element(
       "figure",
       {},
-      element("a", { class: "frame", href: hashOf("paint", settings) }, element("img", { src: picture, alt: `${name}: paint again` })),
+      element("a", { class: "frame", href: link }, image),
       element("figcaption", {}, name, element("small", {}, recipe(settings))),
       element(
         "div",
         { class: "actions" },
         copyButton(linkTo("paint", settings)),
-        whole && element("a", { class: "button", href: picture, download: `${name}-${settings.seed}.png` }, "Download"),
+        whole && element("a", { class: "button", href: picture, download: file }, "Download"),
       ),
-      element("button", { type: "button", class: "remove", click: () => this.gallery.remove(entry), "aria-label": `Remove ${name}` }, "×"),
+      element("button", { type: "button", class: "remove", "aria-label": `Remove ${name}`, click: remove }, "×"),
     );
   }
 }

@@ -68,8 +68,7 @@ export class IslandsView {
         this.jobs.set(job.job, card);
         this.list.append(card.node);
       }
-      const expert = this.studio.run.experts.find(({ name }) => name === job.job);
-      this.jobs.get(job.job).draw(job, expert?.colour ?? "var(--accent)");
+      this.jobs.get(job.job).draw(job);
     }
   }
 }
@@ -77,8 +76,9 @@ export class IslandsView {
 function summary(jobs, done) {
   const running = jobs.filter(({ state }) => state === "running");
   const left = Math.max(...running.map(({ seconds_left: seconds }) => seconds ?? 0));
+  const all = `All ${jobs.length} networks are trained.`;
   const parts = [
-    done === jobs.length ? `All ${jobs.length} networks are trained.` : `${done} of ${plural(jobs.length, "network")} trained.`,
+    done === jobs.length ? all : `${done} of ${plural(jobs.length, "network")} trained.`,
     running.length > 0 && `${running.length} in training${left > 0 ? `, about ${span(left)} left` : ""}.`,
   ];
   return parts.filter(Boolean).join(" ");
@@ -107,9 +107,9 @@ class JobCard {
     );
   }
 
-  draw(job, colour) {
+  draw(job) {
     this.node.dataset.state = job.state;
-    this.node.style.setProperty("--expert", colour);
+    this.node.style.setProperty("--expert", job.colour ?? "var(--accent)");
     this.state.textContent = STATES[job.state] ?? job.state;
     this.bar.hidden = !job.total || job.state === "done";
     this.bar.max = job.total || 1;
@@ -140,8 +140,10 @@ class JobCard {
 }
 
 function said({ samples, total, rate, seconds_left: left, seen_seconds_ago: seen, where, state }) {
+  const open = state !== "done" && total > 0;
+  const progress = open ? `${count(samples)} of ${count(total)} samples` : plural(samples, "sample");
   const parts = [
-    state === "done" ? samples > 0 && `${count(samples)} samples` : total > 0 && `${count(samples)} of ${count(total)} samples`,
+    samples > 0 && progress,
     rate && state === "running" ? `${rate.toFixed(1)} a second` : null,
     left === null ? null : `${span(left)} left`,
     state === "stale" && seen !== null ? `last seen ${span(seen)} ago` : null,

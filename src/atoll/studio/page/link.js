@@ -6,7 +6,7 @@ const LISTS = ["painters"];
 /** The address of a view with its settings. */
 export function hashOf(view, settings = {}) {
   const said = Object.entries(settings).filter(([, value]) => value !== undefined && value !== "");
-  const query = new URLSearchParams(said.map(([name, value]) => [name, LISTS.includes(name) ? value.join(" ") : String(value)]));
+  const query = new URLSearchParams(said.map(([name, value]) => [name, [value].flat().join(" ")]));
   return said.length ? `#${view}?${query}` : `#${view}`;
 }
 

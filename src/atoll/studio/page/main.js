@@ -12,7 +12,13 @@ import { noise } from "./noise.js";
 import { PaintView } from "./paint.js";
 import { Gallery } from "./store.js";
 
-const VIEWS = { paint: PaintView, compare: CompareView, gallery: GalleryView, clusters: ClustersView, islands: IslandsView };
+const VIEWS = {
+  paint: PaintView,
+  compare: CompareView,
+  gallery: GalleryView,
+  clusters: ClustersView,
+  islands: IslandsView,
+};
 const main = document.getElementById("main");
 
 /** What all views share. */

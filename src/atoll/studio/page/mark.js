@@ -1,5 +1,5 @@
-// The mark of the studio: the run's experts as islands around a lagoon. While they paint, the busier are larger; those that
-// are not finished are outlines.
+// The mark of the studio: the run's experts as islands around a lagoon. While they paint, the busier are larger; those
+// that are not finished are outlines.
 
 import { drawn } from "./dom.js";
 
@@ -15,7 +15,8 @@ export function mark(node, { experts, missing }) {
     return { cx: CENTRE + RING * Math.cos(angle), cy: CENTRE + RING * Math.sin(angle), r: even };
   };
   const islands = experts.map(({ colour }, position) => drawn("circle", { ...place(position), fill: colour }));
-  const outlines = missing.map((_, position) => drawn("circle", { ...place(experts.length + position), class: "missing" }));
+  const outline = (position) => drawn("circle", { ...place(experts.length + position), class: "missing" });
+  const outlines = missing.map((_, position) => outline(position));
   node.replaceChildren(...islands, ...outlines);
   return {
     pulse(shares) {

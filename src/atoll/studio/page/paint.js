@@ -104,7 +104,7 @@ export class PaintView {
       bar.value = painting.step;
       said.textContent = painting.saying;
       node.dataset.state = painting.state;
-      [bar.hidden, cancel.hidden, compare.hidden] = [painting.over, painting.over, !painting.over];
+      [bar.hidden, cancel.hidden, compare.hidden] = [painting.over, painting.over, painting.state !== "done"];
       tell(painting);
       this.studio.mark.pulse(painting.over ? null : painting.sharesNow());
     };
@@ -131,24 +131,26 @@ function lagoon(run) {
 
 function welcome(run) {
   const { experts, examples } = run;
-  const apart = experts.length > 1 ? `${plural(experts.length, "expert")} learned apart, each from its own cluster of pictures. ` : "";
+  const apart = `${plural(experts.length, "expert")} learned apart, each from its own cluster of pictures. `;
   return element(
     "div",
     { class: "welcome" },
     lagoon(run),
-    element("p", { class: "lead" }, `${apart}Ask for a picture and watch who paints it.`),
+    element("p", { class: "lead" }, `${experts.length > 1 ? apart : ""}Ask for a picture and watch who paints it.`),
     examples.length > 0 && element("p", {}, "Take an example, or type your own and press Enter."),
   );
 }
 
 function nothingYet(run) {
   const { missing } = run;
+  const why = missing.length ? "Nothing can paint yet: no expert is finished." : "The models are being opened.";
+  const islands = element("a", { href: "#islands" }, "Watch the training on the islands");
   return element(
     "div",
     { class: "welcome" },
     lagoon(run),
-    element("p", { class: "lead" }, missing.length ? "Nothing can paint yet: no expert is finished." : "The models are being opened."),
+    element("p", { class: "lead" }, why),
     missing.length > 0 && element("p", {}, `Missing: ${missing.join(", ")}.`),
-    element("p", {}, "This page looks again by itself. ", element("a", { href: "#islands" }, "Watch the training on the islands")),
+    element("p", {}, "This page looks again by itself. ", islands),
   );
 }

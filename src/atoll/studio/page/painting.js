@@ -50,7 +50,7 @@ export class Painting extends EventTarget {
   hear(event, data) {
     const { steps } = this.settings;
     if (event === "busy") this.become("waiting", `The studio is busy. Trying again in ${span(data.seconds)}.`);
-    if (event === "queued") this.become("waiting", data.position > 0 ? `Waiting: ${data.position} ahead.` : "Starting …");
+    if (event === "queued") this.become("waiting", data.position ? `Waiting: ${data.position} ahead.` : "Starting …");
     if (event === "step") this.advance(data);
     if (event === "image") this.pictures[data.index].made = `data:image/png;base64,${data.png}`;
     if (event === "image") this.become("painting", `Step ${steps} of ${steps}`);

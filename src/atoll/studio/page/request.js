@@ -126,7 +126,8 @@ function painters({ models, experts }) {
 }
 
 function stillMissing({ missing }) {
-  return element("p", { class: "note" }, `Not finished yet: ${missing.join(", ")}. `, element("a", { href: "#islands" }, "See the islands"));
+  const islands = element("a", { href: "#islands" }, "See the islands");
+  return element("p", { class: "note" }, `Not finished yet: ${missing.join(", ")}. `, islands);
 }
 
 /** Ctrl and Enter paint from everywhere in the form; Enter alone does in the prompt. */

@@ -3,10 +3,10 @@
 import { drawn, element } from "./dom.js";
 import { percent } from "./words.js";
 
-/** A ribbon that grows with the steps. The legend, if given, is told the expert under the pointer, and the one clicked. */
+/** A ribbon that grows with the steps. A legend is told which expert is under the pointer, and which is clicked. */
 export function ribbon(experts, legend = null) {
   const bands = experts.map(({ number, colour }) => drawn("path", { fill: colour, "data-expert": number }));
-  const cursor = drawn("line", { class: "cursor", x1: -1, x2: -1, y1: 0, y2: 1, "vector-effect": "non-scaling-stroke" });
+  const cursor = drawn("line", { class: "cursor", x1: -1, x2: -1, y1: 0, y2: 1 });
   const node = drawn(
     "svg",
     {
@@ -34,7 +34,8 @@ export function ribbon(experts, legend = null) {
       cursor.setAttribute("x2", step);
     },
     light(expert) {
-      experts.forEach(({ number }, position) => bands[position].classList.toggle("dim", expert !== null && number !== expert));
+      const other = (number) => expert !== null && number !== expert;
+      experts.forEach(({ number }, position) => bands[position].classList.toggle("dim", other(number)));
     },
   };
 }

@@ -1,4 +1,4 @@
-// What was made in this browser: settings and small pictures, kept within a bound, or only in memory if storage is refused.
+// What was made in this browser: settings and small pictures, within a bound; in memory alone if storage is refused.
 
 const KEY = "atoll.gallery";
 const MOST = 80; // pictures
@@ -63,8 +63,8 @@ export class Gallery extends EventTarget {
 /** Entries as this page writes them; anything else that may be stored here is dropped. */
 function wellFormed(text) {
   const parsed = parsedOr(text, []);
-  const sound = ({ picture, settings } = {}) => String(picture).startsWith("data:image/") && typeof settings === "object";
-  return Array.isArray(parsed) ? parsed.filter((entry) => entry !== null && sound(entry)) : [];
+  const sound = (entry) => String(entry?.picture).startsWith("data:image/") && entry.settings instanceof Object;
+  return Array.isArray(parsed) ? parsed.filter(sound) : [];
 }
 
 function parsedOr(text, fallback) {

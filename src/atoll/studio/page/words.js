@@ -40,8 +40,14 @@ export function subject(settings) {
   return settings.prompt || settings.label || "whatever comes";
 }
 
+/** What a picture's file is called, before its number. */
+export function fileName(settings) {
+  return `${subject(settings).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}-${settings.seed}`;
+}
+
 /** Everything besides the prompt, in one line. */
 export function recipe(settings) {
-  const parts = [painter(settings), plural(settings.steps, "step"), `guidance ${settings.guidance}`, `seed ${settings.seed}`];
+  const { steps, guidance, seed } = settings;
+  const parts = [painter(settings), plural(steps, "step"), `guidance ${guidance}`, `seed ${seed}`];
   return parts.map((part) => part.replaceAll(" ", "\u00a0")).join(" · ");
 }
