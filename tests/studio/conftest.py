@@ -29,7 +29,7 @@ def served_run(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Path
 def serving(run: Path, token: str | None = None, batch: int = 8, queue: int = 4) -> Iterator[tuple[str, Studio]]:
     """A server of a run: its address, and what is behind it."""
     models = Models(str(run), Opening(batch=batch))
-    studio = Studio(models, Engine(models, batch, queue), token)
+    studio = Studio(models, Engine(batch, queue), token)
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(create_app(studio), log_level="error", lifespan="on"))
     thread = threading.Thread(target=server.run, args=([listener],))

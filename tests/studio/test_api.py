@@ -188,6 +188,8 @@ def test_a_run_in_training_shows_its_islands_and_serves_what_is_finished(prepare
         assert "not finished" in refused.json()["error"]["message"]
         assert httpx.get(f"{url}/v1/islands/experts/001/grid.png").status_code == 404
         assert cli.main(["train", str(run), "--expert", "1"]) == 0
+        with (run / "experts/001/metrics.jsonl").open("a") as journal:
+            journal.write('{"samples": 168, "loss": NaN, "samples_per_second": 1.0}\n{"samples": 17')
         job = {job["job"]: job for job in httpx.get(f"{url}/v1/islands").json()["jobs"]}["experts/001"]
         assert job["state"] == "done"
         assert job["loss"][-1][0] == job["samples"] == 160

@@ -38,7 +38,7 @@ class Desk:
     def __init__(self, run: Path, batch: int = 8, queue: int = 4) -> None:
         self.models = Models(str(run), Opening(batch=batch))
         self.models.look()
-        self.engine = Engine(self.models, batch, queue)
+        self.engine = Engine(batch, queue)
         self.events: dict[Ticket, list[Event]] = {}
 
     def ask(self, model: str = "experts", **what: Any) -> Ticket:

@@ -24,7 +24,7 @@ from atoll.errors import AtollError
 from atoll.flow import randomness
 from atoll.flow.schedules import broadcast
 from atoll.studio.metrics import Metrics
-from atoll.studio.models import Edition, Models
+from atoll.studio.models import Edition
 from atoll.studio.wire import RefusalError
 from atoll.studio.work import (
     BROKEN,
@@ -71,9 +71,8 @@ class Shot:
 class Engine:
     """Takes requests from any thread and works on them in one of its own."""
 
-    def __init__(self, models: Models, batch: int, queue: int, metrics: Metrics | None = None) -> None:
-        self.models, self.batch, self.queue = models, batch, queue
-        self.metrics = metrics or Metrics()
+    def __init__(self, batch: int, queue: int) -> None:
+        self.batch, self.queue, self.metrics = batch, queue, Metrics()
         self.failure: str | None = None
         self._changed = threading.Condition()
         self._open: list[Ticket] = []

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from functools import lru_cache
 from itertools import zip_longest
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,8 @@ def _island(run: Path, line: JobStatus) -> wire.Island:
     samples = line.samples or (losses[-1][0] if losses else 0)
     return wire.Island(
         job=line.job, state=line.state, where=line.where, samples=samples, total=line.total or samples,
-        rate=line.rate, seconds_left=line.seconds_left, seen_seconds_ago=line.seen_seconds_ago, why=line.why,
+        rate=line.rate if isfinite(line.rate) else 0.0, seconds_left=line.seconds_left,
+        seen_seconds_ago=line.seen_seconds_ago, why=line.why,
         grid=None if grid is None else f"/v1/islands/{line.job}/grid.png?samples={int(grid.stem)}", loss=losses,
     )  # fmt: skip
 
@@ -215,5 +217,5 @@ def _losses(file: Path) -> list[tuple[int, float]]:
     thin = whole[:: -(-len(whole) // POINTS)] if whole else []
     if whole and thin[-1] != whole[-1]:
         thin[-1] = whole[-1]
-    points = [json.loads(line) for line in thin]
-    return [(int(point["samples"]), float(point["loss"])) for point in points]
+    points = [(int(point["samples"]), float(point["loss"])) for point in map(json.loads, thin)]
+    return [(samples, loss) for samples, loss in points if isfinite(loss)]

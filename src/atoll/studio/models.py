@@ -114,8 +114,9 @@ class Models:
                 signature = self._signature(model)
                 if signature and self._seen.get(model) != signature:
                     self._seen[model] = signature
-                    self._editions[model] = self._open(model)
+                    self._editions[model] = edition = self._open(model)
                     self.trouble.pop(model, None)
+                    print(f"{model}: {_summary(edition, self.opening.batch)}", file=sys.stderr, flush=True)
             except Exception as error:  # whatever is wrong with files of a run, its other models can be served
                 self.trouble[model] = (
                     str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
@@ -158,6 +159,15 @@ class Models:
         first = routings[0] if routings else None
         conditions = Conditions(ensemble, how.batch)
         return Edition(model, ensemble, conditions, (picture.height, picture.width), routings, wanted or first)
+
+
+def _summary(edition: Edition, batch: int) -> str:
+    """What was opened, in a line."""
+    ensemble = edition.ensemble
+    missing = f"; not there yet: {', '.join(ensemble.missing)}" if ensemble.missing else ""
+    networks = f"{len(ensemble.members)} network{'s' if len(ensemble.members) > 1 else ''}"
+    memory = ensemble.plan(batch).to_dict()["total"] / 1e6
+    return f"{networks}, about {memory:,.0f} MB for {batch} pictures at once{missing}"
 
 
 def usual_settings(run: Path) -> Usual:

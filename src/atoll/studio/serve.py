@@ -60,7 +60,7 @@ def serve(source: str, opening: Opening, options: Options) -> None:
     """Serve until told to stop."""
     check(source, opening, options)
     models = Models(source, opening)
-    engine = Engine(models, opening.batch, options.queue)
+    engine = Engine(opening.batch, options.queue)
     listener = listen(options.host, options.port)
     app = create_app(Studio(models, engine, options.token))
     config = uvicorn.Config(
