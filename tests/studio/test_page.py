@@ -134,7 +134,11 @@ def test_a_picture_emerges_and_every_expert_can_be_asked(open_page: Any, finishe
     expect(page.locator(".tag")).to_be_hidden()
     assert alike([pixels(made.get_attribute("src"))], [picture])
     page.get_by_role("button", name="Expert 1").focus()
-    expect(page.locator(".tag")).to_have_text("Expert 1 alone")
+    for pressed in ("true", "false"):
+        expect(page.locator(".tag")).to_have_text("Expert 1 alone")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("button", name="Expert 1")).to_have_attribute("aria-pressed", pressed)
+    expect(page.locator(".tag")).to_be_hidden()
     assert len(asks) == 1
 
 

@@ -63,7 +63,7 @@ export class ClustersView {
       element("p", { class: "size" }, sizeOf(cluster, expert)),
       cluster?.sheet && sheet(cluster),
       cluster?.labels.length > 0 && bars(cluster.labels),
-      cluster?.captions.length > 0 && captions(cluster.captions),
+      cluster?.captions.length > 0 && captions(cluster.captions, this.studio.run.conditions.text),
       expert ? facts(expert) : element("p", { class: "note" }, "Its expert is not finished yet."),
     );
     node.style.setProperty("--expert", colour);
@@ -94,13 +94,15 @@ function bars(labels) {
   return element("ul", { class: "bars", "aria-label": "Classes in it" }, labels.map(bar));
 }
 
-function captions(list) {
+/** Some of the captions; where prompts are understood, each is a link that paints it. */
+function captions(list, paintable) {
   const link = (caption) => element("a", { class: "chip", href: hashOf("paint", { prompt: caption }) }, caption);
+  const item = (caption) => element("li", {}, paintable ? link(caption) : caption);
   return element(
     "details",
     {},
-    element("summary", {}, "Captions to paint"),
-    element("ul", { class: "examples" }, list.map((caption) => element("li", {}, link(caption)))),
+    element("summary", {}, paintable ? "Captions to paint" : "Captions"),
+    element("ul", { class: "examples" }, list.map(item)),
   );
 }
 

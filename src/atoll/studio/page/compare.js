@@ -54,7 +54,7 @@ export class CompareView {
         "div",
         {},
         this.subject.nodes,
-        examples(run.examples.slice(0, EXAMPLES), (caption) => this.subject.write({ prompt: caption })),
+        examples(run, EXAMPLES, (caption) => this.subject.write({ prompt: caption })),
       ),
       element(
         "fieldset",

@@ -66,7 +66,7 @@ export class Legend {
     this.cards.forEach(({ node }, position) => {
       node.setAttribute("aria-pressed", String(this.experts[position].number === this.pinned));
     });
-    this.show(this.pinned ?? number);
+    this.show(this.pinned);
   }
 
   show(number) {

@@ -39,25 +39,26 @@ export function choose(select, value) {
 }
 
 /** What a run can be told: a prompt, a class, or both. */
-export function subjectFields({ conditions, limits }) {
+export function subjectFields({ conditions: { text, labels }, limits }) {
   const hint = "anything you like";
   const prompt = element("textarea", { name: "prompt", rows: 2, maxlength: limits.prompt, placeholder: hint });
-  const classes = [["", "any"], ...conditions.labels.map((name) => [name, name])];
-  const label = choice("label", classes);
-  const fields = [conditions.text && field("Prompt", prompt), conditions.labels.length > 0 && field("Class", label)];
+  const label = choice("label", [["", "any"], ...labels.map((name) => [name, name])]);
   return {
-    nodes: fields.filter(Boolean),
-    read: () => ({ prompt: prompt.value.trim() || undefined, label: label.value || undefined }),
+    nodes: [text && field("Prompt", prompt), labels.length > 0 && field("Class", label)].filter(Boolean),
+    read: () => ({
+      prompt: (text && prompt.value.trim()) || undefined,
+      label: (labels.length > 0 && label.value) || undefined,
+    }),
     write(settings) {
       prompt.value = settings.prompt ?? "";
       choose(label, settings.label ?? "");
     },
-    focus: () => (conditions.text ? prompt : label).focus(),
   };
 }
 
-/** Captions to try; `take` is told the one that is clicked. */
-export function examples(captions, take) {
+/** Captions to try, where the run can be told any; `take` is told the one that is clicked. */
+export function examples({ examples: known, conditions }, most, take) {
+  const captions = conditions.text ? known.slice(0, most) : [];
   if (!captions.length) return null;
   const chip = (caption) => element("button", { type: "button", class: "chip", click: () => take(caption) }, caption);
   return element("div", { class: "examples", role: "group", "aria-label": "Examples to try" }, captions.map(chip));

@@ -19,6 +19,7 @@ const VIEWS = {
   clusters: ClustersView,
   islands: IslandsView,
 };
+const TINY = 32; // pictures of so few pixels are shown as such
 const main = document.getElementById("main");
 
 /** What all views share. */
@@ -34,6 +35,7 @@ class Studio {
     this.run = run;
     this.mark = mark(document.querySelector(".mark"), run);
     document.getElementById("run").textContent = run.name;
+    document.body.classList.toggle("tiny", Math.max(...(run.size ?? [])) <= TINY);
   }
 
   /** Read the run again, and tell the views if it has changed. */

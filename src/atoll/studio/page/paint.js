@@ -130,14 +130,14 @@ function lagoon(run) {
 }
 
 function welcome(run) {
-  const { experts, examples } = run;
+  const { experts, examples, conditions } = run;
   const apart = `${plural(experts.length, "expert")} learned apart, each from its own cluster of pictures. `;
   return element(
     "div",
     { class: "welcome" },
     lagoon(run),
     element("p", { class: "lead" }, `${experts.length > 1 ? apart : ""}Ask for a picture and watch who paints it.`),
-    examples.length > 0 && element("p", {}, "Take an example, or type your own and press Enter."),
+    conditions.text && examples.length > 0 && element("p", {}, "Take an example, or type your own and press Enter."),
   );
 }
 

@@ -29,7 +29,7 @@ export class RequestForm {
         submit: (event) => this.submit(event), change: () => this.explain(),
       },
       this.subject.nodes,
-      examples(run.examples.slice(0, EXAMPLES), (caption) => this.take(caption)),
+      examples(run, EXAMPLES, (caption) => this.take(caption)),
       element("button", { class: "primary", type: "submit" }, "Paint"),
       this.settings,
       run.missing.length > 0 && stillMissing(run),
