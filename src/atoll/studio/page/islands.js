@@ -44,13 +44,13 @@ export class IslandsView {
   refresh() {}
 
   async look() {
-    clearTimeout(this.timer);
     try {
       const { jobs, why } = await read("/v1/islands");
       this.draw(jobs, why);
     } catch (error) {
       this.said.textContent = error.message;
     }
+    clearTimeout(this.timer); // of a look that was begun meanwhile
     if (this.watching && !document.hidden) this.timer = setTimeout(() => this.look(), EVERY);
   }
 

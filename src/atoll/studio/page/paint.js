@@ -32,6 +32,7 @@ export class PaintView {
 
   /** The view is shown. A link with settings paints them, unless they are on the stage already. */
   open(settings) {
+    this.close();
     this.wanted = settings;
     const given = Object.keys(settings).length > 0;
     const address = this.painting ? hashOf("paint", this.painting.settings) : null;
