@@ -2,23 +2,22 @@
 
 import contextlib
 import json
-import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import ConsoleMessage, Page, Request, Response
+
+from train.workers import start_verb
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -68,27 +67,26 @@ def studio_of(run: Path, *options: str, token: str | None = None) -> Iterator[Se
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "atoll.cli", "serve", str(run), "--port", str(port), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"ATOLL_TOKEN": token} if token else {})}
-    with open(run.parent / f"serve-{port}.log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    log = run.parent / f"serve-{port}.log"
+    secret = ["--token", token] if token else []
+    process = start_verb(log, "serve", str(run), "--port", str(port), *secret, *options)
     server = Server(f"http://127.0.0.1:{port}", token)
     try:
-        wait_until_it_answers(server, process, run.parent / f"serve-{port}.log")
+        wait_until_it_answers(server, process, log)
         yield server
     finally:
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(30)
-    assert code == 0
+        process.terminate()
+        process.join(30)
+    assert process.exitcode == 0, log.read_text()
 
 
-def wait_until_it_answers(server: Server, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def wait_until_it_answers(server: Server, process: BaseProcess, log: Path) -> None:
     deadline = time.monotonic() + 90
     while True:
         try:
             return server.ask("/health")
         except (urllib.error.URLError, ConnectionError):
-            assert process.poll() is None, log.read_text()
+            assert process.is_alive(), log.read_text()
             assert time.monotonic() < deadline, f"it does not answer: {log.read_text()}"
             time.sleep(0.1)
 

@@ -38,7 +38,12 @@ def _work(arguments: list[str], log: str) -> None:
 
 def start(run: Path, *arguments: str) -> multiprocessing.Process:
     """`atoll train RUN …` in a process of its own."""
-    process = _context.Process(target=_work, args=(["train", str(run), *arguments], str(run / "log.txt")))
+    return start_verb(run / "log.txt", "train", str(run), *arguments)
+
+
+def start_verb(log: Path, *arguments: str) -> multiprocessing.Process:
+    """`atoll VERB …` in a process of its own."""
+    process = _context.Process(target=_work, args=(list(arguments), str(log)))
     process.start()
     return process
 
