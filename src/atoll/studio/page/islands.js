@@ -68,7 +68,8 @@ export class IslandsView {
         this.jobs.set(job.job, card);
         this.list.append(card.node);
       }
-      this.jobs.get(job.job).draw(job);
+      const expert = this.studio.run.experts.find(({ name }) => name === job.job);
+      this.jobs.get(job.job).draw(job, expert?.colour ?? "var(--accent)");
     }
   }
 }
@@ -107,9 +108,9 @@ class JobCard {
     );
   }
 
-  draw(job) {
+  draw(job, colour) {
     this.node.dataset.state = job.state;
-    this.node.style.setProperty("--expert", job.colour ?? "var(--accent)");
+    this.node.style.setProperty("--expert", colour);
     this.state.textContent = STATES[job.state] ?? job.state;
     this.bar.hidden = !job.total || job.state === "done";
     this.bar.max = job.total || 1;
