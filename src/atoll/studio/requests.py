@@ -5,12 +5,12 @@ import base64
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from PIL import Image
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -28,6 +28,8 @@ PATIENCE = 60.0
 """Seconds that a stream may be left unread."""
 LOOK_EVERY = 0.5
 """Seconds between two looks whether whoever waits for an answer is still there."""
+ENCODERS = ThreadPoolExecutor(2, thread_name_prefix="atoll-png")
+"""Compress pictures: few threads that stay, for each has memory of its own that it does not give back."""
 DIGITS = 5
 """Of weights."""
 
@@ -151,7 +153,7 @@ async def _sent(ticket: Ticket, mailbox: Mailbox) -> AsyncIterator[bytes]:
         if event is None:
             yield b": still here\n\n"
         elif isinstance(event, Painted) or (isinstance(event, Stepped) and event.previews):
-            yield await run_in_threadpool(_block, ticket, event)
+            yield await asyncio.get_running_loop().run_in_executor(ENCODERS, _block, ticket, event)
         else:
             yield _block(ticket, event)
 
@@ -192,7 +194,8 @@ async def collected(ticket: Ticket, mailbox: Mailbox, request: Request) -> Image
         raise RefusalError(409, "the request was cancelled")
     if event.status != DONE:
         raise RefusalError(event.status, event.message)
-    return await run_in_threadpool(_answer, ticket, sorted(painted, key=lambda each: each.index))
+    painted.sort(key=lambda each: each.index)
+    return await asyncio.get_running_loop().run_in_executor(ENCODERS, _answer, ticket, painted)
 
 
 def _answer(ticket: Ticket, painted: list[Painted]) -> ImagesAnswer:
