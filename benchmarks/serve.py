@@ -97,11 +97,13 @@ def server(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
     command = [sys.executable, "-m", "atoll.cli", "serve", str(folder), "--port", "0", "--batch", str(BATCH), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        url = json.loads(process.stdout.readline())["url"]
-        while not httpx.get(f"{url}/health").json()["models_ready"]:
-            time.sleep(0.1)
-        yield url, psutil.Process(process.pid)
-        process.terminate()
+        try:
+            url = json.loads(process.stdout.readline())["url"]
+            while not httpx.get(f"{url}/health", timeout=60).json()["models_ready"]:
+                time.sleep(0.1)
+            yield url, psutil.Process(process.pid)
+        finally:
+            process.terminate()
 
 
 async def _client(http: httpx.AsyncClient, wishes: Sequence[dict[str, Any]]) -> list[tuple[float, list[str]]]:
