@@ -4,11 +4,10 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import httpx
@@ -16,21 +15,20 @@ import pytest
 
 from atoll import cli
 from studio.test_api import events
-from train.workers import wait_for
+from train.workers import start_verb, wait_for
 
 
 @contextmanager
-def process_of(run: Path, *options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    command = [sys.executable, "-m", "atoll.cli", "serve", str(run), "--port", "0", "--json", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        try:
-            url = json.loads(process.stdout.readline())["url"]
-            wait_for(lambda: ready(url))
-            yield url, process
-        finally:
-            process.kill()
+def process_of(run: Path, log: Path, *options: str) -> Iterator[tuple[str, BaseProcess]]:
+    """`atoll serve`, and where it is; it is ended if the test did not end it."""
+    process = start_verb(log, "serve", str(run), "--port", "0", "--json", *options)
+    try:
+        wait_for(lambda: log.is_file() and "url" in log.read_text())
+        url = next(json.loads(line)["url"] for line in log.read_text().splitlines() if line.startswith("{"))
+        wait_for(lambda: ready(url))
+        yield url, process
+    finally:
+        process.kill()
 
 
 def ready(url: str) -> bool:
@@ -40,8 +38,8 @@ def ready(url: str) -> bool:
         return False
 
 
-def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served_run: Path) -> None:
-    with process_of(served_run) as (url, process):
+def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served_run: Path, tmp_path: Path) -> None:
+    with process_of(served_run, tmp_path / "log") as (url, process):
         begun, told = threading.Event(), []
 
         def listen() -> None:
@@ -53,26 +51,28 @@ def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served_run: Pa
         listener = threading.Thread(target=listen)
         listener.start()
         assert begun.wait(30)
-        process.send_signal(signal.SIGTERM)
+        os.kill(process.pid or 0, signal.SIGTERM)
         wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
         refused = httpx.post(f"{url}/v1/images", json={})
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) > 0
         listener.join()
-        assert process.wait(30) == 0
+        process.join(30)
+        assert process.exitcode == 0
     names = [name for name, _ in told]
     assert names[-1] == "done"
     assert names.count("image") == 8
 
 
 @pytest.mark.slow
-def test_the_grace_is_bounded(served_run: Path) -> None:
-    with process_of(served_run, "--grace", "0.2") as (url, process):
+def test_the_grace_is_bounded(served_run: Path, tmp_path: Path) -> None:
+    with process_of(served_run, tmp_path / "log", "--grace", "0.2") as (url, process):
         wanted = {"steps": 250, "n": 16, "stream": True}
         with httpx.stream("POST", f"{url}/v1/images", json=wanted, timeout=60) as answer:
-            process.send_signal(signal.SIGINT)
+            os.kill(process.pid or 0, signal.SIGINT)
             assert [name for name, _ in events(answer)][-1] == "cancelled"
-        assert process.wait(30) == 0
+        process.join(30)
+        assert process.exitcode == 0
 
 
 def test_what_cannot_be_served_is_refused(served_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
