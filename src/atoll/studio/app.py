@@ -34,9 +34,11 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
+_PNG: dict[str, object] = {"content": {"image/png": {}}}
 _FAULTS = {
-    400: "not a request at all", 401: "wrong token", 403: "from elsewhere", 404: "not there", 409: "not possible now",
-    413: "too much", 422: "a value is wrong", 429: "too many requests wait", 503: "stopping, starting or broken",
+    400: "what is not JSON", 401: "a wrong token", 403: "other hosts and sites", 404: "what is not there",
+    409: "what is not possible now", 413: "too much", 422: "wrong values", 429: "too many requests",
+    503: "starting, stopping or broken",
 }  # fmt: skip
 
 
@@ -158,7 +160,7 @@ def _add_facts(app: FastAPI, studio: Studio) -> None:
         """What each expert was trained on."""
         return facts.describe_clusters(studio.models)
 
-    @app.get("/v1/clusters/{number}/sheet.png", response_class=FileResponse, responses=_may(404))
+    @app.get("/v1/clusters/{number}/sheet.png", response_class=FileResponse, responses={200: _PNG, **_may(404)})
     def sheet(number: Annotated[int, InPath(ge=0, le=99999)]) -> FileResponse:
         """Pictures of a cluster."""
         return _file(facts.sheet_of(studio.models, number), f"there is no picture of a cluster {number}")
@@ -168,7 +170,7 @@ def _add_facts(app: FastAPI, studio: Studio) -> None:
         """The jobs of the run, live."""
         return facts.describe_islands(studio.models)
 
-    @app.get("/v1/islands/{job:path}/grid.png", response_class=FileResponse, responses=_may(404))
+    @app.get("/v1/islands/{job:path}/grid.png", response_class=FileResponse, responses={200: _PNG, **_may(404)})
     def grid(job: Annotated[str, InPath(pattern=JOB)]) -> FileResponse:
         """The newest grid of samples of a job."""
         run = studio.models.run
@@ -176,7 +178,7 @@ def _add_facts(app: FastAPI, studio: Studio) -> None:
 
 
 def _add_pages(app: FastAPI, studio: Studio) -> None:
-    @app.get("/health", responses={503: {"model": wire.Health}})
+    @app.get("/health", responses={503: {"model": wire.Health, "description": "stopping or broken"}})
     def health(response: Response) -> wire.Health:
         """Whether the server works."""
         answer = studio.health()

@@ -16,7 +16,9 @@ def handbook(description: Schema) -> str:
         for method, route in methods.items()
     ]
     shapes = [_shape(name, schema) for name, schema in description["components"]["schemas"].items()]
-    head = f'<head><meta charset="utf-8"><title>{escape(about["title"])}: API</title></head>'
+    head = f'<head><meta charset="utf-8"><title>{escape(about["title"])}: API</title>'
+    head += '<meta name="viewport" content="width=device-width">'
+    head += '<link rel="icon" href="/page/icon.svg"><link rel="stylesheet" href="/page/handbook.css"></head>'
     intro = f"<h1>{escape(about['title'])} {escape(about['version'])}</h1><p>{escape(about['description'])} "
     intro += 'For programs: <a href="/openapi.json">openapi.json</a>. The page: <a href="/">studio</a>.</p>'
     body = "\n".join([intro, "<h2>Routes</h2>", *routes, "<h2>Shapes</h2>", *shapes])
@@ -27,13 +29,13 @@ def _route(method: str, path: str, route: Schema) -> str:
     rows = [_row(each["name"], each["schema"], each.get("required", False)) for each in route.get("parameters", [])]
     body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
     takes = f"<p>Takes {_kind(body)}.</p>" if body else ""
-    answers = [
-        f"<li>{escape(status)}: {escape(answer.get('description', ''))} {_content(answer)}</li>"
-        for status, answer in route["responses"].items()
-    ]
+    good = [f"{status} {_content(answer)}".strip() for status, answer in route["responses"].items() if status < "400"]
+    bad = sorted((status, answer) for status, answer in route["responses"].items() if status >= "400")
+    refusals = ", ".join(f"{status} {escape(answer.get('description', ''))}" for status, answer in bad)
+    answers = f"<p>Answers {'; '.join(good)}.</p>" + (f"<p>Refuses with {refusals}.</p>" if bad else "")
     about = escape(route.get("description", ""))
     title = f"<h3><code>{method.upper()} {escape(path)}</code></h3>"
-    return f"{title}<p>{about}</p>{_table(rows)}{takes}<ul>{''.join(answers)}</ul>"
+    return f"{title}<p>{about}</p>{_table(rows)}{takes}{answers}"
 
 
 def _content(answer: Schema) -> str:
