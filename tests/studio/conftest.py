@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import uvicorn
 
@@ -15,6 +16,9 @@ from atoll.studio.engine import Engine
 from atoll.studio.models import Models, Opening
 from atoll.studio.serve import listen
 from ensemble.runs import write_run
+
+http = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+"""A patient client: how fast the machine is decides no test."""
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from atoll.ensemble.export import export
 from atoll.ensemble.pictures import COLOURS
 from atoll.studio.app import Studio
 from atoll.studio.models import Usual, usual_settings
-from studio.conftest import serving
+from studio.conftest import http, serving
 from train.conftest import merge
 from train.workers import TINY, wait_for
 
@@ -43,7 +43,7 @@ def opened(png: str) -> Image.Image:
 def test_pictures_are_those_of_the_command_line_and_say_how_they_were_made(served: Served, served_run: Path) -> None:
     url, _ = served
     wanted = {"prompt": "a circle", "n": 3, "steps": 4, "guidance": 3.0, "routing": "top-2", "seed": 7}
-    answer = httpx.post(f"{url}/v1/images", json=wanted, timeout=60).json()
+    answer = http.post(f"{url}/v1/images", json=wanted).json()
     expected = atoll.load(served_run).generate(
         ["a circle"], n=3, steps=4, guidance=3.0, routing="top-2", seed=7, trace=True
     )
@@ -63,8 +63,9 @@ def test_pictures_are_those_of_the_command_line_and_say_how_they_were_made(serve
 def test_a_stream_tells_every_step_and_the_same_pictures(served: Served) -> None:
     url, _ = served
     wanted = {"prompt": "a square", "n": 2, "steps": 5, "seed": 3, "expert": 1}
-    plain = httpx.post(f"{url}/v1/images", json=wanted, timeout=60).json()
-    with httpx.stream("POST", f"{url}/v1/images", json={**wanted, "stream": True, "preview_every": 2}) as answer:
+    plain = http.post(f"{url}/v1/images", json=wanted).json()
+    wanted |= {"stream": True, "preview_every": 2}
+    with http.stream("POST", f"{url}/v1/images", json=wanted) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         told = events(answer)
     assert [name for name, _ in told] == ["queued", *["step"] * 5, "image", "image", "done"]
@@ -82,25 +83,25 @@ def test_a_stream_tells_every_step_and_the_same_pictures(served: Served) -> None
 def test_streams_are_cancelled_by_delete_and_by_going_away(served: Served) -> None:
     url, studio = served
     wanted = {"steps": 250, "n": 4, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/images", json=wanted) as answer:
+    with http.stream("POST", f"{url}/v1/images", json=wanted) as answer:
         lines = answer.iter_lines()
         next(line for line in lines if line == "event: step")
         id = json.loads(next(lines).removeprefix("data: "))["id"]
-        assert httpx.delete(f"{url}/v1/images/{id}").status_code == 204
+        assert http.delete(f"{url}/v1/images/{id}").status_code == 204
         assert "event: cancelled" in list(lines)
-    assert httpx.delete(f"{url}/v1/images/{id}").status_code == 404
-    with httpx.stream("POST", f"{url}/v1/images", json=wanted) as answer:
+    assert http.delete(f"{url}/v1/images/{id}").status_code == 404
+    with http.stream("POST", f"{url}/v1/images", json=wanted) as answer:
         next(line for line in answer.iter_lines() if line == "event: step")
         assert not studio.engine.idle
-    wait_for(lambda: studio.engine.idle, 5)
+    wait_for(lambda: studio.engine.idle)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/images", json={"steps": 250, "n": 16}, timeout=httpx.Timeout(5, read=0.05))
-    wait_for(lambda: studio.engine.idle, 5)
+        http.post(f"{url}/v1/images", json={"steps": 250, "n": 16}, timeout=httpx.Timeout(60, read=0.05))
+    wait_for(lambda: studio.engine.idle)
 
 
 def test_the_run_tells_what_it_offers(served: Served, served_run: Path) -> None:
     url, _ = served
-    run = httpx.get(f"{url}/v1/run").json()
+    run = http.get(f"{url}/v1/run").json()
     assert (run["name"], run["size"], run["models"]) == ("run", [8, 8], ["experts", "monolith", "student"])
     assert run["conditions"] == {"text": True, "labels": []}
     assert [(expert["number"], expert["name"]) for expert in run["experts"]] == [
@@ -111,17 +112,17 @@ def test_the_run_tells_what_it_offers(served: Served, served_run: Path) -> None:
     assert run["defaults"] == {"routing": "top-1", "steps": 25, "guidance": 4.0, "n": 1}
     assert len(run["examples"]) == 12
     assert len({example.split()[1] for example in run["examples"]}) == 3  # some of every kind
-    experts = httpx.get(f"{url}/v1/experts").json()["experts"]
+    experts = http.get(f"{url}/v1/experts").json()["experts"]
     assert [expert["objective"] for expert in experts] == ["velocity", "epsilon", "v_prediction"]
     assert experts[1]["schedule"] == "cosine"
     assert experts[1]["parameters"] > experts[0]["parameters"]
-    clusters = httpx.get(f"{url}/v1/clusters").json()["clusters"]
+    clusters = http.get(f"{url}/v1/clusters").json()["clusters"]
     assert sum(cluster["pictures"] for cluster in clusters) == sum(expert["pictures"] for expert in experts)
     assert sum(cluster["share"] for cluster in clusters) == pytest.approx(1)
-    sheet = httpx.get(url + clusters[2]["sheet"])
+    sheet = http.get(url + clusters[2]["sheet"])
     assert sheet.content == (served_run / "data/clusters/cluster_002.png").read_bytes()
     assert sheet.headers["content-type"] == "image/png"
-    jobs = httpx.get(f"{url}/v1/islands").json()["jobs"]
+    jobs = http.get(f"{url}/v1/islands").json()["jobs"]
     assert {job["job"]: job["state"] for job in jobs}["experts/001"] == "done"
     assert run["experts"][1]["colour"] == COLOURS[1]
 
@@ -137,8 +138,8 @@ def test_the_usual_settings_are_those_of_the_last_evaluation(tmp_path: Path) -> 
 
 def test_metrics_count_what_was_made(served_run: Path) -> None:
     with serving(served_run) as (url, _):
-        assert httpx.post(f"{url}/v1/images", json={"n": 2, "steps": 3, "prompt": "x"}, timeout=60).status_code == 200
-        text = httpx.get(f"{url}/metrics").text
+        assert http.post(f"{url}/v1/images", json={"n": 2, "steps": 3, "prompt": "x"}).status_code == 200
+        text = http.get(f"{url}/metrics").text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert values['atoll_images_total{model="experts"}'] == "2.0"
     assert values['atoll_requests_total{outcome="done"}'] == "1.0"
@@ -149,14 +150,14 @@ def test_metrics_count_what_was_made(served_run: Path) -> None:
 
 def test_the_page_and_the_handbook_ask_nobody_else(served: Served) -> None:
     url, _ = served
-    page = httpx.get(url)
+    page = http.get(url)
     assert page.headers["content-type"].startswith("text/html")
     assert page.headers["content-security-policy"].startswith("default-src 'self'")
     assert page.headers["x-content-type-options"] == "nosniff"
-    handbook = httpx.get(f"{url}/docs").text
+    handbook = http.get(f"{url}/docs").text
     assert "POST /v1/images" in handbook
     assert "http" not in handbook.replace("HTTP", "")
-    described = httpx.get(f"{url}/openapi.json").json()
+    described = http.get(f"{url}/openapi.json").json()
     assert set(described["paths"]) >= {"/v1/images", "/v1/run", "/v1/experts", "/v1/clusters", "/health", "/metrics"}
 
 
@@ -164,13 +165,13 @@ def test_an_export_is_served_too(served_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pipeline"
     export(served_run, folder)
     with serving(folder) as (url, _):
-        run = httpx.get(f"{url}/v1/run").json()
+        run = http.get(f"{url}/v1/run").json()
         assert (run["models"], run["size"], run["examples"]) == (["experts"], [8, 8], [])
-        assert httpx.get(f"{url}/v1/clusters").json()["why"]
-        assert httpx.get(f"{url}/v1/islands").json()["jobs"] == []
-        experts = httpx.get(f"{url}/v1/experts").json()["experts"]
+        assert http.get(f"{url}/v1/clusters").json()["why"]
+        assert http.get(f"{url}/v1/islands").json()["jobs"] == []
+        experts = http.get(f"{url}/v1/experts").json()["experts"]
         assert [expert["objective"] for expert in experts] == ["velocity", "epsilon", "v_prediction"]
-        made = httpx.post(f"{url}/v1/images", json={"prompt": "a circle", "steps": 2}, timeout=60)
+        made = http.post(f"{url}/v1/images", json={"prompt": "a circle", "steps": 2})
         assert made.status_code == 200
 
 
@@ -181,21 +182,21 @@ def test_a_run_in_training_shows_its_islands_and_serves_what_is_finished(prepare
     values["train"] |= {"grid_every": 80, "grid_size": 4}
     (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     with serving(run) as (url, studio):
-        none = httpx.get(f"{url}/v1/run").json()
+        none = http.get(f"{url}/v1/run").json()
         assert (none["models"], none["size"], none["missing"]) == ([], None, [f"experts/00{k}" for k in range(3)])
-        refused = httpx.post(f"{url}/v1/images", json={"prompt": "a circle"})
+        refused = http.post(f"{url}/v1/images", json={"prompt": "a circle"})
         assert refused.status_code == 409
         assert "not finished" in refused.json()["error"]["message"]
-        assert httpx.get(f"{url}/v1/islands/experts/001/grid.png").status_code == 404
+        assert http.get(f"{url}/v1/islands/experts/001/grid.png").status_code == 404
         assert cli.main(["train", str(run), "--expert", "1"]) == 0
         with (run / "experts/001/metrics.jsonl").open("a") as journal:
             journal.write('{"samples": 168, "loss": NaN, "samples_per_second": 1.0}\n{"samples": 17')
-        job = {job["job"]: job for job in httpx.get(f"{url}/v1/islands").json()["jobs"]}["experts/001"]
+        job = {job["job"]: job for job in http.get(f"{url}/v1/islands").json()["jobs"]}["experts/001"]
         assert job["state"] == "done"
         assert job["loss"][-1][0] == job["samples"] == 160
-        grid = httpx.get(url + job["grid"])
+        grid = http.get(url + job["grid"])
         assert Image.open(BytesIO(grid.content)).size == (64, 64)
         wait_for(lambda: "experts" in studio.models.editions(), 20)
-        made = httpx.post(f"{url}/v1/images", json={"prompt": "a circle", "steps": 2}, timeout=60).json()
+        made = http.post(f"{url}/v1/images", json={"prompt": "a circle", "steps": 2}).json()
         assert opened(made["images"][0]["png"]).size == (32, 32)
-        assert httpx.get(f"{url}/v1/run").json()["missing"] == ["experts/000", "experts/002"]
+        assert http.get(f"{url}/v1/run").json()["missing"] == ["experts/000", "experts/002"]

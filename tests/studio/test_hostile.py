@@ -6,14 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from atoll.ensemble import Settings
 from atoll.studio import requests
 from atoll.studio.app import Studio
 from atoll.studio.work import Ask, Event, Painted
-from studio.conftest import serving
+from studio.conftest import http, serving
 
 Served = tuple[str, Studio]
 WRONG: list[tuple[dict[str, Any], str | None, str]] = [
@@ -53,7 +52,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
 def test_wrong_values_are_named(served: Served, wanted: dict[str, Any], field: str | None, why: str) -> None:
     url, _ = served
     body = json.dumps(wanted)
-    answer = httpx.post(f"{url}/v1/images", content=body, headers={"content-type": "application/json"})
+    answer = http.post(f"{url}/v1/images", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 422
     error = answer.json()["error"]
     assert error["field"] == field
@@ -74,7 +73,7 @@ def test_wrong_values_are_named(served: Served, wanted: dict[str, Any], field: s
 )
 def test_what_is_no_request_is_refused(served: Served, body: bytes, status: int) -> None:
     url, _ = served
-    answer = httpx.post(f"{url}/v1/images", content=body, headers={"content-type": "application/json"})
+    answer = http.post(f"{url}/v1/images", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
 
@@ -82,7 +81,7 @@ def test_what_is_no_request_is_refused(served: Served, body: bytes, status: int)
 def test_a_large_body_in_pieces_is_not_read(served: Served) -> None:
     url, _ = served
     pieces = (b"x" * 10_000 for _ in range(100))
-    answer = httpx.post(f"{url}/v1/images", content=pieces, headers={"content-type": "application/json"})
+    answer = http.post(f"{url}/v1/images", content=pieces, headers={"content-type": "application/json"})
     assert answer.status_code == 413
 
 
@@ -122,20 +121,20 @@ def test_paths_lead_nowhere(served: Served, path: str) -> None:
 def test_other_hosts_and_pages_of_others_are_turned_away(served: Served) -> None:
     url, _ = served
     for headers in ({"host": "evil.example"}, {"host": "localhost.evil.example:80"}, {"host": ""}):
-        answer = httpx.get(f"{url}/v1/run", headers=headers)
+        answer = http.get(f"{url}/v1/run", headers=headers)
         assert answer.status_code == 403
         assert "localhost only" in answer.json()["error"]["message"]
     for origin in ("http://evil.example", "null", "http://localhost:1"):
-        assert httpx.post(f"{url}/v1/images", json={}, headers={"origin": origin}).status_code == 403
-    assert httpx.get(f"{url}/v1/run", headers={"host": "[::1]:80", "origin": "http://[::1]:80"}).status_code == 200
-    form = httpx.post(f"{url}/v1/images", content=b'{"n": 1}', headers={"content-type": "text/plain"})
+        assert http.post(f"{url}/v1/images", json={}, headers={"origin": origin}).status_code == 403
+    assert http.get(f"{url}/v1/run", headers={"host": "[::1]:80", "origin": "http://[::1]:80"}).status_code == 200
+    form = http.post(f"{url}/v1/images", content=b'{"n": 1}', headers={"content-type": "text/plain"})
     assert form.status_code == 422
 
 
 def test_a_token_is_asked_for_and_checked(served_run: Path) -> None:
     with serving(served_run, token="open sesame") as (url, _):
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert httpx.get(url).status_code == 200
+        assert http.get(f"{url}/health").status_code == 200
+        assert http.get(url).status_code == 200
         for headers in (
             {},
             {"authorization": "Bearer open"},
@@ -143,32 +142,32 @@ def test_a_token_is_asked_for_and_checked(served_run: Path) -> None:
             {"authorization": b"\xff"},
         ):
             for path in ("/v1/run", "/v1/clusters/0/sheet.png", "/metrics"):
-                answer = httpx.get(f"{url}{path}", headers=headers)
+                answer = http.get(f"{url}{path}", headers=headers)
                 assert answer.status_code == 401
                 assert answer.headers["www-authenticate"] == "Bearer"
         right = {"authorization": "Bearer open sesame", "host": "studio.example"}
-        assert httpx.get(f"{url}/v1/run", headers=right).json()["token_required"] is True
+        assert http.get(f"{url}/v1/run", headers=right).json()["token_required"] is True
 
 
 def test_a_full_queue_says_when_to_come_again(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "HEARTBEAT", 0.05)
     with serving(served_run, batch=1, queue=1) as (url, studio):
         slow = {"steps": 250, "n": 16, "stream": True}
-        stream = partial(httpx.stream, "POST", f"{url}/v1/images", json=slow)
+        stream = partial(http.stream, "POST", f"{url}/v1/images", json=slow)
         with stream(), stream() as waiting:
             lines = waiting.iter_lines()
             assert next(lines) == "event: queued"
             assert json.loads(next(lines).removeprefix("data: "))["position"] == 1
             assert next(line for line in lines if line) == ": still here"
-            answer = httpx.post(f"{url}/v1/images", json={})
+            answer = http.post(f"{url}/v1/images", json={})
             assert answer.status_code == 429
             assert 1 <= int(answer.headers["retry-after"]) <= 60
             assert "wait" in answer.json()["error"]["message"]
         studio.engine.close()
-        answer = httpx.post(f"{url}/v1/images", json={})
+        answer = http.post(f"{url}/v1/images", json={})
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) > 0
-        assert httpx.get(f"{url}/health").json()["status"] == "stopping"
+        assert http.get(f"{url}/health").json()["status"] == "stopping"
 
 
 def test_a_broken_engine_is_told_to_everyone(served_run: Path) -> None:
@@ -178,9 +177,9 @@ def test_a_broken_engine_is_told_to_everyone(served_run: Path) -> None:
 
     with serving(served_run) as (url, studio):
         studio.engine.submit(Ask(Settings("top-1", 1)), studio.models.edition("experts"), unreachable)
-        answer = httpx.post(f"{url}/v1/images", json={"steps": 250})
+        answer = http.post(f"{url}/v1/images", json={"steps": 250})
         assert answer.status_code == 503
-        health = httpx.get(f"{url}/health")
+        health = http.get(f"{url}/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
         assert "the listener is gone" in health.json()["why"]
-        assert "the listener is gone" in httpx.post(f"{url}/v1/images", json={}).json()["error"]["message"]
+        assert "the listener is gone" in http.post(f"{url}/v1/images", json={}).json()["error"]["message"]

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from atoll import cli
+from studio.conftest import http
 from studio.test_api import events
 from train.workers import start_verb, wait_for
 
@@ -33,7 +34,7 @@ def process_of(run: Path, log: Path, *options: str) -> Iterator[tuple[str, BaseP
 
 def ready(url: str) -> bool:
     try:
-        return bool(httpx.get(f"{url}/health").json()["models_ready"])
+        return bool(http.get(f"{url}/health").json()["models_ready"])
     except httpx.TransportError:
         return False
 
@@ -43,8 +44,8 @@ def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served_run: Pa
         begun, told = threading.Event(), []
 
         def listen() -> None:
-            wanted = {"prompt": "a circle", "steps": 100, "n": 8, "stream": True}
-            with httpx.stream("POST", f"{url}/v1/images", json=wanted, timeout=60) as answer:
+            wanted = {"prompt": "a circle", "steps": 200, "n": 8, "stream": True}
+            with http.stream("POST", f"{url}/v1/images", json=wanted) as answer:
                 begun.set()
                 told.extend(events(answer))
 
@@ -52,8 +53,8 @@ def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served_run: Pa
         listener.start()
         assert begun.wait(30)
         os.kill(process.pid or 0, signal.SIGTERM)
-        wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
-        refused = httpx.post(f"{url}/v1/images", json={})
+        wait_for(lambda: http.get(f"{url}/health").status_code == 503)
+        refused = http.post(f"{url}/v1/images", json={})
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) > 0
         listener.join()
@@ -68,7 +69,7 @@ def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served_run: Pa
 def test_the_grace_is_bounded(served_run: Path, tmp_path: Path) -> None:
     with process_of(served_run, tmp_path / "log", "--grace", "0.2") as (url, process):
         wanted = {"steps": 250, "n": 16, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/images", json=wanted, timeout=60) as answer:
+        with http.stream("POST", f"{url}/v1/images", json=wanted) as answer:
             os.kill(process.pid or 0, signal.SIGINT)
             assert [name for name, _ in events(answer)][-1] == "cancelled"
         process.join(30)
