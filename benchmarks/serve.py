@@ -151,7 +151,7 @@ def _latents(model: Ensemble, part: Sequence[Wish], steps: int) -> Tensor:
 
 
 def measure(quick: bool) -> Iterable[Row]:
-    steps, turns, rounds = ((4, 5, 6), 2, 2) if quick else ((20, 25, 30), 3, 3)
+    steps, turns, rounds = ((4, 5, 6), 2, 2) if quick else ((20, 25, 30), 3, 5)
     with tempfile.TemporaryDirectory() as folder:
         place = write_run(Path(folder) / "run")
         model = atoll.load(place)
