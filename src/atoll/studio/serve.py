@@ -20,8 +20,8 @@ from atoll.studio.models import Models, Opening
 LAST_WORDS = 5
 """Seconds for answers that are on their way when everything is finished."""
 TURN = 3e-4
-"""Seconds for which one thread may keep the interpreter while another wants it. The engine lets it go at every operation
-of a network; with Python's own 5 ms it would wait that long whenever a request is being read."""
+"""Seconds for which one thread may keep the interpreter while another wants it. The engine lets it go at every
+operation of a network; with Python's own 5 ms it would wait that long whenever a request is being read."""
 
 
 @dataclass(frozen=True)
