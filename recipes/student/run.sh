@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# A student distilled from the eight experts against the same network from scratch at equal FLOPs.  SEED=0 bash …/run.sh
-# The experts and the network from scratch (the monolith) are those of ddm-vs-monolith: run it first. A student's sample costs
-# 4/3 of a plain one, its teacher's forward pass included, so it has 3/4 as many.
+# Everything of this recipe, resumable: bash recipes/student/run.sh [RUN]
 set -euo pipefail
-source recipes/common/lib.sh
-samples=$((STEPS * TOTAL * 3 / 4))
-train k8 "student --student.samples $samples --student.block 6400 --train.batch $TOTAL --train.warmup $((samples / 10)) \
-    --train.ema.ema $((samples / 10)) --train.save_every $((samples / 4))"
-measure k8 --models student monolith experts --routings top-1 --extractors inception efficientnet-lite0
-table k8
+run=${1:-runs/student}
+atoll=${ATOLL:-.venv/bin/atoll}
+mkdir -p "$run"
+cp recipes/student/atoll.yaml "$run/atoll.yaml"
+$atoll prepare "$run"
+for expert in 0 1 2 3; do $atoll train "$run" --expert $expert; done
+$atoll train "$run" --router
+$atoll train "$run" --student
+# From scratch with the student's FLOPs, its teachers' forward passes included: 4/3 as many samples.
+$atoll train "$run" --monolith --train.samples 17056
+.venv/bin/python recipes/student/figures.py "$run"
