@@ -14,6 +14,7 @@ from atoll.evaluate.features import KIND, FeatureSet, opened
 from atoll.evaluate.perceptual import Perceptual, open_perceptual
 from atoll.evaluate.samples import Samples
 from atoll.evaluate.store import figures
+from atoll.progress import progress
 
 KID_LEAST, NEIGHBOURS_LEAST = 100, 500
 """Samples below which KID's error, or the holes between neighbours, drown what is measured."""
@@ -80,8 +81,12 @@ def diversity(run: Path, samples: Samples, seeds: int, vision: str, lpips: Path 
     def compute() -> dict[str, Any]:
         pictures = np.concatenate(list(samples.chunks()))
         groups = pictures.reshape(-1, seeds, *pictures.shape[1:])
-        means = pairwise_mean(torch.stack([distance(group) for group in groups]))
-        return asdict(Spread.of(means))
+        distances = []
+        with progress(f"diversity of {samples.label}", len(pictures)) as bar:
+            for group in groups:
+                distances.append(distance(group))
+                bar.update(seeds)
+        return asdict(Spread.of(pairwise_mean(torch.stack(distances))))
 
     answer = figures(run, "figures", f"{samples.label} diversity", made_from, compute)
     return {**answer, "protocol": {**samples.protocol, **_protocol(distance), "seeds_per_prompt": seeds}}
