@@ -1,20 +1,79 @@
-"""The verbs of shared runs: push, join, admit, status, pull, keys. Heavy imports stay inside the verbs."""
+"""The verbs of many machines: launch, and those of shared runs: push, join, admit, status, pull, keys."""
 
 import json
+import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional, Suppress, arg
+from tyro.conf import Positional, arg
 
+from atoll import config as configuration
+from atoll.cli.verb import Overrides
 from atoll.errors import AtollError
 
 if TYPE_CHECKING:
     from atoll.trust import Signer
 
-Overrides = Annotated[dict[str, str], Suppress]
 KeyFile = Annotated[Path | None, arg(metavar="FILE")]
+
+
+@dataclass
+class Launch:
+    """Submit every missing job of a run, on this machine, on Slurm or on Ray; again, it submits what is left."""
+
+    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    on: Literal["local", "slurm", "ray", "sky"] = "local"
+    """Where; sky writes a SkyPilot task file for machines of a cloud that join the run at --url."""
+    jobs: tuple[Literal["prepare", "experts", "router", "monolith", "student"], ...] = ("prepare", "experts", "router")
+    """Which kinds of jobs."""
+    experts: tuple[int, ...] = ()
+    """Only these experts, instead of all."""
+    shares: int = 1
+    """Jobs that features, latents and text are each divided into."""
+    at_once: int | None = None
+    """Jobs that run side by side at most; on this machine the default is one, or as many as have their GPUs."""
+    retries: int = 3
+    """How often a job may die in a row without having got further."""
+    wait: bool = False
+    """Slurm and Ray: stay until everything has ended. On this machine it always does."""
+    print: bool = False
+    """Show exactly what would be submitted, and submit nothing."""
+    url: str | None = None
+    """sky: where the run is shared (s3://bucket/run)."""
+    json: bool = False
+    """Print what was submitted as JSON."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Submit, or show what would be."""
+        run = self.folder.resolve()
+        config = configuration.load(run, self.overrides)
+        if self.on == "sky":
+            from atoll.islands.launchers.sky import write_task
+
+            print(write_task(run, config, self.url, dry=self.print), end="")
+            return
+        from contextlib import redirect_stdout
+
+        from atoll.islands.launchers.base import Setting
+        from atoll.islands.launchers.launch import as_dict, as_lines, finish, open_launcher, show, submit
+        from atoll.islands.launchers.plan import Wish
+
+        launcher = open_launcher(self.on, Setting(run, config.island, self.retries, self.at_once))
+        wish = Wish(self.jobs, self.experts, self.shares, self.overrides)
+        if self.print:
+            print(show(launcher, run, config, wish))
+            return
+        with redirect_stdout(sys.stderr):  # Ray tells of its nodes there
+            found = submit(launcher, run, config, wish)
+            print("\n".join(as_lines(found)), flush=True)
+            if self.wait or launcher.stays:
+                finish(found, run, config, wish)
+        if self.json:
+            print(json.dumps(as_dict(found)))
 
 
 @dataclass

@@ -1,15 +1,15 @@
-"""The verb of the studio. Heavy imports stay inside it."""
+"""The verb of the studio."""
 
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, Suppress, arg
+from tyro.conf import Positional, arg
 
+from atoll.cli.verb import Overrides
 from atoll.errors import AtollError
 
-Overrides = Annotated[dict[str, str], Suppress]
 TOKEN = "ATOLL_TOKEN"
 
 

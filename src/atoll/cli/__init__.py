@@ -1,0 +1,90 @@
+"""The `atoll` command. The verbs of a room are in the file of its name; heavy imports stay inside the verb."""
+
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from atoll import __version__
+from atoll.cli import data, ensemble, evaluate, islands, nets, runs, studio, train
+from atoll.cli.verb import Verb
+from atoll.errors import AtollError, unknown
+
+VERBS: dict[str, type[Verb]] = {
+    "demo": runs.Demo,
+    "init": runs.Init,
+    "config": runs.Config,
+    "prepare": data.Prepare,
+    "train": train.Train,
+    "launch": islands.Launch,
+    "push": islands.Push,
+    "join": islands.Join,
+    "admit": islands.Admit,
+    "status": islands.Status,
+    "pull": islands.Pull,
+    "keys": islands.Keys,
+    "sample": ensemble.Sample,
+    "evaluate": evaluate.Evaluate,
+    "report": evaluate.Report,
+    "convert": nets.Convert,
+    "export": ensemble.Export,
+    "serve": studio.Serve,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; 0 is success, 2 is input that was refused."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"atoll {__version__}")
+        return 0
+    try:
+        name, *rest = arguments
+        if name not in VERBS:
+            raise AtollError(f"{unknown('verb', name, VERBS)}\nsee: atoll --help")
+        rest, overrides = split_overrides(rest)
+        verb = tyro.cli(VERBS[name], args=rest, prog=f"atoll {name}")
+        verb.overrides = overrides
+        verb.run()
+    except AtollError as error:
+        print(f"atoll: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def overview() -> str:
+    """The help of `atoll` itself."""
+    verbs = [f"  {name:<10} {(verb.__doc__ or '').splitlines()[0]}" for name, verb in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: atoll VERB [options]",
+            "",
+            "Decentralized diffusion models: isolated experts, one model.",
+            "",
+            "verbs, in the order of a run:",
+            *verbs,
+            "",
+            "atoll VERB --help tells the options of one verb. Any key of a run's atoll.yaml can be",
+            "overridden on the command line: --clusters.count 4 (keys: atoll config RUN).",
+        ]
+    )
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Part `--section.key VALUE` and `--section.key=VALUE` from the verb's own options."""
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, equals, value = argument.partition("=")
+        if not (name.startswith("--") and "." in name):
+            rest.append(argument)
+            continue
+        following = value if equals else next(remaining, None)
+        if following is None:
+            raise AtollError(f"{name} needs a value: {name} VALUE")
+        overrides[name.removeprefix("--")] = following
+    return rest, overrides

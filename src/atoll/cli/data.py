@@ -1,0 +1,55 @@
+"""The verb of the data."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from atoll import config as configuration
+from atoll.cli.verb import Overrides
+
+if TYPE_CHECKING:
+    from atoll.data.prepare import Preparation
+
+
+@dataclass
+class Prepare:
+    """Turn the source's pictures into each island's shards; what is done is not done again."""
+
+    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    stage: tuple[Literal["ingest", "features", "clusters", "latents", "text", "shards"], ...] = ()
+    """Only these stages, instead of all."""
+    shard: Annotated[str, arg(metavar="i/n")] = "0/1"
+    """This job's share of the stages features, latents and text: 0/4, 1/4, 2/4 and 3/4 make up the whole."""
+    dry_run: bool = False
+    """Show the source and what would be done, and do nothing."""
+    json: bool = False
+    """With --dry-run: print the plan as JSON."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Do the stages, or show the plan."""
+        config = configuration.load(self.folder, self.overrides)
+        from atoll.data.chunks import Share
+        from atoll.data.prepare import Preparation, prepare
+
+        share = Share.parse(self.shard)
+        if self.dry_run:
+            self.show(Preparation(self.folder, config))
+        else:
+            prepare(self.folder, config, self.stage, share)
+
+    def show(self, work: "Preparation") -> None:
+        """Print the plan."""
+        from atoll.data.source import describe
+
+        plan = [step for step in work.plan() if not self.stage or step["stage"] in self.stage]
+        if self.json:
+            print(json.dumps(plan))
+            return
+        describe(work.source)
+        for step in plan:
+            print(f"{step['stage']:<9} {step['state']:<22} {step['uses']:<28} {self.folder / step['folder']}")

@@ -1,0 +1,61 @@
+"""The verb of training."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from tyro.conf import Positional, arg
+
+from atoll import config as configuration
+from atoll.cli.verb import Overrides
+from atoll.errors import AtollError
+
+
+@dataclass
+class Train:
+    """Train one expert, the router, the dense monolith or a distilled student; again, it resumes."""
+
+    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    expert: int | None = None
+    """The expert of this cluster, from its own shards alone."""
+    router: bool = False
+    """The router, from the data of all clusters."""
+    monolith: bool = False
+    """The dense model that an ensemble is measured against: all data, one network."""
+    student: bool = False
+    """A dense model that learns from the finished experts."""
+    match_flops: Annotated[Path | None, arg(metavar="RUN")] = None
+    """Train for as many FLOPs as all experts of this run together."""
+    dry_run: bool = False
+    """Print what it would cost in memory, FLOPs and time, and do nothing; alone, for all jobs. Needs no data."""
+    gpus: int | None = None
+    """With --dry-run: processes that share one job."""
+    json: bool = False
+    """With --dry-run: print JSON."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Train, or tell the cost."""
+        jobs = [name for name in ("router", "monolith", "student") if getattr(self, name)]
+        jobs += ["expert"] if self.expert is not None else []
+        if len(jobs) > 1 or not (jobs or self.dry_run):
+            raise AtollError("say what to train: one of --expert K, --router, --monolith, --student")
+        config = configuration.load(self.folder, self.overrides)
+        from atoll.train.estimate import show_estimate, show_survey
+        from atoll.train.jobs import Job, run_job
+        from atoll.train.loop import REQUEUE, Requeue
+
+        if not jobs:
+            show_survey(self.folder, config, self.gpus, self.json)
+            return
+        job = Job(self.folder, config, cast(Any, jobs[0]), self.expert, self.match_flops)
+        if self.dry_run:
+            show_estimate(job, self.gpus, self.json)
+            return
+        try:
+            run_job(job)
+        except Requeue as stop:
+            print(f"atoll: {stop}", file=sys.stderr)
+            sys.exit(REQUEUE)
