@@ -35,7 +35,7 @@ test-all: $(ALL)
 	@bash scripts/install_debian.sh slurm
 	@bash scripts/install_debian.sh chromium
 	@bash scripts/install_debian.sh ceph
-	@$(BIN)/python -m pytest -n 2 -m ''
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m ''
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -11,6 +11,6 @@ for bridge in exact published; do
     done
 done
 for name in ddpm4 ddpm4-exact ddpm4-published; do
-    measure $name --models experts expert:0 expert:3 --routings top-1 --extractors inception efficientnet-lite0
+    measure $name --models experts expert:0 --routings top-1 --extractors inception efficientnet-lite0 --skip diversity
 done
 table ddpm4 ddpm4-exact ddpm4-published

@@ -8,7 +8,9 @@ atoll=${ATOLL:-.venv/bin/atoll}
 ROOT=${ROOT:-runs/emoji-recipes}
 SEED=${SEED:-0}
 STEPS=${STEPS:-1600}
-TOTAL=${TOTAL:-128}
+TOTAL=${TOTAL:-256}
+NETWORK=${NETWORK:-'{name: DiT-XS/2, width: 96, depth: 4, heads: 3}'}
+TOLD=${TOLD:-pooled} # what the router sees besides the noisy latent
 JOBS=${JOBS:-2} # jobs at a time, one thread each
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 here=recipes/common
@@ -21,9 +23,10 @@ settings() { # settings BATCH SAMPLES: those of `train` for a job of this size
 train:
   samples: $2
   batch: $1
-  lr: 1.0e-3
-  warmup: $(($2 / 10))
-  ema: {ema: $(($2 / 10))}
+  lr: ${LR:-4.0e-3}
+  decay: ${DECAY:-cosine}
+  warmup: $(($2 / 20))
+  ema: {ema: $(($2 / 40))}
   seed: $SEED
   save_every: $(($2 / 4))
   log_every: $(($2 / 40))
@@ -46,8 +49,8 @@ make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
     done
     {
         cat $here/atoll.yaml
-        echo "  samples: $((STEPS * TOTAL / 4))"
-        echo "  batch: 64"
+        echo "networks: {default: $NETWORK}"
+        echo "router: {network: $NETWORK, told: $TOLD, samples: $((STEPS * TOTAL / 8)), batch: 64, lr: 1.0e-3}"
         echo "clusters: {count: $2, method: $3}"
         echo "experts: ${4:-{default: flow-matching\}}"
         settings $((TOTAL / $2)) $samples
@@ -71,6 +74,12 @@ train() { # train NAME JOB...: jobs of an arm ("0" to "7", router, "monolith --t
         case $job in [0-9]*) job="expert $job" ;; esac
         echo "$atoll train $run --$job"
     done | xargs -P "$JOBS" -I{} sh -c '{} || exit 255'
+}
+
+dense() { # dense NAME [BATCH]: the monolith of an arm, with the samples of all experts together
+    local samples=$((STEPS * TOTAL))
+    train "$1" "monolith --train.batch ${2:-$TOTAL} --train.samples $samples --train.warmup $((samples / 20)) \
+        --train.ema.ema $((samples / 40)) --train.save_every $((samples / 4)) --train.log_every $((samples / 40))"
 }
 
 measure() { # measure NAME OPTION...: figures of an arm; the features of the real pictures are computed once for all arms

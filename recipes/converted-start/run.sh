@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
 # Experts that start from a converted DDPM checkpoint against the same experts from scratch.  SEED=0 bash …/run.sh
 # The checkpoint is a class-conditional AdaLN-Zero DiT trained by DDPM on cluster 4 alone, so it has seen no picture of the
-# experts that start from it. Those from scratch are of the recipe ddm-vs-monolith: run it first.
+# experts that start from it. ddm-vs-monolith first: it prepares the data. The learning rate is constant: under a
+# schedule that falls, the loss falls with it, and the time to reach one would tell of the schedule.
 set -euo pipefail
 source recipes/common/lib.sh
+export LR=2.0e-3 DECAY=constant
 make_arm pretrained 8 features "{default: ddpm}"
-samples=$((STEPS * TOTAL / 2))
+samples=$((STEPS * TOTAL / 4))
 train pretrained "expert 4 --networks.default.modulation zero --train.condition label --train.batch 64 \
-    --train.samples $samples --train.warmup $((samples / 10)) --train.ema.ema $((samples / 10))"
+    --train.samples $samples --train.warmup $((samples / 20)) --train.ema.ema $((samples / 40))"
 start=$(arm pretrained)/converted
 [ -d "$start" ] || $atoll convert "$(arm pretrained)/experts/004/final" "$start" --to flow-matching --text-width 384
+make_arm scratch 8 features
 make_arm converted 8 features
+train scratch 0 3
 train converted "expert 0 --train.init $start" "expert 3 --train.init $start"
-${ATOLL_PYTHON:-.venv/bin/python} recipes/converted-start/figures.py "$(arm k8)" "$(arm converted)" 0 3
+${ATOLL_PYTHON:-.venv/bin/python} recipes/converted-start/figures.py "$(arm scratch)" "$(arm converted)" 0 3

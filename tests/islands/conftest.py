@@ -52,7 +52,11 @@ def ceph_bucket(gateway: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return new_bucket(gateway)
 
 
-@pytest.fixture(params=["file", "memory", "s3", pytest.param("ceph", marks=pytest.mark.slow)])
+ONE_CLUSTER = [pytest.mark.slow, pytest.mark.xdist_group("ceph")]
+"""All tests of Ceph in one worker (`--dist loadgroup`): two clusters at once do not start in time on two cores."""
+
+
+@pytest.fixture(params=["file", "memory", "s3", pytest.param("ceph", marks=ONE_CLUSTER)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A fresh place of every kind."""
     if request.param in ("s3", "ceph"):
