@@ -40,13 +40,24 @@ prepare() { # prepare: the data that all arms share
     $atoll prepare "$ROOT/base"
 }
 
-make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
-    local run; run=$(arm "$1")
-    local samples=$((STEPS * TOTAL / $2))
+partition() { # partition K METHOD: the data in K clusters, for all arms that have these
+    local run=$ROOT/$2$1
     mkdir -p "$run/data"
     for part in ingest features latents text; do
         [ -d "$run/data/$part" ] || cp -al "$ROOT/base/data/$part" "$run/data/$part"
     done
+    { cat $here/atoll.yaml; echo "clusters: {count: $1, method: $2}"; } > "$run/atoll.yaml"
+    $atoll prepare "$run"
+}
+
+make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
+    local run; run=$(arm "$1")
+    local samples=$((STEPS * TOTAL / $2))
+    mkdir -p "$run"
+    if [ ! -d "$run/data" ]; then
+        partition "$2" "$3"
+        cp -al "$ROOT/$3$2/data" "$run/data"
+    fi
     {
         cat $here/atoll.yaml
         echo "networks: {default: $NETWORK}"
@@ -55,7 +66,7 @@ make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
         echo "experts: ${4:-{default: flow-matching\}}"
         settings $((TOTAL / $2)) $samples
     } > "$run/atoll.yaml"
-    $atoll prepare "$run"
+    $atoll config "$run" > /dev/null
 }
 
 take() { # take FROM TO EXPERT...: experts of one arm as experts of another
