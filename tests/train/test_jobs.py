@@ -15,12 +15,12 @@ from PIL import Image
 from atoll import cli, config, flow
 from atoll.data.prepare import prepare
 from atoll.errors import AtollError
-from atoll.nets import load_network, save_network
+from atoll.nets import Condition, load_network, save_network
 from atoll.run import Artifact
 from atoll.train import Job, run_job
 from atoll.train.expert import open_expert
 from atoll.train.student import StudentTask
-from atoll.train.tasks import condition_of, held_out_velocity
+from atoll.train.tasks import RouterTask, condition_of, held_out_velocity
 from shapes import write_run
 from train.conftest import Copy
 from train.workers import TINY, assert_same_weights, finish, metrics
@@ -109,6 +109,29 @@ def test_student_targets_are_the_velocities_of_the_own_cluster_expert(trained_ex
         torch.testing.assert_close(targets[i : i + 1], expected, rtol=1e-4, atol=1e-4)
         seen.add(int(batch.cluster))
     assert seen == {0, 1, 2}
+
+
+def test_a_told_router_also_learns_to_answer_untold(trained_experts: Path) -> None:
+    """Guidance asks it for the clusters of the null condition: a tenth of the samples must have taught it that."""
+    task = Job(trained_experts, config.load(trained_experts, {"router.told": "pooled"}), "router").task()
+    assert isinstance(task, RouterTask)
+    batch = task.shards.read(np.arange(len(task.shards)))
+    for parameter in task.network.parameters():  # at the start, modulations are zero and pass nothing on
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+    conditions = []
+
+    def forward(x: torch.Tensor, time: torch.Tensor, condition: Condition) -> torch.Tensor:
+        conditions.append(condition)
+        answer: torch.Tensor = task.network(x, time, condition)
+        return answer
+
+    task.losses(forward, batch, 0).loss.mean().backward()
+    dropped = conditions[0].dropped
+    assert dropped is not None
+    assert 0 < dropped.float().mean() < 0.25
+    null = task.network.get_parameter("embedder.null_pooled").grad
+    assert null is not None
+    assert null.abs().max() > 0
 
 
 def test_high_resolution_fine_tuning_starts_from_another_expert(

@@ -194,7 +194,7 @@ class Job:
         if self.kind == "router":
             assert isinstance(network, Router)
             network.set_prior(self.shards.cluster_sizes(), balanced=False)
-            return RouterTask(*base, self.told)
+            return RouterTask(*base, self.told, dropout)
         if self.kind == "student":
             return StudentTask(*base, self.told, dropout, self.run, self.config.student.block)
         return ExpertTask(*base, self.objective, self.told, dropout)

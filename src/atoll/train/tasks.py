@@ -140,11 +140,13 @@ class RouterTask(Task):
     """Which cluster did this noisy picture come from? On the linear path, at all times."""
 
     told: frozenset[str]
+    dropout: float
 
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
-        """Cross-entropy of the clusters."""
+        """Cross-entropy of the clusters. What it is told is dropped as for experts: guidance asks it without, too."""
         noised = on_linear_path(self.latents(batch, position), self.seed, position)
-        logits = forward(noised.input, noised.network_time, condition_of(batch, self.told)).float()
+        condition = drop(condition_of(batch, self.told), self.dropout, len(noised.t), self.seed, position)
+        logits = forward(noised.input, noised.network_time, condition).float()
         hit = (logits.argmax(1) == batch.cluster).float()
         return Losses(functional.cross_entropy(logits, batch.cluster, reduction="none"), noised.t, {"accuracy": hit})
 
