@@ -18,6 +18,14 @@ recipe=${RECIPE:-$(basename "$(dirname "$0")")}
 
 arm() { echo "$ROOT/seed$SEED/$1"; }
 
+link() { # link FROM TO: a folder by hard links, whole or not at all
+    [ ! -d "$2" ] || return 0
+    rm -rf "$2.part"
+    mkdir -p "$(dirname "$2")"
+    cp -al "$1" "$2.part"
+    mv "$2.part" "$2"
+}
+
 settings() { # settings BATCH SAMPLES: those of `train` for a job of this size
     cat <<YAML
 train:
@@ -42,10 +50,8 @@ prepare() { # prepare: the data that all arms share
 
 partition() { # partition K METHOD: the data in K clusters, for all arms that have these
     local run=$ROOT/$2$1
-    mkdir -p "$run/data"
-    for part in ingest features latents text; do
-        [ -d "$run/data/$part" ] || cp -al "$ROOT/base/data/$part" "$run/data/$part"
-    done
+    mkdir -p "$run"
+    for part in ingest features latents text; do link "$ROOT/base/data/$part" "$run/data/$part"; done
     { cat $here/atoll.yaml; echo "clusters: {count: $1, method: $2}"; } > "$run/atoll.yaml"
     $atoll prepare "$run"
 }
@@ -56,7 +62,7 @@ make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
     mkdir -p "$run"
     if [ ! -d "$run/data" ]; then
         partition "$2" "$3"
-        cp -al "$ROOT/$3$2/data" "$run/data"
+        link "$ROOT/$3$2/data" "$run/data"
     fi
     {
         cat $here/atoll.yaml
@@ -69,14 +75,13 @@ make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
     $atoll config "$run" > /dev/null
 }
 
-take() { # take FROM TO EXPERT...: experts of one arm as experts of another
-    local from to; from=$(arm "$1"); to=$(arm "$2"); shift 2
-    mkdir -p "$to/experts"
-    for expert in "$@"; do
-        expert=$(printf %03d "$expert")
-        [ -d "$to/experts/$expert" ] || cp -al "$from/experts/$expert" "$to/experts/$expert"
+take() { # take FROM TO EXPERT...: finished experts of one arm as experts of another, and its router unless it has one
+    local from to job; from=$(arm "$1"); to=$(arm "$2"); shift 2
+    for job in $(printf 'experts/%03d ' "$@"); do
+        [ -f "$from/$job/final/manifest.json" ] || { echo "$from/$job is not finished" >&2; return 1; }
+        link "$from/$job" "$to/$job"
     done
-    [ -d "$to/router" ] || [ ! -d "$from/router" ] || cp -al "$from/router" "$to/router"
+    [ ! -f "$from/router/final/manifest.json" ] || link "$from/router" "$to/router"
 }
 
 train() { # train NAME JOB...: jobs of an arm ("0" to "7", router, "monolith --train.batch 128"), JOBS at a time
@@ -95,12 +100,12 @@ dense() { # dense NAME [BATCH]: the monolith of an arm, with the samples of all 
 
 measure() { # measure NAME OPTION...: figures of an arm; the features of the real pictures are computed once for all arms
     local run; run=$(arm "$1"); shift
-    mkdir -p "$run/evaluation" "$ROOT/base/reference"
-    [ -d "$run/evaluation/reference" ] || cp -al "$ROOT/base/reference" "$run/evaluation/reference"
+    mkdir -p "$ROOT/base/reference"
+    link "$ROOT/base/reference" "$run/evaluation/reference"
     $atoll evaluate "$run" --samples "${SAMPLES:-512}" --references 2048 --steps 25 --guidance 2 --held-out 256 \
         --followed 16 --allow-few "$@"
     cp "$run/evaluation/latest.json" "$run/evaluation/$recipe.json"
-    cp -aln "$run/evaluation/reference/." "$ROOT/base/reference/"
+    for set in "$run"/evaluation/reference/*; do link "$set" "$ROOT/base/reference/$(basename "$set")"; done
 }
 
 table() { # table NAME...: the figures of these arms, over all seeds that were measured

@@ -1,7 +1,7 @@
 """The figures of a recipe as a table, over all seeds that were measured: table.py ROOT RECIPE ARM...
 
 One row for each model and routing of each arm; with several seeds the mean, and the standard deviation over seeds.
-With one seed the figure behind ± of KID is its own standard error.
+With one seed the figure behind ± of KID is its own standard error. A number in brackets: of so many seeds only.
 """
 
 import json
@@ -39,20 +39,28 @@ def answers(root: Path, recipe: str, arm: str) -> dict[str, list[Model]]:
 
 
 def cell(column: str, models: list[Model]) -> str:
-    """Mean and spread of one figure."""
-    try:
-        values = [COLUMNS[column](model) for model in models]
-        mean = statistics.fmean(values)
-    except (KeyError, TypeError):
+    """Mean and spread of one figure over the seeds that have it; how many, if not all have."""
+    values = [value for value in (figure(column, model) for model in models) if value is not None]
+    if not values:
         return ""
+    mean = statistics.fmean(values)
     if column == "training FLOPs":
         return f"{mean:.3g}"
     digits = 1 if column == "FID" or column.startswith("KID") else 3
+    few = f" ({len(values)})" if len(values) < len(models) else ""
     if len(values) > 1:
-        return f"{mean:.{digits}f} ± {statistics.stdev(values):.{digits}f}"
-    if column == "KID x1000":
+        return f"{mean:.{digits}f} ± {statistics.stdev(values):.{digits}f}{few}"
+    if column == "KID x1000" and len(models) == 1:
         return f"{mean:.{digits}f} ± {1000 * models[0]['metrics']['inception']['kid']['standard_error']:.{digits}f}"
-    return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f}{few}"
+
+
+def figure(column: str, model: Model) -> float | None:
+    """One figure of one model, if it was measured."""
+    try:
+        return COLUMNS[column](model)
+    except (KeyError, TypeError):
+        return None
 
 
 def main(root: Path, recipe: str, arms: list[str]) -> None:

@@ -11,7 +11,8 @@ samples=$((STEPS * TOTAL / 4))
 train pretrained "expert 4 --networks.default.modulation zero --train.condition label --train.batch 64 \
     --train.samples $samples --train.warmup $((samples / 20)) --train.ema.ema $((samples / 40))"
 start=$(arm pretrained)/converted
-[ -d "$start" ] || $atoll convert "$(arm pretrained)/experts/004/final" "$start" --to flow-matching --text-width 384
+[ -f "$start/conversion.json" ] ||
+    $atoll convert "$(arm pretrained)/experts/004/final" "$start" --to flow-matching --text-width 384 --force
 make_arm scratch 8 features
 make_arm converted 8 features
 train scratch 0 3

@@ -11,4 +11,4 @@ $atoll train "$run" --router
 $atoll train "$run" --student
 # From scratch with the student's FLOPs, its teachers' forward passes included: 4/3 as many samples.
 $atoll train "$run" --monolith --train.samples 17056
-.venv/bin/python recipes/student/figures.py "$run"
+${ATOLL_PYTHON:-.venv/bin/python} recipes/student/figures.py "$run"

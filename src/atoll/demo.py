@@ -232,7 +232,7 @@ def farewell(run: Path, report: Path, seconds: float) -> str:
             "next:",
             f'  atoll sample {run} "red heart" "grinning face" {how} --trace    # and see who drew what',
             f'  atoll sample {run} "flag of Italy" --model monolith {how}    # the same from the dense model',
-            f"  atoll evaluate {run} --samples 2048 {how}    # figures of more samples",
+            f"  atoll evaluate {run} --samples 2500 --allow-few {how}    # figures of more samples",
             f"  atoll report {run}    # the page again, with them",
             "  atoll demo --minutes 60 --run runs/long    # more training: better pictures",
             f"  atoll serve {run}    # and now paint: a page in your browser, made by your own experts",

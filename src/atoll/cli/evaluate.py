@@ -19,7 +19,7 @@ class Evaluate:
 
     folder: Annotated[Positional[Path], arg(metavar="RUN")]
     """Folder of the run."""
-    samples: int = 2048
+    samples: int = 2500
     """Pictures that are drawn of each model."""
     models: tuple[str, ...] = ()
     """experts, monolith, student, expert:K, singles (every expert alone); default what is there of the first three."""

@@ -29,7 +29,7 @@ LATEST = "latest.json"
 class Options:
     """What to evaluate and how."""
 
-    samples: int = 2048
+    samples: int = 2500
     models: tuple[str, ...] = ()
     routings: tuple[str, ...] = ("top-1", "top-2", "full")
     settings: Settings = Settings()  # noqa: RUF009 - it is frozen
