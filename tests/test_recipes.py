@@ -1,0 +1,83 @@
+"""The recipes' own tools: what they share between arms, and the tables they print."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+def shell(root: Path, words: str) -> subprocess.CompletedProcess[str]:
+    """Run some words of a recipe with the functions that all of them have."""
+    command = ["bash", "-euo", "pipefail", "-c", f"source recipes/common/lib.sh; {words}"]
+    environment = {**os.environ, "ROOT": str(root), "SEED": "0", "ATOLL": f"{sys.executable} -m atoll.cli"}
+    return subprocess.run(
+        command, cwd=RECIPES.parent, env=environment, capture_output=True, text=True, check=False
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("script", sorted(RECIPES.rglob("*.sh")), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_script_is_sound_bash(script: Path) -> None:
+    checked = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_a_link_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "from" / name).write_text(name)
+    (tmp_path / "to.part").mkdir()
+    (tmp_path / "to.part" / "a").write_text("half")
+    result = shell(tmp_path, 'link "$ROOT/from" "$ROOT/to"')
+    assert result.returncode == 0, result.stderr
+    assert {path.name: path.read_text() for path in (tmp_path / "to").iterdir()} == {"a": "a", "b": "b"}
+    assert (tmp_path / "to" / "a").samefile(tmp_path / "from" / "a")
+
+
+def test_unfinished_experts_are_not_taken(tmp_path: Path) -> None:
+    for expert in ("000", "001"):
+        (tmp_path / "seed0/one/experts" / expert / "final").mkdir(parents=True)
+    (tmp_path / "seed0/one/experts/000/final/manifest.json").write_text("{}")
+    assert shell(tmp_path, "take one other 0").returncode == 0
+    refused = shell(tmp_path, "take one other 0 1")
+    assert refused.returncode != 0
+    assert "experts/001 is not finished" in refused.stderr
+    assert [path.name for path in (tmp_path / "seed0/other/experts").iterdir()] == ["000"]
+
+
+def measured(root: Path, seed: int, kid: float, diversity: float | None) -> None:
+    """What `measure` leaves of an arm with one model."""
+    model = {
+        "label": "experts top-1", "model": "experts", "routing": "top-1",
+        "metrics": {"inception": {"frechet": {"value": 100.0}, "kid": {"value": kid, "standard_error": 0.002}}},
+        **({} if diversity is None else {"diversity": {"mean": diversity}}),
+    }  # fmt: skip
+    folder = root / f"seed{seed}/k8/evaluation"
+    folder.mkdir(parents=True)
+    (folder / "claim.json").write_text(json.dumps({"models": [model]}))
+
+
+def table(root: Path) -> list[list[str]]:
+    """The table's cells, row by row."""
+    command = [sys.executable, RECIPES / "common/table.py", root, "claim", "k8"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in result.stdout.splitlines()]
+
+
+def test_the_table_of_one_seed_gives_the_standard_error_of_kid(tmp_path: Path) -> None:
+    measured(tmp_path, 0, 0.1, None)
+    head, _, row = table(tmp_path)
+    assert head == ["arm", "model", "seeds", "FID", "KID x1000"]
+    assert row == ["k8", "experts top-1", "1", "100.0", "100.0 ± 2.0"]
+
+
+def test_the_table_of_several_seeds_gives_their_spread_and_says_where_some_are_missing(tmp_path: Path) -> None:
+    for seed, (kid, diversity) in enumerate(((0.1, 0.6), (0.2, 0.8), (0.3, None))):
+        measured(tmp_path, seed, kid, diversity)
+    head, _, row = table(tmp_path)
+    assert head == ["arm", "model", "seeds", "FID", "KID x1000", "diversity"]
+    assert row == ["k8", "experts top-1", "3", "100.0 ± 0.0", "200.0 ± 100.0", "0.700 ± 0.141 (2)"]
