@@ -1,5 +1,6 @@
 """Runs with networks of random weights: the files of a trained run, without the training."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,17 @@ def write_network(run: Path, job: str, declared: dict[str, Any], kind: str = "ex
     declared = {**declared, "network": network.describe()}
     save_network(network, artifact.folder)
     if kind == "expert":
-        latents = torch.randn(200, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) + 0.3 * seed
-        artifact.write_tensors(FILE, Density.fit(latents).tensors())
+        artifact.write_tensors(FILE, cluster_density(seed).tensors())
     artifact.commit(declared)
+
+
+def cluster_density(seed: int) -> Density:
+    """How latents, captions and classes of a cluster might be distributed."""
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.randn(200, 3, 8, 8, generator=generator) + 0.3 * seed
+    captions = torch.randn(200, 384, generator=generator) + 0.3 * torch.randn(384, generator=generator)
+    classes = torch.randint(0, 40, (len(CLASSES),), generator=generator).float()
+    return replace(Density.fit(latents), caption=Density.fit(captions, count=1, rank=16), classes=classes)
 
 
 def fitted(network: dict[str, Any], told: list[str]) -> dict[str, Any]:

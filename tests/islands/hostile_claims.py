@@ -158,6 +158,22 @@ def greedy_density(offer: Offer) -> None:
     offer.files["cluster.safetensors"] = save({**tensors, "count": torch.tensor(1e30)})
 
 
+def greedy_caption(offer: Offer) -> None:
+    tensors = load(offer.files["cluster.safetensors"])
+    offer.files["cluster.safetensors"] = save({**tensors, "caption.count": torch.tensor(1e30)})
+
+
+def invented_classes(offer: Offer) -> None:
+    tensors = load(offer.files["cluster.safetensors"])
+    offer.files["cluster.safetensors"] = save({**tensors, "classes": torch.ones(3)})
+
+
+def without_captions(offer: Offer) -> None:
+    tensors = load(offer.files["cluster.safetensors"])
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("caption.")}
+    offer.files["cluster.safetensors"] = save(kept)
+
+
 def unsigned(offer: Offer) -> None:
     offer.signer = None
 
@@ -207,6 +223,9 @@ CLAIMS: dict[Callable[[Offer], None], str] = {
     other_statistics: "its statistics is not that of this run's cluster 1",
     a_router: "it is a 'router'",
     greedy_density: r"counts 1\.0\d+e.30 samples",
+    greedy_caption: r"counts 1\.0\d+e.30 samples as its caption\.count",
+    invented_classes: "does not hold the density of latents",
+    without_captions: "does not hold the density of latents",
     unsigned: "is not signed",
     signed_for_another_expert: "is not one of this manifest under this name",
     signed_before_it_was_changed: "is not one of this manifest under this name",

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from atoll import cli, config, flow
 from atoll.data.prepare import prepare
+from atoll.data.reader import Batch, Shards
 from atoll.errors import AtollError
 from atoll.nets import Condition, load_network, save_network
 from atoll.run import Artifact
 from atoll.train import Job, run_job
+from atoll.train.density import FILE, Density, of_shards
 from atoll.train.expert import open_expert
 from atoll.train.student import StudentTask
 from atoll.train.tasks import RouterTask, condition_of, held_out_velocity
@@ -59,6 +62,33 @@ def test_a_result_declares_itself(trained_experts: Path) -> None:
     files = {path.name for path in (trained_experts / "experts/001/final").iterdir()}
     others = {"average-short.safetensors", "average-long.safetensors", "cluster.safetensors"}
     assert files == {"config.json", "diffusion_pytorch_model.safetensors", "manifest.json"} | others
+
+
+class Labelled(Shards):
+    """The same shards of pictures of three classes."""
+
+    def __init__(self, shards: Shards, labels: torch.Tensor) -> None:
+        self.__dict__ = {**shards.__dict__, "facts": {**shards.facts, "labels": ["a", "b", "c"]}}
+        self.labels = labels
+
+    def read(self, indices: np.ndarray) -> Batch:
+        return replace(super().read(indices), label=self.labels[indices])
+
+
+def test_an_expert_describes_its_own_cluster_for_routing_without_a_router(trained_experts: Path) -> None:
+    """Latents, captions and classes of its own shards, and how many there are."""
+    density = Density.from_tensors(load_file(trained_experts / "experts/001/final" / FILE))
+    shards = Shards.open(trained_experts, [1])
+    batch = shards.read(np.arange(len(shards)))
+    assert density.count == len(shards)
+    latents = shards.statistics.normalise(batch.mean.float()).flatten(1)
+    torch.testing.assert_close(density.mean, latents.mean(0), atol=1e-4, rtol=1e-4)
+    assert density.caption is not None
+    assert batch.pooled is not None
+    torch.testing.assert_close(density.caption.mean, batch.pooled.float().mean(0), atol=1e-4, rtol=1e-4)
+    assert density.classes is None
+    labelled = Labelled(shards, torch.arange(len(shards)) % 4 - 1)  # a quarter has no class
+    assert of_shards(labelled).classes.tolist() == [(labelled.labels == k).sum().item() for k in range(3)]
 
 
 def test_flops_are_those_of_the_matrix_products(trained_experts: Path) -> None:

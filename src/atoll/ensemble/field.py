@@ -95,9 +95,11 @@ class Ensemble(nn.Module):
 
     @property
     def told(self) -> frozenset[str]:
-        """What any of its experts, or the router, wants to be told."""
+        """What any of its experts, or its routing, wants to be told."""
         declared = [*self.experts, *([self.router.declaration] if self.router else [])]
-        return frozenset().union(*(declaration.told for declaration in declared))
+        told: frozenset[str] = frozenset().union(*(declaration.told for declaration in declared))
+        captions = "text" in told and any(member.density and member.density.caption for member in self.members)
+        return told | {"pooled"} if captions else told
 
     def forward(self, x: Tensor, t: Tensor | float, condition: Condition | Told | None = None, **how: Any) -> Tensor:
         """`velocity`."""
@@ -221,7 +223,7 @@ class Ensemble(nn.Module):
     def _probabilities(self, source: Source, x: Tensor, t: Tensor, told: Told) -> Tensor:
         """Probabilities of the experts that are there, renormalised over them."""
         if source == "nearest":
-            return self._nearest(x, t)
+            return self._nearest(x, t, told)
         if self.router is None:
             raise AtollError("this ensemble has no router; train one, or use --routing nearest or oracle")
         column = {cluster: number for number, cluster in enumerate(self.router.declaration.clusters)}
@@ -235,9 +237,9 @@ class Ensemble(nn.Module):
             logits = self.router.logits(x, t, Condition())
         return logits[:, [column[expert.clusters[0]] for expert in self.experts]].softmax(-1)
 
-    def _nearest(self, x: Tensor, t: Tensor) -> Tensor:
+    def _nearest(self, x: Tensor, t: Tensor, told: Told) -> Tensor:
         """Posterior of the clusters by their own densities, each measured in its expert's own space."""
-        columns, t, states = [], t.cpu().expand(len(x)), x.detach().cpu()
+        columns, words, t, states = [], [], t.cpu().expand(len(x)), x.detach().cpu()
         for member in self.members:
             name = member.declaration.name
             if member.density is None:
@@ -249,7 +251,12 @@ class Ensemble(nn.Module):
             own, own_t = (states, t) if change is None else change.state(states, t)
             density = member.density.log_density(own, own_t)
             columns.append(density if change is None else density + change.log_volume(t, x[0].numel()))
-        return torch.stack(columns, 1).softmax(-1).to(x.device, x.dtype)
+            words.append(member.density.log_told(told.distinct) if told.something else None)
+        posterior = torch.stack(columns, 1)
+        known = [word for word in words if word is not None]
+        if len(known) == len(words):  # else some would be judged by less than others
+            posterior = torch.cat([posterior + torch.stack(known, 1)[told.rows.cpu()], posterior])
+        return posterior.softmax(-1).to(x.device, x.dtype)
 
     def _given(self, cluster: Tensor | None, x: Tensor) -> Tensor:
         """All weight on the expert of the given cluster."""

@@ -124,9 +124,13 @@ def check_declaration(offered: Contribution) -> None:
     _check_objective(offered)
     tensors = declared_tensors(offered)
     room = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    facts = offered.shards.facts
+    # Of the density: 64 directions of one latent, 16 of a pooled caption, and the classes.
+    words = 24 * facts["text"]["pooled"] if facts["text"] else 0
+    density = 4 * (80 * math.prod(facts["latents"]["shape"]) + words + len(facts["labels"]))
     for name, entry in offered.manifest.files.items():
-        # Tensors and a header of at most 1 kB each; the density has 64 directions of one latent.
-        most = max(room, 80 * 4 * math.prod(offered.shards.facts["latents"]["shape"])) + 1024 * (len(tensors) + 64)
+        # Tensors and a header of at most 1 kB each.
+        most = max(room, density) + 1024 * (len(tensors) + 64)
         if entry.size > most:
             raise Refused(f"{name} has {entry.size:,} bytes; the network declared needs at most {most:,}")
 
@@ -249,18 +253,33 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _check_density(offered: Contribution, found: dict[str, tuple[str, tuple[int, ...]]], file: Path) -> None:
-    size = math.prod(offered.shards.facts["latents"]["shape"])
-    rank = found.get("variances", ("", (0,)))[1]
-    shapes = {"mean": (size,), "directions": (*rank, size), "variances": rank, "rest": (), "count": ()}
+    facts = offered.shards.facts
+    size, rows = math.prod(facts["latents"]["shape"]), facts["rows"]["train"]
+    shapes = _density_shapes(found, "", size)
+    if facts["text"]:
+        shapes |= _density_shapes(found, "caption.", facts["text"]["pooled"])
+    if facts["labels"]:
+        shapes["classes"] = (len(facts["labels"]),)
     if {name: shape for name, (_, shape) in found.items()} != shapes:
-        raise Refused(f"{file.name} does not hold the density of latents of {size} numbers")
-    with safe_open(file, "pt") as tensors:
-        count, rows = tensors.get_tensor("count").item(), offered.shards.facts["rows"]["train"]
-        variances = [*tensors.get_tensor("variances").tolist(), tensors.get_tensor("rest").item()]
-    if count != rows:
-        raise Refused(f"{file.name} counts {count} samples; cluster {offered.expert} has {rows}")
-    if min(variances) < 0 or not variances[-1]:
-        raise Refused(f"{file.name} has variances that are not positive")
+        raise Refused(f"{file.name} does not hold the density of latents of {size} numbers and of what is said of them")
+    with safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in shapes if not name.endswith(("mean", "directions"))}
+    for name, expected in (("count", rows), ("caption.count", 1)):
+        if name in tensors and tensors[name].item() != expected:
+            raise Refused(f"{file.name} counts {tensors[name].item()} samples as its {name}; expected {expected}")
+    if "classes" in tensors and tensors["classes"].sum() > rows:
+        raise Refused(f"{file.name} counts {tensors['classes'].sum().item()} samples with a class; there are {rows}")
+    for name, tensor in tensors.items():
+        if tensor.numel() and (tensor.min() < 0 or (name.endswith("rest") and not tensor)):
+            raise Refused(f"{file.name}: {name} is not positive")
+
+
+def _density_shapes(
+    found: dict[str, tuple[str, tuple[int, ...]]], prefix: str, size: int
+) -> dict[str, tuple[int, ...]]:
+    rank = found.get(f"{prefix}variances", ("", (0,)))[1]
+    shapes = {"mean": (size,), "directions": (*rank, size), "variances": rank, "rest": (), "count": ()}
+    return {prefix + name: shape for name, shape in shapes.items()}
 
 
 def _check_finite(file: Path) -> None:

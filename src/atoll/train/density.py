@@ -1,4 +1,4 @@
-"""The density of one cluster's latents: what `nearest` routing asks instead of a router.
+"""The density of one cluster's latents and captions: what `nearest` routing asks instead of a router.
 
 Each expert measures it from its own shards alone and keeps it beside its weights, so experts can come and go. The
 cluster is taken as a Gaussian, x0 ~ N(m, U diag(l) Uᵀ + r I): the directions of most variance, and one variance for the
@@ -8,34 +8,45 @@ Its noisy version on the linear path is Gaussian too,
     x_t ~ N((1-t) m, U diag((1-t)² l) Uᵀ + ((1-t)² r + t²) I),
 
 so log p_t(x | k) + log n_k, normalised over the clusters, is their posterior at every noise level: exact if the
-clusters are such Gaussians.
+clusters are such Gaussians. Near noise the latent tells nothing, but what is asked for does: log p(c | k) of the pooled
+caption, by a Gaussian too, or of the class, by counting, is added to it.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from atoll.data.reader import Shards
+from atoll.nets import Condition
 
-RANK = 64
+RANK, CAPTION_RANK = 64, 16
+CAPTION_WEIGHT = 1 / 16
+"""The numbers of a pooled caption are far from independent, so their Gaussian is much too sure; this is what the
+held-out captions of eight clusters of emoji liked best (docs/ensemble.md)."""
 SAMPLES = 2048
 FILE = "cluster.safetensors"
 _FIELDS = ("mean", "directions", "variances", "rest", "count")
+_CAPTION = "caption."
 
 
 @dataclass(frozen=True, eq=False)
 class Density:
-    """Mean (D,), directions (R, D) with their variances (R,), variance of the rest, number of samples."""
+    """Mean (D,), directions (R, D) with their variances (R,), variance of the rest, number of samples.
+
+    `caption` is that of the pooled captions, `classes` (C,) the number of samples of each class, if there are any.
+    """
 
     mean: Tensor
     directions: Tensor
     variances: Tensor
     rest: Tensor
     count: Tensor
+    caption: "Density | None" = None
+    classes: Tensor | None = None
 
     @classmethod
     def fit(cls, x: Tensor, noise: Tensor | None = None, count: int | None = None, rank: int = RANK) -> "Density":
@@ -65,14 +76,36 @@ class Density:
         volume = wide.log().sum(1) + (dimensions - len(self.variances)) * base.log()
         return self.count.double().log() - 0.5 * (squares + volume + dimensions * math.log(2 * math.pi))
 
+    def log_told(self, condition: Condition) -> Tensor | None:
+        """log p(condition | cluster) for each row, 0 where it is dropped; None if the cluster knows no such thing."""
+        if condition.pooled is not None and self.caption is not None:
+            pooled = condition.pooled.detach().cpu()
+            told = CAPTION_WEIGHT * self.caption.log_density(pooled, torch.zeros(len(pooled)))
+        elif condition.label is not None and self.classes is not None:
+            # Each class once more than it was seen: one that was not is improbable, not impossible.
+            told = ((self.classes + 1) / (self.classes + 1).sum()).double().log()[condition.label.cpu()]
+        else:
+            return None
+        return told if condition.dropped is None else told.masked_fill(condition.dropped.cpu(), 0.0)
+
     def tensors(self) -> dict[str, Tensor]:
         """For a safetensors file."""
-        return {name: getattr(self, name) for name in _FIELDS}
+        caption = {} if self.caption is None else self.caption.tensors()
+        return {
+            **{name: getattr(self, name) for name in _FIELDS},
+            **{_CAPTION + name: tensor for name, tensor in caption.items()},
+            **({} if self.classes is None else {"classes": self.classes}),
+        }
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Density":
         """Read what `tensors` gave."""
-        return cls(**{name: tensors[name] for name in _FIELDS})
+        caption = {name.removeprefix(_CAPTION): part for name, part in tensors.items() if name.startswith(_CAPTION)}
+        return cls(
+            **{name: tensors[name] for name in _FIELDS},
+            caption=cls.from_tensors(caption) if caption else None,
+            classes=tensors.get("classes"),
+        )
 
 
 def _principal(centred: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -84,10 +117,13 @@ def _principal(centred: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def of_shards(shards: Shards) -> Density:
-    """The density of some clusters' normalised latents, from at most `SAMPLES` of them."""
+    """The density of some clusters' normalised latents, captions and classes, from at most `SAMPLES` of them."""
     rows = np.linspace(0, len(shards) - 1, min(len(shards), SAMPLES)).round().astype(np.int64)
     batch = shards.read(rows)
     latents = shards.statistics.normalise(batch.mean.float())
     std = torch.tensor(shards.statistics.std).view(-1, 1, 1)
     noise = None if batch.std is None else (batch.std.float() / std).square()
-    return Density.fit(latents, noise, len(shards))
+    caption = None if batch.pooled is None else Density.fit(batch.pooled.float(), count=1, rank=CAPTION_RANK)
+    known = len(shards.facts["labels"])
+    classes = torch.bincount(batch.label[batch.label >= 0], minlength=known).float() if known else None
+    return replace(Density.fit(latents, noise, len(shards)), caption=caption, classes=classes)
