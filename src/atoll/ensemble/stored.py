@@ -3,7 +3,7 @@
 expert_0/
     config.json, diffusion_pytorch_model.safetensors    the network
     declaration.json       objective, bridge, statistics, conditioning, clusters, data, compute
-    cluster.safetensors    how the cluster's latents are distributed, for routing without a router
+    cluster.safetensors    how the cluster's latents and captions are distributed, for routing without a router
     null.safetensors       the learned null condition, where a class of diffusers has no place for it
 """
 
