@@ -13,8 +13,9 @@ if [ -n "${CORE:-}" ]; then
     measure k8 --models monolith experts --routings top-1 top-2 oracle nearest $few
     exit
 fi
-measure k8 --models monolith experts --routings top-1 top-2 oracle nearest full threshold-0.2 \
-    --extractors inception efficientnet-lite0 --diversity 64 8
+routings="top-1 top-2 oracle nearest full threshold-0.2"
+measure k8 --models monolith experts --routings $routings --extractors inception efficientnet-lite0 --diversity 64 8
+recipe=held-out measure k8 --models monolith experts --routings $routings --reference held-out $few diagnostics
 for count in 4 2; do
     make_arm k$count $count features
     train k$count $(seq 0 $((count - 1))) router
@@ -31,3 +32,5 @@ make_arm small-batch 8 features
 dense small-batch $((TOTAL / 8))
 measure small-batch --models monolith $few
 table k8 k4 k2 random8 untold small-batch
+echo "against held-out pictures:"
+recipe=held-out table k8
