@@ -18,7 +18,7 @@ from atoll.evaluate.distances import Gaussian, frechet, kernel_distance
 from atoll.evaluate.features import of_reference, of_samples
 from atoll.evaluate.samples import draw, prompts_of
 from atoll.evaluate.subjects import Subject, subjects
-from atoll.run import sha256_of
+from atoll.run import Artifact, sha256_of
 
 EXTRACTOR = "efficientnet-lite0"
 SMALL = ["--samples", "12", "--steps", "3", "--references", "24", "--extractors", EXTRACTOR, "--diversity", "2", "2"]
@@ -159,6 +159,25 @@ def test_mixed_answers_are_the_ensembles_own_velocity(trained: Path) -> None:
     assert answers.nearest is not None
     accuracy = diagnostics.report(answers)["nearest"]["accuracy"]["mean"]
     assert accuracy == pytest.approx((answers.nearest.argmax(1) == answers.column).double().mean().item())
+
+
+def test_a_cluster_without_held_out_samples_gives_no_prompts(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained / "data" / "shards", tmp_path / "data" / "shards")
+    shards = Artifact(tmp_path, "data/shards/cluster_001")
+    made = shards.open("shards")
+    kept = {file: shards.path(file).read_bytes() for file in made.files if not file.startswith("held-out")}
+    shutil.rmtree(shards.folder)
+    shards.begin("shards", dict(made.made_from))
+    for file, content in kept.items():
+        shards.write(file, content)
+    shards.commit({**made.facts, "rows": {**made.facts["rows"], "held-out": 0}})
+    prompts = prompts_of(tmp_path, 3, 12)
+    assert len(prompts.clusters) == 12
+    assert set(prompts.clusters) == {0, 2}
+    assert "no held-out sample, so no prompt, is of cluster 1" in capsys.readouterr().out
+    assert set(prompts_of(tmp_path, 3, 12, split="train").clusters) == {0, 1, 2}
 
 
 def test_held_out_errors_of_all_models_are_of_the_same_samples(answer: dict[str, Any]) -> None:

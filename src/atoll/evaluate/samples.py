@@ -68,9 +68,16 @@ def prompts_of(
 ) -> Prompts:
     """Prompts of samples of a split, as many of each cluster as its share of the training data asks for.
 
-    Where a cluster has fewer than that they are taken in turn again; noise differs from sample to sample.
+    Where a cluster has fewer than that they are taken in turn again; noise differs from sample to sample. A cluster
+    that has none at all is left out.
     """
     sizes = Shards.open(run, list(range(clusters))).cluster_sizes()
+    empty = [cluster for cluster in range(clusters) if not len(Shards.open(run, [cluster], split))]
+    if len(empty) == clusters:
+        raise AtollError(f"there is no {split} sample to take prompts from; raise data.held_out or say --prompts train")
+    if empty:
+        print(f"no {split} sample, so no prompt, is of cluster {', '.join(map(str, empty))}", flush=True)
+    sizes = [0 if cluster in empty else size for cluster, size in enumerate(sizes)]
     captions: list[str] = []
     labels: list[int] = []
     owners: list[int] = []
@@ -78,8 +85,6 @@ def prompts_of(
     for cluster, wanted in enumerate(shares(sizes, count)):
         shards = Shards.open(run, [cluster], split)
         facts = shards.facts
-        if not len(shards) and wanted:
-            raise AtollError(f"cluster {cluster} has no {split} sample to take prompts from; raise data.held_out")
         rows = [
             int(shuffled(np.array([i % len(shards)], np.uint64), len(shards), seed, cluster)[0]) for i in range(wanted)
         ]
