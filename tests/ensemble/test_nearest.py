@@ -13,7 +13,7 @@ from atoll.ensemble import Ensemble
 from atoll.ensemble.ideal import ideal_ensemble
 from atoll.nets import Condition
 from atoll.train.density import CAPTION_WEIGHT, Density
-from ensemble.runs import CLASSES, cluster_density
+from ensemble.runs import cluster_density
 
 
 def captions(shift: float, count: int = 300, width: int = 6) -> torch.Tensor:
@@ -117,4 +117,3 @@ def test_prompts_reach_nearest_routing(run: Path) -> None:
     told = ensemble.weights(x, 1.0, condition, "nearest:full")
     untold = ensemble.weights(x, 1.0, None, "nearest:full")
     assert (told - untold).abs().max() > 0.01
-    assert len(CLASSES) == len(ensemble.members[0].density.classes)

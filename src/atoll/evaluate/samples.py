@@ -71,27 +71,26 @@ def prompts_of(
     Where a cluster has fewer than that they are taken in turn again; noise differs from sample to sample. A cluster
     that has none at all is left out.
     """
-    sizes = Shards.open(run, list(range(clusters))).cluster_sizes()
-    empty = [cluster for cluster in range(clusters) if not len(Shards.open(run, [cluster], split))]
+    opened = [Shards.open(run, [cluster], split) for cluster in range(clusters)]
+    empty = [cluster for cluster, shards in enumerate(opened) if not len(shards)]
     if len(empty) == clusters:
         raise AtollError(f"there is no {split} sample to take prompts from; raise data.held_out or say --prompts train")
     if empty:
         print(f"no {split} sample, so no prompt, is of cluster {', '.join(map(str, empty))}", flush=True)
-    sizes = [0 if cluster in empty else size for cluster, size in enumerate(sizes)]
+    trained = Shards.open(run, list(range(clusters))).cluster_sizes()
+    wanted = shares([0 if cluster in empty else size for cluster, size in enumerate(trained)], count)
     captions: list[str] = []
     labels: list[int] = []
     owners: list[int] = []
-    facts: Any = None
-    for cluster, wanted in enumerate(shares(sizes, count)):
-        shards = Shards.open(run, [cluster], split)
-        facts = shards.facts
+    for cluster, (shards, many) in enumerate(zip(opened, wanted, strict=True)):
         rows = [
-            int(shuffled(np.array([i % len(shards)], np.uint64), len(shards), seed, cluster)[0]) for i in range(wanted)
+            int(shuffled(np.array([i % len(shards)], np.uint64), len(shards), seed, cluster)[0]) for i in range(many)
         ]
         captions += [caption or "" for caption in shards.captions(rows)] if rows else []
         labels += shards.read(np.array(rows)).label.tolist() if rows else []
-        owners += [cluster] * wanted
+        owners += [cluster] * many
     order = shuffled(np.arange(count, dtype=np.uint64), count, seed, clusters).astype(np.int64)
+    facts = opened[0].facts
     told = [captions[i] for i in order] if facts["text"] else None
     return Prompts(told, [labels[i] for i in order] if facts["labels"] else None, [owners[i] for i in order])
 

@@ -31,6 +31,7 @@ from atoll.islands.transfer import fetch, read_manifest, signature_key
 from atoll.nets import build, load_network
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
 from atoll.run import Artifact, Manifest
+from atoll.train.density import CAPTION_RANK, RANK
 from atoll.train.density import FILE as DENSITY_FILE
 from atoll.train.expert import EXPERT_KIND
 from atoll.train.tasks import ExpertTask, held_out_velocity
@@ -125,9 +126,9 @@ def check_declaration(offered: Contribution) -> None:
     tensors = declared_tensors(offered)
     room = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     facts = offered.shards.facts
-    # Of the density: 64 directions of one latent, 16 of a pooled caption, and the classes.
-    words = 24 * facts["text"]["pooled"] if facts["text"] else 0
-    density = 4 * (80 * math.prod(facts["latents"]["shape"]) + words + len(facts["labels"]))
+    # The density: directions and a mean of latents and of pooled captions, the classes, and room for a few more.
+    words = (CAPTION_RANK + 8) * facts["text"]["pooled"] if facts["text"] else 0
+    density = 4 * ((RANK + 16) * math.prod(facts["latents"]["shape"]) + words + len(facts["labels"]))
     for name, entry in offered.manifest.files.items():
         # Tensors and a header of at most 1 kB each.
         most = max(room, density) + 1024 * (len(tensors) + 64)
