@@ -1,5 +1,7 @@
 """The report of a small run: self-contained, its numbers those of the evaluation, and honest about what is missing."""
 
+import base64
+import io
 import json
 import re
 import shutil
@@ -16,7 +18,7 @@ from atoll.data.reader import Shards
 from atoll.errors import AtollError
 from atoll.evaluate.report import Options, report
 from atoll.evaluate.report.charts import ticks
-from atoll.evaluate.report.html import lookup, power
+from atoll.evaluate.report.html import SMALL, lookup, picture, power
 from atoll.evaluate.samples import prompts_of
 
 FEW = ["--samples", "12", "--steps", "2", "--references", "24", "--extractors", "efficientnet-lite0", "--guidance", "2"]
@@ -215,4 +217,12 @@ def test_charts_have_round_ticks() -> None:
     assert ticks(0, 1) == pytest.approx([0, 0.5, 1.0]) or ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(32, 160) == pytest.approx([50, 100, 150])
     assert power(1.234e14) == "1.23 × 10¹⁴"
-    assert Image.MIME["WEBP"] == "image/webp"
+
+
+@pytest.mark.parametrize(("side", "kind"), [(SMALL, "PNG"), (SMALL + 1, "WEBP")])
+def test_a_picture_in_the_page_is_what_it_says_it_is(side: int, kind: str) -> None:
+    found = re.search(r'src="data:image/(\w+);base64,([^"]+)"', picture(Image.new("RGB", (side, 8)), "a bar"))
+    assert found is not None
+    assert found[1] == kind.lower()
+    with Image.open(io.BytesIO(base64.b64decode(found[2]))) as image:
+        assert (image.format, image.size) == (kind, (side, 8))
