@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -127,6 +128,26 @@ def test_a_lease_is_kept_by_itself_as_long_as_the_store_answers(monkeypatch: pyt
             time.sleep(1.0)
             assert lease.lost
     assert Lease.take(store, "experts/000", 5, "b") is not None
+
+
+def test_a_renewal_that_waited_while_the_lease_ended_does_not_bring_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, create, renewals = Store.open(f"memory://{uuid4().hex}"), Store.create, list[Future[None]]()
+    lease = Lease.take(store, "experts/000", 30)
+    assert lease is not None
+    with ThreadPoolExecutor(1) as pool:
+
+        def meanwhile(self: Store, key: str, data: bytes) -> bool:
+            renewals.append(pool.submit(lease.renew))
+            time.sleep(0.3)  # until it stands before the lock that `end` holds
+            return create(self, key, data)
+
+        monkeypatch.setattr(Store, "create", meanwhile)
+        lease.end("done")
+        with pytest.raises(LeaseLost, match="has ended"):
+            renewals[0].result()
+    seen = look(store, "experts/000")
+    assert seen is not None
+    assert seen.record.state == "done"
 
 
 def silent(self: Store, key: str, data: bytes) -> bool:

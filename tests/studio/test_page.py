@@ -126,8 +126,9 @@ def test_a_picture_emerges_and_every_expert_can_be_asked(open_page: Any, finishe
     assert not alike([pixels(made.get_attribute("src"))], [picture])
     page.get_by_label("Step that is shown").press("End")
     page.get_by_text("Weights as a table").click()
-    rows = [row.locator("td").all_text_contents() for row in page.locator(".weights tbody tr").all()]
-    assert len(rows) == STEPS
+    lines = page.locator(".weights tbody tr")  # they come once the table is open
+    expect(lines).to_have_count(STEPS)
+    rows = [line.locator("td").all_text_contents() for line in lines.all()]
     shares = [sum(int(re.sub(r"\D", "", cell) or 0) for cell in row[1:]) for row in rows]
     assert all(98 <= share <= 102 for share in shares)
 

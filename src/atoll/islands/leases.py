@@ -192,11 +192,12 @@ class Lease:
     def end(self, state: State, **news: Any) -> None:
         """Give the job up, finished or not. This record is the commit: it succeeds only for whoever holds the lease."""
         self._next(state, news)
-        self._over = True
         self._wake.set()
 
     def _next(self, state: State, news: dict[str, Any]) -> None:
         with self._renewing:
+            if self._over:  # a renewal that waited while the lease was ended must not bring it back
+                raise LeaseLost(f"{self.job}: the lease has ended")
             self.check()
             since = time.monotonic()
             with self._telling:
@@ -207,6 +208,7 @@ class Lease:
                 self._lost = "another worker has taken it"
                 self.check()
             self.record, self._deadline = record, since + record.duration
+            self._over = state != "held"
         self.store.delete([key_of(self.job, record.epoch - KEPT)] if record.epoch >= KEPT else [])
 
     def _create(self, record: Record) -> bool:
