@@ -50,7 +50,7 @@ def test_a_new_process_makes_the_same_pictures(run: Path, exported: Path, tmp_pa
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("routing", ["top-1", "full", "nearest:top-2", "sample-1", "top-2@0.5,top-1"])
+@pytest.mark.parametrize("routing", ["top-1", "full", "nearest:top-2", "drawn", "sample-1", "top-2@0.5,top-1"])
 def test_the_folder_is_the_run(told_run: Path, told_export: Path, routing: str) -> None:
     """Mixed objectives and sizes, any routing, any number of experts in memory: nothing that counts was lost."""
     how = {**HOW, "routing": routing}

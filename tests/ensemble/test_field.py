@@ -2,6 +2,7 @@
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from torch import Tensor
 
 import atoll
 from atoll.ensemble import Ensemble, Told
+from atoll.ensemble.field import OpenRouter
 from atoll.errors import AtollError
 from atoll.nets import Condition
 from ensemble.runs import SPACE, write_run
 
 STRATEGIES = [
-    *("full", "top-1", "top-2", "top-2-equal", "threshold-0.3", "nucleus-0.8", "sample-1", "oracle"),
+    *("full", "top-1", "top-2", "top-2-equal", "threshold-0.3", "nucleus-0.8", "drawn", "sample-1", "oracle"),
     *("nearest", "nearest:full", "top-2@0.5,top-1"),
 ]
 B = 9
@@ -99,6 +101,30 @@ def test_a_router_that_is_told_has_its_own_answer_for_the_null_condition(tmp_pat
         how = {"routing": routing, "draw": given["draw"]}
         got = ensemble.velocity(given["x"], given["t"], told, guidance=4.0, **how)
         assert_alike(got, expected)
+
+
+def test_a_drawn_expert_paints_alone_and_the_router_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for the null condition, of which a told router thinks otherwise."""
+    ensemble, prompts = atoll.load(write_run(tmp_path / "run", router_told=("pooled",))), ["a red circle"]
+    assert ensemble.router is not None
+    asked, ask = list[int](), OpenRouter.logits
+
+    def logits(self: OpenRouter, x: Tensor, *rest: Any) -> Tensor:
+        asked.append(len(x))
+        return ask(self, x, *rest)
+
+    monkeypatch.setattr(OpenRouter, "logits", logits)
+    how: dict[str, Any] = {"n": B, "steps": 4, "guidance": 3.0}
+    made = ensemble.generate(prompts, routing="drawn", trace=True, **how)
+    assert asked == [2 * B]
+    assert made.trace is not None
+    chosen = made.trace.weights.argmax(-1)
+    assert bool((chosen == chosen[0]).all())
+    assert len(set(chosen[0].tolist())) > 1
+    alone = ensemble.generate(prompts, routing="oracle", clusters=chosen[0].tolist(), **how)
+    torch.testing.assert_close(made.latents, alone.latents)
 
 
 def test_labels_and_text_together(tmp_path: Path) -> None:

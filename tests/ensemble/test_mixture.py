@@ -6,6 +6,7 @@ from oracles import FLOAT, random_mixture
 
 from atoll import flow
 from atoll.data.latents import Statistics
+from atoll.ensemble import Memory
 from atoll.ensemble.ideal import ideal_ensemble, seen_in
 from atoll.errors import AtollError
 
@@ -34,12 +35,14 @@ def test_full_routing_is_the_exact_velocity_for_every_objective(objective: str) 
     torch.testing.assert_close(got, mixture.velocity(x, t), atol=2e-3, rtol=2e-3)
 
 
-def test_full_routing_of_mixed_objectives_samples_the_right_distribution() -> None:
+@pytest.mark.parametrize("routing", ["full", "drawn", "nearest:drawn", "full@0.6,drawn"])
+def test_exact_routings_of_mixed_objectives_sample_the_right_distribution(routing: str) -> None:
     """Means, covariances and shares of 8,000 samples, within their standard errors and the solver's."""
     mixture = random_mixture(spread=1.0)
     ensemble = ideal_ensemble(mixture, CLUSTERS, OBJECTIVES)
     noise = torch.randn(8000, 3, 1, 1, generator=torch.Generator().manual_seed(0))
-    field = lambda x, t: ensemble.velocity(x, t[:1], routing="full")  # noqa: E731
+    memory = Memory(seed=4)
+    field = lambda x, t: ensemble.velocity(x, t[:1], routing=routing, memory=memory)  # noqa: E731
     x = flow.solve(field, noise, steps=30, solver="heun").flatten(1).double()
     data = mixture.sample(100_000, torch.Generator().manual_seed(1))
     torch.testing.assert_close(x.mean(0), data.mean(0), atol=0.05, rtol=0)

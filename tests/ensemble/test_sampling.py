@@ -22,7 +22,7 @@ PROMPTS = ["a red circle", "a green square"]
 QUICK = {"steps": 4, "guidance": 3.0}
 
 
-@pytest.mark.parametrize("routing", ["top-1", "top-2", "sample-1", "nearest"])
+@pytest.mark.parametrize("routing", ["top-1", "top-2", "drawn", "sample-1", "nearest"])
 def test_the_same_seed_is_the_same_picture_whatever_the_batch(run: Path, routing: str) -> None:
     ensemble = atoll.load(run)
     whole = ensemble.generate(PROMPTS, n=7, routing=routing, **QUICK)

@@ -22,7 +22,7 @@ from atoll.run import Artifact, sha256_of
 
 EXTRACTOR = "efficientnet-lite0"
 SMALL = ["--samples", "12", "--steps", "3", "--references", "24", "--extractors", EXTRACTOR, "--diversity", "2", "2"]
-SMALL += ["--held-out", "6", "--followed", "3", "--routings", "top-1", "full", "oracle", "--allow-few"]
+SMALL += ["--held-out", "6", "--followed", "3", "--routings", "top-1", "full", "oracle", "drawn", "--allow-few"]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def files(run: Path) -> dict[str, str]:
 
 def test_every_model_and_routing_has_its_figures_with_their_protocol(answer: dict[str, Any]) -> None:
     labels = [model["label"] for model in answer["models"]]
-    assert labels == ["experts top-1", "experts full", "experts oracle", "monolith", "student"]
+    assert labels == ["experts top-1", "experts full", "experts oracle", "experts drawn", "monolith", "student"]
     for model in answer["models"]:
         found = model["metrics"][EXTRACTOR]
         protocol = found["protocol"]
@@ -55,14 +55,19 @@ def test_every_model_and_routing_has_its_figures_with_their_protocol(answer: dic
         assert model["trajectory"]["refinement"] > 0
 
 
-def test_what_samples_cost_is_counted(answer: dict[str, Any]) -> None:
+def test_what_samples_cost_is_counted(trained: Path, answer: dict[str, Any]) -> None:
     by_label = {model["label"]: model for model in answer["models"]}
-    top_1, full, oracle = (by_label[f"experts {routing}"] for routing in ("top-1", "full", "oracle"))
+    named = (by_label[f"experts {routing}"] for routing in ("top-1", "full", "oracle", "drawn"))
+    top_1, full, oracle, drawn = named
     assert top_1["sampling"]["network_evaluations"] == 3 * 2
     assert full["sampling"]["network_evaluations"] == pytest.approx(3 * 2 * 3)
     assert full["sampling"]["flops"] > 2 * top_1["sampling"]["flops"]
     # The oracle asks no router: it costs what the dense model of the same size costs.
     assert oracle["sampling"]["flops"] == by_label["monolith"]["sampling"]["flops"] < top_1["sampling"]["flops"]
+    # The router answers at each of three steps, once for a drawn expert; told nothing, it does not count twice.
+    router = Subject(trained, "experts", "top-1")._costs()["router"].forward_flops
+    assert top_1["sampling"]["flops"] == pytest.approx(oracle["sampling"]["flops"] + 3 * router)
+    assert drawn["sampling"]["flops"] == pytest.approx(oracle["sampling"]["flops"] + router)
     assert oracle["training"]["samples"] == 3 * 160
     assert top_1["training"]["samples"] == 4 * 160
     for model in answer["models"]:
@@ -143,7 +148,7 @@ def test_too_few_samples_are_refused_unless_allowed(trained: Path, capsys: pytes
 def test_mixed_answers_are_the_ensembles_own_velocity(trained: Path) -> None:
     """The error under a routing, mixed from the experts' answers, is that of the ensemble's velocity."""
     model, shards = load(trained), diagnostics.held_out(trained, 3)
-    routings = ["top-1", "top-2", "full", "oracle", "sample-1", "threshold-0.4"]
+    routings = ["top-1", "top-2", "full", "oracle", "drawn", "sample-1", "threshold-0.4"]
     answers = diagnostics.ask(model, shards, routings, limit=5, seed=3)
     assert len(answers.t) == 50
     for routing in routings:
@@ -183,7 +188,7 @@ def test_a_cluster_without_held_out_samples_gives_no_prompts(
 def test_held_out_errors_of_all_models_are_of_the_same_samples(answer: dict[str, Any]) -> None:
     found = answer["diagnostics"]
     assert set(found["dense"]) == {"monolith", "student"}
-    assert set(found["experts"]["velocity_error"]) == {"top-1", "full", "oracle"}
+    assert set(found["experts"]["velocity_error"]) == {"top-1", "full", "oracle", "drawn"}
     for errors in [*found["dense"].values(), *found["experts"]["velocity_error"].values()]:
         assert len(errors["by_time"]) == 10
         assert 0.1 < errors["mean"] < 10

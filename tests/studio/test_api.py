@@ -108,7 +108,7 @@ def test_the_run_tells_what_it_offers(served: Served, served_run: Path) -> None:
         (k, f"experts/00{k}") for k in range(3)
     ]
     assert (run["missing"], run["router"], run["nearest"]) == ([], True, True)
-    assert {"top-1", "nearest", "sample-1"} <= set(run["routings"])
+    assert {"top-1", "nearest", "drawn", "sample-1"} <= set(run["routings"])
     assert run["defaults"] == {"routing": "top-1", "steps": 25, "guidance": 4.0, "n": 1}
     assert len(run["examples"]) == 12
     assert len({example.split()[1] for example in run["examples"]}) == 3  # some of every kind

@@ -23,6 +23,8 @@ ROUTINGS = (
     "full",
     "threshold-0.2",
     "nucleus-0.9",
+    "drawn",
+    "top-2@0.6,drawn",
     "sample-1",
     "nearest:top-2",
     "top-2@0.6,top-1",

@@ -28,7 +28,7 @@ class Sample:
     model: str = "experts"
     """experts, expert:K, monolith or student."""
     routing: str = "top-2"
-    """full, top-K, top-K-equal, threshold-P, nucleus-P, sample-1, oracle, nearest, or several over time:
+    """full, top-K, top-K-equal, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or several over time:
     top-2@0.6,top-1."""
     clusters: tuple[int, ...] = ()
     """The clusters of the pictures, for --routing oracle."""

@@ -121,7 +121,7 @@ class Ensemble(nn.Module):
         """The velocity at states x (batch, channels, height, width) of the ensemble's space.
 
         Times t and `guidance` are one number, or one for each sample. `cluster` is what routing by oracle needs, `draw`
-        what sample-1 needs; `memory` carries routing from one evaluation to the next.
+        what drawn and sample-1 need; `memory` carries routing from one evaluation to the next.
         """
         t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
         told = condition if isinstance(condition, Told) else self.tell(condition, len(x))
@@ -208,13 +208,15 @@ class Ensemble(nn.Module):
         for rule in routing.active(t):
             if rule.source == "given":
                 m.kept["given"] = self._given(cluster, x)
+            elif (settled := routing.settled(rule, m)) is not None:  # the router need not be asked again
+                m.kept.setdefault(rule.source, settled)
             elif m.fresh() or rule.source not in m.kept:
                 m.kept[rule.source] = self._probabilities(rule.source, x, t, told)
         rows = max(len(p) for p in m.kept.values())
         kept = {source: p.repeat(rows // len(p), 1) for source, p in m.kept.items()}
-        if draw is None and any(rule.name == "sample" for rule in routing.rules):
+        if draw is None and routing.draws:
             draw = m.draw(len(x))
-        draw = None if draw is None else draw.to(x.device).repeat(rows // len(x))
+        draw = None if draw is None else draw.to(x.device)
         times = t if t.numel() == 1 else t.repeat(rows // len(x))
         weights = routing.weights(kept, times, m, draw)
         m.record(t, kept[routing.active(t)[0].source][: len(x)], weights[: len(x)])

@@ -7,6 +7,7 @@ A routing is written as a few words, the same in Python and on the command line:
     full                  all experts
     threshold-0.2         all experts of probability 0.2 or more; the most probable one in any case
     nucleus-0.9           the fewest experts that together have probability 0.9
+    drawn                 one expert, drawn once by its probability and kept to the end
     sample-1              one expert, drawn anew at every step by its probability
     oracle                the expert of the cluster that is given for the sample
     nearest               no router: probabilities from the clusters' own densities (`nearest:top-2`; alone, top-1)
@@ -27,11 +28,11 @@ from atoll.flow import randomness
 NEGLIGIBLE = 1e-7
 """Weights below this, the rounding of float32, are taken as 0: their experts need not run."""
 DRAW_STREAM = 1 << 20
-"""Stream of the first step's draws of sample-1; later steps have the streams after it."""
-RULES = ("full", "top-K", "top-K-equal", "threshold-P", "nucleus-P", "sample-1", "oracle", "nearest")
+"""Stream of the first step's draws of drawn and sample-1; later steps have the streams after it."""
+RULES = ("full", "top-K", "top-K-equal", "threshold-P", "nucleus-P", "drawn", "sample-1", "oracle", "nearest")
 _EXAMPLES = (
-    *("full", "top-1", "top-2", "top-2-equal", "threshold-0.2", "nucleus-0.9", "sample-1", "oracle", "nearest"),
-    *("nearest:top-2", "nearest:full"),
+    *("full", "top-1", "top-2", "top-2-equal", "threshold-0.2", "nucleus-0.9", "drawn", "sample-1", "oracle"),
+    *("nearest", "nearest:top-2", "nearest:drawn", "nearest:full"),
 )
 
 Source = Literal["router", "nearest", "given"]
@@ -47,6 +48,11 @@ class Rule:
     source: Source = "router"
     above: float = 0.0
 
+    @property
+    def draws(self) -> bool:
+        """Whether it leaves the choice to chance."""
+        return self.name in ("drawn", "sample")
+
     def weights(self, p: Tensor, score: Tensor, draw: Tensor | None) -> Tensor:
         """Weights (rows, experts) that sum to 1, from probabilities p; experts are chosen by their score."""
         chosen = self._chosen(score, draw)
@@ -57,9 +63,9 @@ class Rule:
     def _chosen(self, score: Tensor, draw: Tensor | None) -> Tensor:
         if self.name == "full":
             return torch.ones_like(score, dtype=torch.bool)
-        if self.name == "sample":
+        if self.draws:
             if draw is None:
-                raise ValueError("sample-1 needs `draw`: one number in [0, 1) for each sample")
+                raise ValueError("drawn and sample-1 need `draw`: one number in [0, 1) for each sample")
             cumulated = (score / score.sum(-1, keepdim=True)).cumsum(-1)
             index = (cumulated <= draw[:, None]).sum(-1, keepdim=True).clamp(max=score.shape[-1] - 1)
         elif self.name == "nucleus":
@@ -89,23 +95,43 @@ class Routing:
         stage = self._stage(t)
         return tuple(rule for number, rule in enumerate(self.rules) if bool((stage == number).any()))
 
+    @property
+    def draws(self) -> bool:
+        """Whether any of its rules leaves the choice to chance."""
+        return any(rule.draws for rule in self.rules)
+
+    def settled(self, rule: Rule, memory: "Memory") -> Tensor | None:
+        """The weights (samples, experts) to the end, once all samples have drawn and no other rule follows."""
+        drawn = memory.drawn if rule.name == "drawn" and rule is self.rules[-1] else None
+        return drawn if drawn is not None and bool(drawn.any(-1).all()) else None
+
     def weights(self, probabilities: dict[Source, Tensor], t: Tensor, memory: "Memory", draw: Tensor | None) -> Tensor:
-        """Weights (rows, experts) at times t (rows or 1,)."""
-        active = self.active(t)
-        parts = [self._one(rule, probabilities[rule.source], memory, draw) for rule in active]
-        weights = parts[0]
-        if len(parts) > 1:
-            stage = self._stage(t)
-            for rule, part in zip(active[1:], parts[1:], strict=True):
-                weights = torch.where((stage == self.rules.index(rule))[:, None], part, weights)
+        """Weights (rows, experts) at times t (rows or 1,); `draw` (samples,), where a sample may have several rows."""
+        active, stage = self.active(t), self._stage(t)[:, None]
+        weights = None
+        for rule in active:
+            here = stage == self.rules.index(rule)
+            part = self._one(rule, probabilities[rule.source], here, memory, draw)
+            weights = part if weights is None else torch.where(here, part, weights)
+        assert weights is not None
         memory.used = weights > 0
         return weights
 
-    def _one(self, rule: Rule, p: Tensor, memory: "Memory", draw: Tensor | None) -> Tensor:
+    def _one(self, rule: Rule, p: Tensor, here: Tensor, memory: "Memory", draw: Tensor | None) -> Tensor:
         if rule.source == "given":
             return p
+        if rule.name == "drawn" and draw is not None:
+            return self._drawn(rule, p, here, memory, draw)
         score = p if memory.used is None else p + memory.sticky * memory.used
-        return rule.weights(p, score, draw)
+        return rule.weights(p, score, None if draw is None else draw.repeat(len(p) // len(draw)))
+
+    def _drawn(self, rule: Rule, p: Tensor, here: Tensor, memory: "Memory", draw: Tensor) -> Tensor:
+        """What was drawn before, else what is drawn now: one expert answers for all rows of a sample."""
+        new = rule.weights(p[: len(draw)], p[: len(draw)], draw)
+        before = torch.zeros_like(new) if memory.drawn is None else memory.drawn
+        drawn = torch.where(before.any(-1, keepdim=True), before, new)
+        memory.drawn = torch.where(here[: len(draw)], drawn, before)
+        return drawn.repeat(len(p) // len(draw), 1)
 
     def _stage(self, t: Tensor) -> Tensor:
         """The number of the rule for each time."""
@@ -130,6 +156,8 @@ class Memory:
     evaluations: int = 0
     used: Tensor | None = None
     kept: dict[Source, Tensor] = field(default_factory=dict)
+    drawn: Tensor | None = None
+    """The one expert that each sample has drawn (samples, experts); zeros where it has not yet."""
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -139,7 +167,7 @@ class Memory:
             )
 
     def draw(self, count: int) -> Tensor:
-        """The numbers of sample-1 for this evaluation: a function of seed, position of the sample, and step."""
+        """The numbers of drawn and sample-1 for this evaluation: a function of seed, position and step."""
         step = self.evaluations // self.route_every
         return randomness.uniform(count, seed=self.seed, stream=DRAW_STREAM + step, first=self.first)
 
@@ -192,6 +220,8 @@ def _rule(word: str, above: float, text: str) -> Rule:
         return Rule("oracle", source="given", above=above)
     name, _, value = word.partition("-")
     value, dash, last = value.partition("-")
+    if word == "drawn":
+        return Rule("drawn", source=source, above=above)
     if name == "sample" and value == "1" and not dash:
         return Rule("sample", 1, source=source, above=above)
     if name == "top" and value.isdecimal() and int(value) > 0 and (not dash or last == "equal"):

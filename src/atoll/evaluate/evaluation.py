@@ -141,9 +141,9 @@ class Evaluation:
 
     def _use(self, subject: Subject, samples: Samples) -> dict[str, Any]:
         """Which experts worked, and what a picture cost."""
-        use, how = trajectories.expert_use(samples), self.options.settings
+        use = trajectories.expert_use(samples)
         active = 1.0 if use is None else use["mean_active"]
-        cost = subject.sampling(how.steps, how.guidance, how.solver, active)
+        cost = subject.sampling(self.settings(subject), active)
         measured = {"seconds": samples.facts["seconds"] / len(samples), **self._memory(subject, len(samples))}
         return {"expert_use": use, "sampling": {**cost, **measured}}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.config import Config
-from atoll.ensemble import Ensemble, load, parse
+from atoll.ensemble import Ensemble, Settings, load, parse
 from atoll.errors import AtollError, unknown
 from atoll.run import Artifact
 from atoll.train.compute import Cost, cost, training_bytes
@@ -68,19 +68,25 @@ class Subject:
         ]
         return max(sizes)
 
-    def sampling(self, steps: int, guidance: float, solver: str, active: float) -> dict[str, Any]:
+    def sampling(self, settings: Settings, active: float) -> dict[str, Any]:
         """Forward FLOPs for one picture, with `active` experts at an evaluation on average; bytes of all weights."""
         costs = self._costs()
-        router = sum(one.forward_flops for name, one in costs.items() if name == "router")
         experts = [one.forward_flops for name, one in costs.items() if name != "router"]
-        evaluations = steps * (2 if "heun" in solver else 1)
-        halves = 1 if guidance == 1 else 2
-        mean = sum(experts) / len(experts)
+        evaluations = settings.steps * (2 if "heun" in settings.solver else 1)
+        answers = evaluations * active * (1 if settings.guidance == 1 else 2)
+        asked = self._router_answers(settings, evaluations) * costs["router"].forward_flops if "router" in costs else 0
         return {
-            "network_evaluations": evaluations * active * halves,
-            "flops": evaluations * (router + active * halves * mean),
+            "network_evaluations": answers,
+            "flops": asked + answers * sum(experts) / len(experts),
             "weights_bytes": sum(entry.size for part in self.parts for entry in part.open(_kind(part)).files.values()),
         }
+
+    def _router_answers(self, settings: Settings, evaluations: int) -> int:
+        """How often the router answers for one picture; if it is told anything, for the null condition too."""
+        router = next(part for part in self.parts if part.name.startswith("router/"))
+        halves = 2 if settings.guidance != 1 and router.open(ROUTER_KIND).facts["told"] else 1
+        once = [rule.name for rule in parse(settings.routing).rules] == ["drawn"]
+        return halves * (1 if once else -(-evaluations // settings.route_every))
 
     def _costs(self) -> dict[str, Cost]:
         costs = {}

@@ -206,9 +206,10 @@ class Engine:
         # One time for all costs a network less than one for each.
         t = now[:1] if bool((now == now[0]).all()) else now
         decisions: list[Decision] = []
+        memory = Memory(trace=decisions, drawn=_drawn(pictures))
         v = ensemble.velocity(
             x, t, told, first.ask.settings.routing, guidance if bool((guidance != 1).any()) else 1.0,
-            _clusters(tickets), draw=_draws(pictures), memory=Memory(trace=decisions),
+            _clusters(tickets), draw=_draws(pictures), memory=memory,
         )  # fmt: skip
         after = x + broadcast(span.to(device), x) * v
         estimates = x - broadcast(now, x) * v
@@ -217,6 +218,7 @@ class Engine:
             if picture.wants_preview:
                 picture.estimate = estimates[number]
             picture.x = after[number]
+            picture.drawn = None if memory.drawn is None else memory.drawn[number]
             picture.weights.append(weights[number])
             picture.step += 1
 
@@ -339,12 +341,20 @@ def _clusters(tickets: Sequence[Ticket]) -> Tensor | None:
 
 
 def _draws(pictures: Sequence[Picture]) -> Tensor | None:
-    """What sample-1 draws: a function of seed, number of the picture, and step, as in `Memory.draw`."""
+    """What drawn and sample-1 draw by: a function of seed, number of the picture, and step, as in `Memory.draw`."""
     routing = parse(pictures[0].ticket.ask.settings.routing)
-    if not any(rule.name == "sample" for rule in routing.rules):
+    if not routing.draws:
         return None
     draws = [
         randomness.uniform(1, seed=each.ticket.ask.settings.seed, stream=DRAW_STREAM + each.step, first=each.number)
         for each in pictures
     ]
     return torch.cat(draws)
+
+
+def _drawn(pictures: Sequence[Picture]) -> Tensor | None:
+    """The experts that pictures have drawn in earlier steps, as `Memory.drawn`."""
+    known = next((picture.drawn for picture in pictures if picture.drawn is not None), None)
+    if known is None:
+        return None
+    return torch.stack([torch.zeros_like(known) if each.drawn is None else each.drawn for each in pictures])

@@ -200,7 +200,7 @@ def routings_of(ensemble: Ensemble) -> tuple[str, ...]:
         return ("top-1",)
     found: tuple[str, ...] = ()
     if has_router(ensemble):
-        found = ("top-1", "top-2", "full", "threshold-0.2", "nucleus-0.9", "sample-1")
+        found = ("top-1", "top-2", "full", "threshold-0.2", "nucleus-0.9", "drawn", "sample-1")
     if has_nearest(ensemble):
         found += ("nearest",) if found else ("nearest", "nearest:top-2", "nearest:full")
     return found

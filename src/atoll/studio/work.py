@@ -81,6 +81,8 @@ class Picture:
     x: Tensor
     step: int = 0
     weights: list[list[float]] = field(default_factory=list)
+    drawn: Tensor | None = None
+    """The expert that it has drawn, where routing draws one for good."""
     estimate: Tensor | None = None
     """What it will be, as far as is known, at the last step that wanted a preview."""
 

@@ -23,6 +23,7 @@ export function routing(name) {
     full: "all experts, weighted by their probabilities",
     threshold: `every expert of probability ${number} or more`,
     nucleus: `the fewest experts that reach ${number} together`,
+    drawn: "one expert for the whole picture, drawn by its probability",
     sample: "one expert, drawn by its probability at every step",
     nearest: "no router: the clusters' own densities decide",
   };
