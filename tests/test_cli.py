@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 import yaml
 
 from atoll import __version__, cli, config
+from atoll.cli.verb import Verb
 from atoll.presets import PRESETS
 
 
@@ -49,6 +51,25 @@ def test_unknown_verb_names_the_nearest() -> None:
     assert result.returncode == 2
     assert "unknown verb 'inti' (did you mean 'init'?)" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["config", "--help"]])
+def test_a_reader_who_has_gone_is_no_error_to_tell_of(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "atoll.cli", *arguments]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_a_broken_pipe_elsewhere_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(self: Verb) -> None:
+        raise BrokenPipeError("a worker has gone")
+
+    monkeypatch.setattr(cli.VERBS["init"], "run", broken)
+    with pytest.raises(BrokenPipeError, match="a worker"):
+        cli.main(["init", str(tmp_path / "run")])
 
 
 @pytest.mark.parametrize("preset", PRESETS)

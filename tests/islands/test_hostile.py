@@ -3,17 +3,20 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 import atoll
-from atoll.islands.admission import review
+from atoll.islands.admission import DENSITY_FILE, Contribution, _check_density, review
 from atoll.islands.shared import pull, push
 from atoll.islands.store import Store
-from atoll.islands.strict import Refused
+from atoll.islands.strict import Refused, safetensors_header
 from atoll.islands.transfer import fetch, read_manifest
 from atoll.run import Artifact, sha256_of, to_json
 from atoll.trust import Policy, Signer
@@ -55,6 +58,28 @@ def offer(reference: Path, ann: Signer) -> Offer:
 
 
 assert len(HOSTILE) >= 25
+
+
+@pytest.mark.parametrize(
+    ("classes", "says"),
+    [
+        ([3.0, 4.0], None),
+        ([1e6, 1.0], "samples with a class; there are"),
+        ([-1.0, 2.0], "classes is not positive"),
+        ([1.0, 1.0, 1.0], "does not hold the density"),
+        (None, "does not hold the density"),
+    ],
+)
+def test_classes_of_a_density_are_those_of_the_data(
+    reference: Path, tmp_path: Path, classes: list[float] | None, says: str | None
+) -> None:
+    shards = Artifact(reference, f"data/shards/cluster_{NAME.split('/')[1]}").open("shards")
+    labelled = replace(shards, facts={**shards.facts, "labels": ["circle", "square"]})
+    offered = Contribution(0, Artifact(reference, NAME).open("expert"), labelled, Policy())
+    tensors, file = load_file(reference / NAME / DENSITY_FILE), tmp_path / DENSITY_FILE
+    save_file(tensors | ({} if classes is None else {"classes": torch.tensor(classes)}), file)
+    with pytest.raises(Refused, match=says) if says else nullcontext():
+        _check_density(offered, safetensors_header(file), file)
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The `atoll` command. The verbs of a room are in the file of its name; heavy imports stay inside the verb."""
 
+import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -33,8 +35,20 @@ VERBS: dict[str, type[Verb]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; 0 is success, 2 is input that was refused."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one verb; 0 is success, 2 is input that was refused, 1 that whoever read its output has gone."""
+    try:
+        try:
+            return _main(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -53,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"atoll: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _reader_has_gone() -> bool:
+    """Whether nobody reads standard output any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def overview() -> str:
