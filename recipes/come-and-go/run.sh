@@ -11,6 +11,6 @@ take nine eight-of-nine 0 1 2 3 4 5 6 7
 make_arm one-left 9 features
 take nine one-left 0 1 3 4 5 6 7 8
 for name in eight-of-nine nine one-left; do
-    measure $name --models experts --routings nearest --extractors inception efficientnet-lite0 --skip diversity trajectories
+    measure $name --models experts --routings nearest nearest:drawn --extractors inception efficientnet-lite0 --skip diversity trajectories
 done
 table eight-of-nine nine one-left

@@ -8,8 +8,8 @@ make_arm long8 8 features
 dense long8
 train long8 0 1 2 3 4 5 6 7 router
 few="--extractors inception efficientnet-lite0 --skip diversity trajectories"
-measure long8 --models monolith experts --routings top-1 top-2 oracle nearest $few
-recipe=held-out measure long8 --models monolith experts --routings top-1 top-2 oracle nearest --reference held-out $few diagnostics
+measure long8 --models monolith experts --routings top-1 top-2 drawn oracle nearest $few
+recipe=held-out measure long8 --models monolith experts --routings top-1 top-2 drawn oracle nearest --reference held-out $few diagnostics
 table k8 long8
 echo "against held-out pictures:"
 recipe=held-out table k8 long8
