@@ -73,7 +73,7 @@ def test_attempts_killed_without_a_word_count_too(tmp_path: Path) -> None:
         process.wait()
     assert attempt(tmp_path, "pass", retries=1) == 1
     assert "died 2 times without getting further" in log.read_text()
-    assert not trainers(tmp_path, STEP)
+    wait_for(lambda: not trainers(tmp_path, STEP), "they are gone")
 
 
 def test_whoever_has_the_lease_ends_what_a_dead_attempt_left_running(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_an_attempt_whose_lease_is_taken_stops_and_leaves_the_rest_to_the_new_ho
     wait_for(lambda: trainers(tmp_path, STEP), "it runs")
     store = Store.open(tmp_path)
     # Its next renewal, a third of the lease's length away, finds the next key taken.
-    assert Lease.take(store, STEP, 60, "another", state=("held",)) is not None
+    wait_for(lambda: Lease.take(store, STEP, 60, "another", state=("held",)), "the lease is taken")
     assert process.wait(50) == AGAIN, "long before the command would have ended"
     assert not trainers(tmp_path, STEP)
     assert look(store, STEP).record.holder == "another"

@@ -49,7 +49,7 @@ def test_two_contributors_make_one_model_each_from_its_own_shards(
         for name, line in (("ann", first), ("bob", second)):
             folder, log = tmp_path / name, tmp_path / f"{name}.txt"
             environment = {**keyed(folder), "AWS_ENDPOINT_URL": line.address}
-            how = ("--folder", str(folder), "--name", name, "--lease", "10", "--publish-every", "0", "--wait")
+            how = ("--folder", str(folder), "--name", name, "--lease", "60", "--publish-every", "0", "--wait")
             workers.append((start(log, environment, "join", bucket, *how), log))
         for process, log in workers:
             end(process, log)
@@ -122,12 +122,14 @@ def test_whoever_leaves_hands_over_its_last_checkpoint(new_run: Copy, tmp_path: 
     push(run, store)
     log = tmp_path / "log.txt"
     choice = ("--objective", "ddpm", "--train.lr", "2e-3", "--name", "first")
-    how = ("join", str(place), "--expert", "1", "--lease", "3", "--publish-every", "1000", "--folder")
+    how = ("join", str(place), "--expert", "1", "--lease", "60", "--publish-every", "1000", "--folder")
     first = start(log, keyed(tmp_path), *how, str(tmp_path / "a"), *choice)
     wait_for((tmp_path / "a/experts/001/metrics.jsonl").exists)
+    os.kill(first.pid, signal.SIGSTOP)  # that it is not over before it is asked to leave
     line = next(line for line in status(store) if line.job == "experts/001")
     assert (line.state, line.where) == ("running", "first")
     os.kill(first.pid, signal.SIGINT)
+    os.kill(first.pid, signal.SIGCONT)
     end(first, log)
     seen = look(store, "experts/001")
     assert seen is not None
@@ -152,7 +154,7 @@ def test_a_worker_that_lost_its_lease_publishes_nothing(new_run: Copy, tmp_path:
     run, place = new_run(train={"samples": 400}), tmp_path / "shared"
     store = Store.open(place)
     push(run, store)
-    how = ("join", str(place), "--expert", "0", "--lease", "1", "--publish-every", "0", "--wait", "--folder")
+    how = ("join", str(place), "--expert", "0", "--lease", "1", "--publish-every", "1000", "--wait", "--folder")
     slow_log, quick_log = tmp_path / "slow.txt", tmp_path / "quick.txt"
     slow = start(slow_log, keyed(tmp_path), *how, str(tmp_path / "a"), "--name", "slow", "--objective", "x0")
     wait_for(lambda: (seen := look(store, "experts/000")) is not None and seen.record.checkpoint)
@@ -206,12 +208,13 @@ def test_a_job_that_fails_says_why_and_others_go_on(new_run: Copy, tmp_path: Pat
     ],
 )
 def test_choices_outside_the_policy_are_refused_before_training(
-    options: tuple[str, ...], reason: str, new_run: Copy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    options: tuple[str, ...], reason: str, new_run: Copy, tmp_path: Path,
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     run = new_run()
     (run / "policy.json").write_text(json.dumps({"objectives": ["flow-matching", "x0"], "max_parameters": 100_000}))
     push(run, Store.open(tmp_path / "shared"))
-    os.environ["ATOLL_KEY"] = str(tmp_path / "key.pem")
+    monkeypatch.setenv("ATOLL_KEY", str(tmp_path / "key.pem"))
     code = cli.main(["join", str(tmp_path / "shared"), "--folder", str(tmp_path / "a"), *options])
     said = capfd.readouterr()
     assert reason in said.out + said.err

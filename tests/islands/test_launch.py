@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def test_killed_and_preempted_experts_finish_as_if_nothing_had_happened(
         launch = engine.launch(run, "--jobs", "experts")
         wait_until(lambda: watch.checkpoints("experts/000"), launch, "a checkpoint of expert 0")
         for process in trainers(run, "experts/000") + attempts(run, "experts/000"):
-            os.kill(process, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         again = engine.launch(run, "--jobs", "experts", "--json")
         wait_until(lambda: watch.checkpoints("experts/001"), launch, "a checkpoint of expert 1")
         with engine.preempted(run, "experts/001"):

@@ -30,7 +30,7 @@ def start(log: Path, environment: dict[str, str], *arguments: str) -> multiproce
     return process
 
 
-def end(process: multiprocessing.Process, log: Path, seconds: float = 120) -> None:
+def end(process: multiprocessing.Process, log: Path, seconds: float = 300) -> None:
     """Wait for a command that must succeed."""
     process.join(seconds)
     assert process.exitcode == 0, f"exit code {process.exitcode}:\n{log.read_text()}"

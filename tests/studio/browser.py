@@ -62,8 +62,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def studio_of(run: Path, *options: str, token: str | None = None) -> Iterator[Server]:
-    """The run behind a server, until the end of the block; it must stop by itself when it is asked to."""
+def studio_of(run: Path, *options: str, token: str | None = None, ready: bool = True) -> Iterator[Server]:
+    """The run behind a server, with open models if `ready`, until the end of the block; then it must stop by itself."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -72,7 +72,7 @@ def studio_of(run: Path, *options: str, token: str | None = None) -> Iterator[Se
     process = start_verb(log, "serve", str(run), "--port", str(port), *secret, *options)
     server = Server(f"http://127.0.0.1:{port}", token)
     try:
-        wait_until_it_answers(server, process, log)
+        wait_until_it_answers(server, process, log, ready)
         yield server
     finally:
         process.terminate()
@@ -80,15 +80,15 @@ def studio_of(run: Path, *options: str, token: str | None = None) -> Iterator[Se
     assert process.exitcode == 0, log.read_text()
 
 
-def wait_until_it_answers(server: Server, process: BaseProcess, log: Path) -> None:
-    deadline = time.monotonic() + 90
+def wait_until_it_answers(server: Server, process: BaseProcess, log: Path, ready: bool) -> None:
+    deadline = time.monotonic() + 120
     while True:
-        try:
-            return server.ask("/health")
-        except (urllib.error.URLError, ConnectionError):
-            assert process.is_alive(), log.read_text()
-            assert time.monotonic() < deadline, f"it does not answer: {log.read_text()}"
-            time.sleep(0.1)
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            if server.ask("/health")["models_ready"] or not ready:
+                return
+        assert process.is_alive(), log.read_text()
+        assert time.monotonic() < deadline, f"it does not answer: {log.read_text()}"
+        time.sleep(0.1)
 
 
 @dataclass

@@ -139,6 +139,7 @@ def test_the_usual_settings_are_those_of_the_last_evaluation(tmp_path: Path) -> 
 def test_metrics_count_what_was_made(served_run: Path) -> None:
     with serving(served_run) as (url, _):
         assert http.post(f"{url}/v1/images", json={"n": 2, "steps": 3, "prompt": "x"}).status_code == 200
+        wait_for(lambda: "atoll_sample_steps_total 6.0" in http.get(f"{url}/metrics").text)  # counted after the answer
         text = http.get(f"{url}/metrics").text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert values['atoll_images_total{model="experts"}'] == "2.0"
@@ -196,7 +197,7 @@ def test_a_run_in_training_shows_its_islands_and_serves_what_is_finished(prepare
         assert job["loss"][-1][0] == job["samples"] == 160
         grid = http.get(url + job["grid"])
         assert Image.open(BytesIO(grid.content)).size == (64, 64)
-        wait_for(lambda: "experts" in studio.models.editions(), 20)
+        wait_for(lambda: "experts" in studio.models.editions())
         made = http.post(f"{url}/v1/images", json={"prompt": "a circle", "steps": 2}).json()
         assert opened(made["images"][0]["png"]).size == (32, 32)
         assert http.get(f"{url}/v1/run").json()["missing"] == ["experts/000", "experts/002"]

@@ -40,7 +40,7 @@ def ready(url: str) -> bool:
 
 
 def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served_run: Path, tmp_path: Path) -> None:
-    with process_of(served_run, tmp_path / "log") as (url, process):
+    with process_of(served_run, tmp_path / "log", "--grace", "600") as (url, process):
         begun, told = threading.Event(), []
 
         def listen() -> None:

@@ -61,7 +61,7 @@ def test_two_processes_equal_one_at_equal_global_batch(parallel: str, alone: Pat
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_checkpoint_of_two_resumes_on_one_and_back(parallel: str, alone: Path, new_run: Copy) -> None:
     """64 samples on two processes, 64 on one, the rest on two."""
-    run = new_run(train={"parallel": parallel, "save_every": 64})
+    run = new_run(train={"parallel": parallel, "save_every": 64, "keep_last": 99})
     command = torchrun(run, 2, "--expert", "0", "--train.samples", "1000000")
     two = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     checkpoints = run / "experts/000/checkpoints"

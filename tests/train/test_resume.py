@@ -56,7 +56,7 @@ def test_killed_in_the_middle_it_ends_the_same(kind: str, new_run: Copy, trained
 
 def test_the_optimizer_state_is_the_same_too(new_run: Copy) -> None:
     """Checkpoints of a job that stopped half-way and resumed equal those of one that did not."""
-    straight, broken = (new_run(name, train={"keep_last": 9}) for name in ("straight", "broken"))
+    straight, broken = (new_run(name, train={"keep_last": 99}) for name in ("straight", "broken"))
     for run, stops in ((straight, ["128"]), (broken, ["64", "128"])):
         for stop in stops:
             # A job with fewer samples commits its result; only its checkpoints are wanted here.
