@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atoll import run
 from atoll.errors import AtollError
 from atoll.run import MANIFEST, Artifact, differences
 
@@ -112,6 +113,18 @@ def test_scratch_is_no_part_of_it_and_goes_with_the_commit(artifact: Artifact) -
     artifact.path(".left-by-a-killed-job.123").write_bytes(b"3")
     assert list(artifact.commit({}).files) == ["a"]
     assert sorted(path.name for path in artifact.folder.iterdir()) == ["a", MANIFEST]
+
+
+def test_what_the_manifest_vouches_for_is_on_the_disk_before_it(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also files that were not written through the artifact, as networks write theirs."""
+    flushed, flush = list[str](), run._flush
+    monkeypatch.setattr(run, "_flush", lambda path: (flushed.append(path.name), flush(path)))
+    artifact.begin("things", {"seed": 0})
+    artifact.path("weights").write_bytes(b"1")
+    artifact.commit({})
+    assert flushed.index("weights") < next(place for place, name in enumerate(flushed) if MANIFEST in name)
 
 
 def test_a_failing_writer_leaves_no_file_behind_its_name(artifact: Artifact) -> None:

@@ -218,6 +218,8 @@ class Artifact:
         names = [name for name in names if name not in leave]
         files = {name: FileEntry(self.path(name).stat().st_size, sha256_of(self.path(name))) for name in names}
         made = Manifest(plan["kind"], plan["made_from"], json.loads(to_json(facts)), files)
+        for name in names:  # the manifest must not reach the disk before what it vouches for
+            _flush(self.path(name))
         if not self._create(MANIFEST, made.to_json()) and self.open(made.kind).digest != made.digest:
             raise AtollError(
                 f"{self.folder} was committed by another job with other content; delete it and start again"

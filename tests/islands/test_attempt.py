@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll.islands.launchers.attempt import holder, saved_samples
+from atoll.islands.launchers.attempt import holder, is_over, saved_samples
 from atoll.islands.launchers.base import AGAIN
-from atoll.islands.leases import Lease, look
+from atoll.islands.leases import Lease, Seen, look
 from atoll.islands.store import Store
 from islands.engines import trainers
 from islands.slurm import wait_for
@@ -136,3 +136,13 @@ def test_the_holder_of_a_lease_is_told_apart_by_machine_and_process(tmp_path: Pa
     words = holder("ticket").split(" ")
     assert words[0].endswith(f":{os.getpid()}")
     assert len(words) == 3
+
+
+def test_an_attempt_of_our_ticket_elsewhere_is_dead_once_it_is_silent_too(tmp_path: Path) -> None:
+    lease = Lease.take(Store.open(tmp_path), STEP, 60, "elsewhere:1 ticket 12345678")
+    assert lease is not None
+    cut_off, silent = Seen(lease.record, age=29), Seen(lease.record, age=31)
+    assert [is_over(seen, "ticket") for seen in (cut_off, silent)] == [False, True]
+    assert not is_over(silent, "another ticket")
+    here = lease.record.model_copy(update={"holder": holder("ticket")})
+    assert not is_over(Seen(here, age=31), "ticket"), "it is this very process"

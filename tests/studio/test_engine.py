@@ -10,9 +10,10 @@ import torch
 
 import atoll
 from atoll.ensemble import Settings
+from atoll.errors import AtollError
 from atoll.nets import DiT
 from atoll.studio.engine import Engine
-from atoll.studio.models import Models, Opening
+from atoll.studio.models import Edition, Models, Opening
 from atoll.studio.wire import RefusalError
 from atoll.studio.work import CANCELLED, DONE, REFUSED, UNAVAILABLE, Ask, Ended, Event, Painted, Queued, Stepped, Ticket
 from ensemble.runs import write_run
@@ -288,3 +289,24 @@ def test_what_training_finishes_later_is_used_without_a_restart(served_run: Path
     assert desk.models.edition("experts") is edition
     with pytest.raises(RefusalError, match="the model student is not finished"):
         desk.models.edition("student")
+
+
+def test_a_model_that_could_not_be_opened_is_tried_again(
+    served_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one whose signature comes after its weights, or that found no memory. It is told of once."""
+
+    def unsigned(self: Models, model: str) -> Edition:
+        raise AtollError(f"{model} is not signed")
+
+    models = Models(str(served_run), Opening(batch=8))
+    with monkeypatch.context() as patch:
+        patch.setattr(Models, "_open", unsigned)
+        models.look()
+        models.look()
+    assert capsys.readouterr().err.count("the model monolith cannot be opened: monolith is not signed") == 1
+    with pytest.raises(RefusalError, match="monolith is not signed"):
+        models.edition("monolith")
+    models.look()
+    assert models.edition("monolith").model == "monolith"
+    assert not models.trouble

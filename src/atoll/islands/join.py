@@ -87,7 +87,7 @@ class Worker:
             job = f"experts/{number:03d}"
             if number in self._over:
                 continue
-            if job in seen and not seen[job].free:
+            if job in seen and (not seen[job].free or (self._judged and seen[job].proposed)):
                 settle(self.store, job, seen[job])
                 unfinished |= seen[job].record.state != "done"
                 self._over |= {number} if seen[job].record.state == "done" else set()
@@ -101,6 +101,11 @@ class Worker:
                 return lease, True
         return None, unfinished
 
+    @property
+    def _judged(self) -> bool:
+        """Whether contributions wait until someone lets them in."""
+        return bool(self.policy and self.policy.admitters)
+
     def _choice(self, expert: int) -> dict[str, str]:
         """The contributor's own settings, as dotted overrides that are valid for this expert."""
         chosen = {f"experts.{expert}": self.objective, f"networks.{expert}": self.network}
@@ -113,13 +118,14 @@ class Worker:
         try:
             job = self._job(lease, expert)
             reporter = Reporter(self.store, lease, job, self.signer, self.publish_every, self.stop)
+            send = True
             try:
                 manifest = run_job(job, reporter)
             except KeyboardInterrupt:
-                reporter.close(send=False)
+                send = False
                 raise
             finally:
-                reporter.close()
+                reporter.close(send)
             self._publish(lease, job, manifest, expert)
             self._over.add(expert)
             return True
@@ -204,13 +210,13 @@ class Worker:
         if self.signer is not None:
             key = signature_key(job.result.name, manifest.digest, "publish")
             self.store.write(key, self.signer.sign("publish", job.result.name, manifest))
-        waits = bool(self.policy and self.policy.admitters)
+        old = [entry.key for entry in self.store.entries(f"{job.name}/checkpoints")]
         news: dict[str, Any] = {"manifest": manifest.digest, "samples": job.settings.samples, "checkpoint": None}
-        lease.end("proposed" if waits else "done", **news)
-        if not waits:
+        lease.end("proposed" if self._judged else "done", **news)
+        if not self._judged:
             commit(self.store, job.result.name, manifest)
-        self.store.delete([entry.key for entry in self.store.entries(f"{job.name}/checkpoints")])
-        print(f"{job.name}: {'waits for admission' if waits else 'published'}", flush=True)
+        self.store.delete(old)  # what came after the lease ended is another's
+        print(f"{job.name}: {'waits for admission' if self._judged else 'published'}", flush=True)
 
 
 def check_choice(choice: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -90,6 +91,11 @@ class Seen:
         failed = self.record.state == "failed" and self.record.failures < MAX_FAILURES
         return self.expired or failed or self.record.state in ("released", "refused")
 
+    @property
+    def proposed(self) -> bool:
+        """Whether a contribution waits to be judged, also because whoever began to judge it has fallen silent."""
+        return self.record.state == "proposed" or (self.expired and self.record.manifest is not None)
+
 
 def key_of(job: str, epoch: int) -> str:
     """The key of a job's lease in one epoch."""
@@ -104,7 +110,7 @@ def survey(store: Store, prefix: str = "leases") -> dict[str, Seen]:
         if len(parts) >= 3 and parts[-1].isdigit():
             newest["/".join(parts[1:-1])] = entry
     with ThreadPoolExecutor(READERS) as pool:
-        records = pool.map(lambda entry: _read(store, entry), newest.values())
+        records = pool.map(lambda entry: _read(store, entry.key), newest.values())
         pairs = [(job, entry, record) for (job, entry), record in zip(newest.items(), records, strict=True) if record]
     return {job: Seen(record, max(0.0, store.now() - entry.modified)) for job, entry, record in pairs}
 
@@ -114,14 +120,14 @@ def look(store: Store, job: str) -> Seen | None:
     return survey(store, f"leases/{job}").get(job)
 
 
-def _read(store: Store, entry: Entry) -> Record | None:
-    data = store.read(entry.key, _MAX_RECORD)
+def _read(store: Store, key: str) -> Record | None:
+    data = store.read(key, _MAX_RECORD)
     if data is None:
         return None  # removed since it was listed: its holder has gone on
     try:
-        return Record.model_validate(strict_json(data, entry.key))
+        return Record.model_validate(strict_json(data, key))
     except (ValidationError, Refused) as error:
-        raise AtollError(f"{store.url}/{entry.key} is not a lease ({error}); remove it by hand") from error
+        raise AtollError(f"{store.url}/{key} is not a lease ({error}); remove it by hand") from error
 
 
 class Lease:
@@ -146,10 +152,16 @@ class Lease:
         holder: str | None = None,
         choice: dict[str, str] | None = None,
         state: tuple[State, ...] = (),
+        epoch: int | None = None,
     ) -> "Lease | None":
-        """Take a job that is free (or in one of these states too); None if it is not, or someone was quicker."""
+        """Take a job that is free (or in one of these states too); None if it is not, or someone was quicker.
+
+        With `epoch`, only if the record of that epoch is still the newest.
+        """
         seen = look(store, job)
         if seen is not None and not seen.free and seen.record.state not in state:
+            return None
+        if epoch is not None and (seen is None or seen.record.epoch != epoch):
             return None
         before = seen.record if seen else None
         since = time.monotonic()
@@ -168,7 +180,7 @@ class Lease:
             failures=before.failures if before else 0,
         )
         lease = cls(store, job, record, since)
-        return lease if lease._create(record) else None
+        return lease if lease._create(record) is not None else None
 
     @property
     def lost(self) -> bool:
@@ -201,23 +213,32 @@ class Lease:
             self.check()
             since = time.monotonic()
             with self._telling:
-                self._news |= news
-                changes = {**self._news, "state": state, "epoch": self.record.epoch + 1, "issued": time.time()}
-            record = self.record.model_copy(update={**changes, "nonce": uuid4().hex})
-            if not self._create(record):
+                changes = {**self._news, **news, "state": state, "epoch": self.record.epoch + 1, "issued": time.time()}
+            record = self._create(self.record.model_copy(update=changes))
+            if record is None:
                 self._lost = "another worker has taken it"
-                self.check()
+                raise LeaseLost(f"{self.job}: {self._lost}")
             self.record, self._deadline = record, since + record.duration
-            self._over = state != "held"
-        self.store.delete([key_of(self.job, record.epoch - KEPT)] if record.epoch >= KEPT else [])
+            self._over = self._over or state != "held"
+            with self._telling:  # only what was accepted: an end that failed must not be told by the next renewal
+                self._news |= news
+        with suppress(Exception):  # whoever comes next removes it
+            self.store.delete([key_of(self.job, record.epoch - KEPT)] if record.epoch >= KEPT else [])
 
-    def _create(self, record: Record) -> bool:
-        """Whether the record is ours and the newest: an old key that was removed can be created, and counts nothing."""
-        data = to_json(json.loads(record.model_dump_json()))
-        if not self.store.create(key_of(self.job, record.epoch), data):
-            return False
-        epochs = [int(entry.key.split("/")[-1]) for entry in self.store.entries(f"leases/{self.job}")]
-        return max(epochs) == record.epoch
+    def _create(self, record: Record) -> Record | None:
+        """The record as it was written; None if someone else has gone on.
+
+        A key that is there already may be ours: the answer to an earlier attempt got lost. Then the next one is taken.
+        An old key that was removed can be created, and counts nothing. Whoever ends a lease may be followed at once.
+        """
+        while not self.store.create(key_of(self.job, record.epoch), to_json(json.loads(record.model_dump_json()))):
+            there = _read(self.store, key_of(self.job, record.epoch))
+            if there is None or there.nonce != record.nonce:
+                return None
+            record = record.model_copy(update={"epoch": record.epoch + 1})
+        newest = max(int(entry.key.split("/")[-1]) for entry in self.store.entries(f"leases/{self.job}"))
+        followed = record.state != "held" and newest < record.epoch + KEPT
+        return record if newest == record.epoch or followed else None
 
     def _keep(self) -> None:
         """Renew three times in a lease's length; a store that does not answer costs the lease only in the end."""
@@ -226,7 +247,7 @@ class Lease:
                 self.renew()
             except LeaseLost:
                 return
-            except AtollError as error:
+            except Exception as error:  # whatever it is, the next renewal may succeed
                 print(f"{self.job}: the lease could not be renewed yet: {error}", flush=True)
 
     def __enter__(self) -> Self:

@@ -51,10 +51,10 @@ class Reporter:
             self._send()
 
     def close(self, send: bool = True) -> None:
-        """Publish the last checkpoint if the job is not finished, and wait until it is there."""
+        """Publish the last checkpoint if the job is not finished, and wait until it is there; or leave at once."""
         if send and self._waiting is not None and self._waiting.manifest() is not None:
             self._send()
-        self._pool.shutdown(cancel_futures=not send)
+        self._pool.shutdown(wait=send, cancel_futures=not send)
         shutil.rmtree(self.outbox, ignore_errors=True)
 
     def _send(self) -> None:

@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from atoll import config as configuration
 from atoll.config import CONFIG_FILE, Config
 from atoll.errors import AtollError
-from atoll.islands.leases import Lease, Seen, look
+from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
 from atoll.islands.store import Store
 from atoll.islands.strict import Refused, safetensors_header, strict_json
 from atoll.islands.transfer import commit, fetch, publish, read_manifest, signature_key
@@ -89,14 +90,28 @@ def admit(store: Store, run: Path, signer: Signer) -> dict[str, str]:
     for expert in range(config.clusters.count):
         job = f"experts/{expert:03d}"
         seen = look(store, job)
-        if seen is None or seen.record.state != "proposed":
+        if seen is None or not seen.proposed:
             settle(store, job, seen)
             continue
-        lease = Lease.take(store, job, holder=f"admission {signer.public[:8]}", state=("proposed",))
+        states: tuple[State, ...] = ("proposed", "held")
+        mine = f"admission {signer.public[:8]}"
+        lease = Lease.take(store, job, holder=mine, state=states, epoch=seen.record.epoch)
         if lease is not None:
-            with lease:
-                verdicts[job] = _judge(store, run, expert, lease, policy, signer)
+            with lease, suppress(LeaseLost):
+                verdicts[job] = _judge_or_leave(store, run, expert, lease, policy, signer)
     return verdicts
+
+
+def _judge_or_leave(store: Store, run: Path, expert: int, lease: Lease, policy: Policy, signer: Signer) -> str:
+    """The verdict; if none can be given, the contribution waits on."""
+    try:
+        return _judge(store, run, expert, lease, policy, signer)
+    except LeaseLost:
+        raise
+    except BaseException:
+        with suppress(LeaseLost, AtollError):
+            lease.end("proposed")
+        raise
 
 
 def _judge(store: Store, run: Path, expert: int, lease: Lease, policy: Policy, signer: Signer) -> str:
@@ -109,7 +124,7 @@ def _judge(store: Store, run: Path, expert: int, lease: Lease, policy: Policy, s
         lease.end("refused", why=str(reason)[:2000], manifest=None)
         return str(reason)
     manifest = artifact.open("expert")
-    shutil.rmtree(run / ".quarantine", ignore_errors=True)
+    shutil.rmtree(run / ".quarantine" / lease.job, ignore_errors=True)
     store.write(signature_key(name, manifest.digest, "admit"), signer.sign("admit", name, manifest))
     lease.end("done")
     commit(store, name, manifest)
@@ -178,9 +193,9 @@ def _bring(store: Store, run: Path, name: str, policy: Policy | None) -> str:
     signature = _signature(store, name, manifest) if policy and policy.publishers else None
     verify(policy, "publish", name, manifest, signature)
     target = Artifact(run, name)
-    fetch(store, name, manifest, target)
-    if policy is not None and signature is not None:
+    if policy is not None and signature is not None:  # first, for whoever looks at the manifest asks for it
         Artifact(run, ".").write(SIGNATURES_FILE.format(name=name), to_json({"publish": signature}))
+    fetch(store, name, manifest, target)
     for file in manifest.files:
         if file.endswith(".safetensors"):
             safetensors_header(target.path(file))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -127,11 +128,12 @@ class Store:
     def delete(self, keys: list[str]) -> None:
         """Remove objects; one that is not there is no matter."""
         if self.path is None and keys:
-            self._try(lambda: self.backend.delete(keys))
+            with suppress(exceptions.NotFoundError, FileNotFoundError):  # a retry may find its work done
+                self._try(lambda: self.backend.delete(keys))
             return
         for key in keys:
-            with suppress(FileNotFoundError):
-                self.backend.delete(key)
+            with suppress(exceptions.NotFoundError, FileNotFoundError):
+                self._try(partial(self.backend.delete, key))
 
     # What can be relied on
 

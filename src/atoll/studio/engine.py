@@ -172,7 +172,8 @@ class Engine:
             self._isolated(self._advance, group, _owner)
         self._show([picture for picture in chosen if not picture.ticket.over])
         self._measure(chosen, time.perf_counter() - start)
-        return bool(self._open) or not self._closing
+        with self._changed:
+            return bool(self._open) or not self._closing
 
     def _seat(self, tickets: Sequence[Ticket]) -> None:
         """Begin the requests that the batch has room for, and tell the others how many are before them."""

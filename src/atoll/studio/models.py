@@ -113,15 +113,15 @@ class Models:
             try:
                 signature = self._signature(model)
                 if signature and self._seen.get(model) != signature:
-                    self._seen[model] = signature
                     self._editions[model] = edition = self._open(model)
+                    self._seen[model] = signature
                     self.trouble.pop(model, None)
                     print(f"{model}: {_summary(edition, self.opening.batch)}", file=sys.stderr, flush=True)
             except Exception as error:  # whatever is wrong with files of a run, its other models can be served
-                self.trouble[model] = (
-                    str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
-                )
-                print(f"atoll: the model {model} cannot be opened: {error}", file=sys.stderr, flush=True)
+                trouble = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
+                if self.trouble.get(model) != trouble:  # it may pass, so it is tried again; it is told once
+                    print(f"atoll: the model {model} cannot be opened: {error}", file=sys.stderr, flush=True)
+                self.trouble[model] = trouble
         if self.run is not None:
             self.usual = usual_settings(self.run)
         self.looked.set()

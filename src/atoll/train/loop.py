@@ -174,3 +174,6 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        for heard in set(received):  # whoever waited for it before hears of it too
+            if callable(handler := before[signal.Signals(heard)]):
+                handler(heard, None)

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from atoll.islands.launchers.base import AGAIN, NODE, TICKET, logs_of
-from atoll.islands.leases import Lease, LeaseLost, Record, State, look
+from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
 from atoll.islands.store import Store
 from atoll.run import MANIFEST, Artifact, to_json
 
@@ -93,9 +93,10 @@ class Attempt:
         store, said = Store.open(self.run), False
         while not stop.is_set():
             seen = look(store, self.step)
-            dead = seen is not None and seen.record.state == "held" and is_over(seen.record, self.ticket)
-            states = (*_ENDED, "held") if dead else _ENDED
-            if lease := Lease.take(store, self.step, self.lease_seconds, holder(self.ticket), state=states):
+            dead = seen is not None and seen.record.state == "held" and is_over(seen, self.ticket)
+            states, epoch = ((*_ENDED, "held"), seen.record.epoch) if dead and seen else (_ENDED, None)
+            lease = Lease.take(store, self.step, self.lease_seconds, holder(self.ticket), state=states, epoch=epoch)
+            if lease is not None:
                 return lease
             if seen is not None and not said:
                 self._say(f"{seen.record.holder} works on {self.step}; waiting for it to finish or to fall silent")
@@ -206,16 +207,20 @@ def holder(ticket: str) -> str:
     return f"{socket.gethostname()}:{os.getpid()} {ticket} {place()}"
 
 
-def is_over(record: Record, ticket: str = "") -> bool:
-    """Whether an attempt that holds a lease is certainly dead: its ticket is ours, or its process is gone from here."""
-    words = record.holder.split(" ")
+def is_over(seen: Seen, ticket: str = "") -> bool:
+    """Whether an attempt that holds a lease is dead: its process is gone from here, or its ticket is ours.
+
+    A scheduler may give our ticket to a second machine while the first is only cut off. So it must have been silent too:
+    a living attempt renews three times in its lease's length.
+    """
+    words = seen.record.holder.split(" ")
     if len(words) != 3:
         return False
     process, its_ticket, its_place = words
     number = process.rpartition(":")[2]
     if its_place == place() and os.path.isdir("/proc/self"):
         return not is_alive(number)
-    return its_ticket == ticket
+    return its_ticket == ticket and seen.age > seen.record.duration / 2
 
 
 def is_alive(process: str) -> bool:

@@ -88,7 +88,7 @@ def look_around(launcher: Launcher, run: Path, config: Config, wish: Wish) -> La
         and job not in here
         and seen.record.state == "held"
         and not seen.expired
-        and not is_over(seen.record)
+        and not is_over(seen)
     }
     if launcher.stays:  # what another process of this machine has before it is nothing that this one could wait for
         here, elsewhere = {}, {**elsewhere, **here}
