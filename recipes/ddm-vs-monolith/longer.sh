@@ -10,6 +10,9 @@ train long8 0 1 2 3 4 5 6 7 router
 few="--extractors inception efficientnet-lite0 --skip diversity trajectories"
 measure long8 --models monolith experts --routings top-1 top-2 drawn oracle nearest $few
 recipe=held-out measure long8 --models monolith experts --routings top-1 top-2 drawn oracle nearest --reference held-out $few diagnostics
-table k8 long8
+make_arm long-small-batch 8 features
+dense long-small-batch $((TOTAL / 8))
+measure long-small-batch --models monolith $few
+table k8 long8 long-small-batch
 echo "against held-out pictures:"
 recipe=held-out table k8 long8
