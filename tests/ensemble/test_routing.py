@@ -62,7 +62,7 @@ def test_samples_are_decided_one_by_one_and_rules_change_over_time() -> None:
 
 def test_sample_one_follows_the_probabilities() -> None:
     p, count = [0.2, 0.5, 0.3], 4000
-    draws = Memory(seed=3).draw(count)
+    draws = Memory(seed=3).draw(parse("sample-1"), count)
     chosen = parse("sample-1").weights({"router": torch.tensor([p] * count)}, torch.tensor([0.5]), Memory(), draws)
     assert torch.equal(chosen.sum(1), torch.ones(count))
     torch.testing.assert_close(chosen.mean(0), torch.tensor(p), atol=0.03, rtol=0)
@@ -74,7 +74,7 @@ def test_drawn_once_is_kept_for_all_rows_of_a_sample() -> None:
     memory, routing = Memory(seed=3), parse("drawn")
     told, null = torch.tensor([p] * count), torch.tensor([[0.0, 0.0, 1.0]] * count)
     assert routing.settled(routing.rules[0], memory) is None
-    first = routing.weights({"router": torch.cat([told, null])}, t, memory, memory.draw(count))
+    first = routing.weights({"router": torch.cat([told, null])}, t, memory, memory.draw(routing, count))
     assert torch.equal(first[:count], first[count:])
     assert torch.equal(first[:count].sum(1), torch.ones(count))
     torch.testing.assert_close(first[:count].mean(0), torch.tensor(p), atol=0.03, rtol=0)
@@ -99,12 +99,24 @@ def test_drawn_begins_when_its_time_comes_for_each_sample() -> None:
 
 
 def test_draws_belong_to_seed_position_and_step() -> None:
-    memory = Memory(seed=1, first=5)
-    assert torch.equal(memory.draw(3), Memory(seed=1, first=4).draw(4)[1:])
-    first = memory.draw(3)
+    memory, anew, once = Memory(seed=1, first=5), parse("sample-1"), parse("full@0.6,drawn")
+    assert torch.equal(memory.draw(anew, 3), Memory(seed=1, first=4).draw(anew, 4)[1:])
+    first = memory.draw(anew, 3)
+    assert torch.equal(first, memory.draw(once, 3))
     memory.evaluations = 1
-    assert not torch.equal(first, memory.draw(3))
-    assert not torch.equal(first, Memory(seed=2, first=5).draw(3))
+    assert not torch.equal(first, memory.draw(anew, 3))
+    assert torch.equal(first, memory.draw(once, 3)), "what is drawn once does not depend on when"
+    assert not torch.equal(first, Memory(seed=2, first=5).draw(anew, 3))
+
+
+def test_rules_over_time_may_have_answers_for_the_null_condition_or_not() -> None:
+    """A router that is told nothing has one row for each sample, densities that hear captions have two."""
+    routing, memory = parse("top-1@0.6,nearest"), Memory(sticky=0.3)
+    first = torch.tensor([[0.6, 0.4], [0.2, 0.8]])
+    p = {"router": first, "nearest": torch.cat([first, first.flip(1)])}
+    assert routing.weights(p, torch.tensor([0.9]), memory, None).argmax(1).tolist() == [0, 1]
+    later = routing.weights(p, torch.tensor([0.5]), memory, None)
+    assert later.argmax(1).tolist() == [0, 1, 0, 0]  # 0.4 + 0.3 against 0.6, and 0.8 against 0.2 + 0.3
 
 
 def test_sticky_experts_stay_unless_another_is_clearly_better() -> None:

@@ -83,7 +83,9 @@ class Sample:
         )  # fmt: skip
         given = max(len(self.prompts), len(self.labels))
         count = self.count or max(given, len(self.clusters)) or 16
-        plan = ensemble.plan(min(self.batch, count), min(count, max(given, 1)), self.guidance != 1 and given > 0)
+        plan = ensemble.plan(
+            min(self.batch, count), min(self.batch, count, max(given, 1)), self.guidance != 1 and given > 0
+        )
         if self.plan:
             print(json.dumps(plan.to_dict()) if self.json else "\n".join(plan.lines()))
             return

@@ -127,7 +127,7 @@ class Ensemble(nn.Module):
         told = condition if isinstance(condition, Told) else self.tell(condition, len(x))
         guided = self._guided(guidance, told, x)
         memory = memory or Memory()
-        weights = self._weights(x, t, told, parse(routing or self.routing), cluster, draw, memory)
+        weights = self._weights(x, t, told, parse(routing or self.routing), cluster, draw, memory, len(guided) > 0)
         samples = torch.arange(len(x), device=x.device)
         halves = len(weights) // len(x)  # a router that is told something has another answer for the null condition
         rows = torch.cat([told.rows, told.null[guided]])
@@ -198,9 +198,17 @@ class Ensemble(nn.Module):
         return torch.arange(len(x), device=x.device)
 
     def _weights(
-        self, x: Tensor, t: Tensor, told: Told, routing: Routing, cluster: Tensor | None, draw: Tensor | None, m: Memory
+        self,
+        x: Tensor,
+        t: Tensor,
+        told: Told,
+        routing: Routing,
+        cluster: Tensor | None,
+        draw: Tensor | None,
+        m: Memory,
+        null: bool = False,
     ) -> Tensor:
-        """Weights (rows, experts): of the samples, and below them of the same with the null condition if it matters."""
+        """Weights (rows, experts): of the samples, and below them of the same with the null condition if it differs."""
         if len(self.members) == 1:
             weights = torch.ones(len(x), 1, device=x.device)
             m.record(t, weights, weights)
@@ -210,22 +218,23 @@ class Ensemble(nn.Module):
                 m.kept["given"] = self._given(cluster, x)
             elif (settled := routing.settled(rule, m)) is not None:  # the router need not be asked again
                 m.kept.setdefault(rule.source, settled)
-            elif m.fresh() or rule.source not in m.kept:
-                m.kept[rule.source] = self._probabilities(rule.source, x, t, told)
+            elif m.fresh() or rule.source not in m.kept or (null and not m.null):
+                m.kept[rule.source] = self._probabilities(rule.source, x, t, told, null)
+        m.null = null
         rows = max(len(p) for p in m.kept.values())
         kept = {source: p.repeat(rows // len(p), 1) for source, p in m.kept.items()}
         if draw is None and routing.draws:
-            draw = m.draw(len(x))
+            draw = m.draw(routing, len(x))
         draw = None if draw is None else draw.to(x.device)
         times = t if t.numel() == 1 else t.repeat(rows // len(x))
         weights = routing.weights(kept, times, m, draw)
         m.record(t, kept[routing.active(t)[0].source][: len(x)], weights[: len(x)])
         return weights
 
-    def _probabilities(self, source: Source, x: Tensor, t: Tensor, told: Told) -> Tensor:
-        """Probabilities of the experts that are there, renormalised over them."""
+    def _probabilities(self, source: Source, x: Tensor, t: Tensor, told: Told, null: bool) -> Tensor:
+        """Probabilities of the experts that are there, renormalised over them; below, with the null condition."""
         if source == "nearest":
-            return self._nearest(x, t, told)
+            return self._nearest(x, t, told, null)
         if self.router is None:
             raise AtollError("this ensemble has no router; train one, or use --routing nearest or oracle")
         column = {cluster: number for number, cluster in enumerate(self.router.declaration.clusters)}
@@ -233,13 +242,14 @@ class Ensemble(nn.Module):
         if unknown:
             raise AtollError(f"the router does not know {', '.join(unknown)}; train it again, or use --routing nearest")
         if self.router.declaration.told and told.something:
-            rows = torch.cat([told.rows, told.null])
-            logits = self.router.logits(x.repeat(2, 1, 1, 1), t if t.numel() == 1 else t.repeat(2), told.distinct[rows])
+            rows, halves = (torch.cat([told.rows, told.null]), 2) if null else (told.rows, 1)
+            times = t if t.numel() == 1 else t.repeat(halves)
+            logits = self.router.logits(x.repeat(halves, 1, 1, 1), times, told.distinct[rows])
         else:
             logits = self.router.logits(x, t, Condition())
         return logits[:, [column[expert.clusters[0]] for expert in self.experts]].softmax(-1)
 
-    def _nearest(self, x: Tensor, t: Tensor, told: Told) -> Tensor:
+    def _nearest(self, x: Tensor, t: Tensor, told: Told, null: bool) -> Tensor:
         """Posterior of the clusters by their own densities, each measured in its expert's own space."""
         columns, words, t, states = [], [], t.cpu().expand(len(x)), x.detach().cpu()
         for member in self.members:
@@ -257,7 +267,8 @@ class Ensemble(nn.Module):
         posterior = torch.stack(columns, 1)
         known = [word for word in words if word is not None]
         if len(known) == len(words):  # else some would be judged by less than others
-            posterior = torch.cat([posterior + torch.stack(known, 1)[told.rows.cpu()], posterior])
+            heard = posterior + torch.stack(known, 1)[told.rows.cpu()]
+            posterior = torch.cat([heard, posterior]) if null else heard
         return posterior.softmax(-1).to(x.device, x.dtype)
 
     def _given(self, cluster: Tensor | None, x: Tensor) -> Tensor:
@@ -288,6 +299,7 @@ class Ensemble(nn.Module):
             which = samples[mine]
             condition = resident.condition(told, rows[mine])
             answers[number] = resident.expert.velocity(x[which], t if t.numel() == 1 else t[which], condition)
+            del resident, condition  # else this one would still be there while the next one comes
         # Summed in the order of the experts, whatever order they ran in: the same to the last bit.
         parts = torch.cat([answers[number] for number in spans])
         parts = parts * broadcast(weights.T[expert, row].to(x.dtype), x)

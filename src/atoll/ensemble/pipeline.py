@@ -206,7 +206,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         if routing is not None:
             settings["routing"] = routing
         if "solver" not in settings:
-            settings |= self._integration(ensemble)
+            settings = {**self._integration(ensemble), **settings}
+        if ensemble.scheduler is not None and "shift" in settings:
+            raise AtollError("the pipeline's scheduler has a shift of its own; set it there, or name a solver")
         told = [_repeated(part, num_images_per_prompt) for part in (prompt, label, cluster)]
         count = max([len(part) for part in told if part is not None], default=num_images_per_prompt)
         made = ensemble.generate(told[0], told[1], count, clusters=told[2], batch=batch_size, **settings)

@@ -100,6 +100,10 @@ class Routing:
         """Whether any of its rules leaves the choice to chance."""
         return any(rule.draws for rule in self.rules)
 
+    def stream(self, step: int) -> int:
+        """The stream of random numbers at a step: another at every step only for what is drawn anew."""
+        return DRAW_STREAM + (step if any(rule.name == "sample" for rule in self.rules) else 0)
+
     def settled(self, rule: Rule, memory: "Memory") -> Tensor | None:
         """The weights (samples, experts) to the end, once all samples have drawn and no other rule follows."""
         drawn = memory.drawn if rule.name == "drawn" and rule is self.rules[-1] else None
@@ -122,7 +126,9 @@ class Routing:
             return p
         if rule.name == "drawn" and draw is not None:
             return self._drawn(rule, p, here, memory, draw)
-        score = p if memory.used is None else p + memory.sticky * memory.used
+        score = p
+        if memory.used is not None and memory.sticky:  # with a row for the null condition too, if it has none yet
+            score = p + memory.sticky * memory.used.repeat(len(p) // len(memory.used), 1)
         return rule.weights(p, score, None if draw is None else draw.repeat(len(p) // len(draw)))
 
     def _drawn(self, rule: Rule, p: Tensor, here: Tensor, memory: "Memory", draw: Tensor) -> Tensor:
@@ -156,6 +162,8 @@ class Memory:
     evaluations: int = 0
     used: Tensor | None = None
     kept: dict[Source, Tensor] = field(default_factory=dict)
+    null: bool = False
+    """Whether `kept` has rows for the null condition, where they differ."""
     drawn: Tensor | None = None
     """The one expert that each sample has drawn (samples, experts); zeros where it has not yet."""
 
@@ -166,10 +174,10 @@ class Memory:
                 f"expected route_every >= 1 and sticky in [0, 1], got {self.route_every} and {self.sticky}"
             )
 
-    def draw(self, count: int) -> Tensor:
-        """The numbers of drawn and sample-1 for this evaluation: a function of seed, position and step."""
-        step = self.evaluations // self.route_every
-        return randomness.uniform(count, seed=self.seed, stream=DRAW_STREAM + step, first=self.first)
+    def draw(self, routing: Routing, count: int) -> Tensor:
+        """The numbers of drawn and sample-1 for this evaluation: a function of seed and position, and of the step."""
+        stream = routing.stream(self.evaluations // self.route_every)
+        return randomness.uniform(count, seed=self.seed, stream=stream, first=self.first)
 
     def record(self, t: Tensor, probabilities: Tensor, weights: Tensor) -> None:
         """One more evaluation is decided."""

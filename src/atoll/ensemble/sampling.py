@@ -59,6 +59,12 @@ class Settings:
             )
         Memory(self.route_every, self.sticky)
 
+    @property
+    def evaluated_at(self) -> list[float]:
+        """The times at which the velocity is asked for."""
+        times = flow.solver_times(self.steps, self.shift)[:-1]
+        return times + times[1:] if "heun" in self.solver else times
+
     def guidance_at(self, t: float) -> float:
         """The guidance at a time: none outside the interval."""
         low, high = self.guidance_interval
@@ -205,7 +211,16 @@ def notices(ensemble: "Ensemble", wanted: Request, settings: Settings) -> list[s
     found += [f"these experts are not told {name}; they have no effect" for name in given if not takes[name]]
     if settings.guidance != 1 and not any(takes[name] for name in given):
         found.append("without a prompt or label guidance has no effect")
+    if any(takes[name] for name in given) and draws_unheard(ensemble, settings.routing):
+        found.append("the router is not told the prompt, so the expert that is drawn has nothing to do with it")
     return found
+
+
+def draws_unheard(ensemble: "Ensemble", routing: str) -> bool:
+    """Whether an expert is drawn from the start by a router that hears nothing of what is wanted."""
+    first = parse(routing).rules[0]
+    deaf = ensemble.router is not None and not ensemble.router.declaration.told
+    return len(ensemble.members) > 1 and first.name == "drawn" and first.source == "router" and deaf
 
 
 @torch.no_grad()
@@ -215,8 +230,7 @@ def generate(ensemble: "Ensemble", wanted: Request, settings: Settings, batch: i
         print(f"warning: {notice}", file=sys.stderr)
     count = len(wanted.told)
     latents, traces = [], []
-    evaluations = settings.steps * (2 if "heun" in settings.solver else 1)
-    with progress("sampling", -(-count // batch) * evaluations, unit="steps") as bar:
+    with progress("sampling", -(-count // batch) * len(settings.evaluated_at), unit="steps") as bar:
         for first in range(0, count, batch):
             part, decisions = _batch(ensemble, wanted, settings, slice(first, min(first + batch, count)), trace, bar)
             latents.append(part)
@@ -229,8 +243,8 @@ def _batch(
     ensemble: "Ensemble", wanted: Request, settings: Settings, part: slice, trace: bool, bar: Any
 ) -> tuple[Tensor, list[Any]]:
     """The latents of one batch and its routing decisions."""
-    rows = wanted.rows[part].to(ensemble.device)
-    told = Told.of(wanted.condition, rows, reused=True)
+    used, rows = (rows.to(ensemble.device) for rows in torch.unique(wanted.rows[part], return_inverse=True))
+    told = Told.of(None if wanted.condition is None else wanted.condition[used], rows, reused=True)
     clusters = None if wanted.clusters is None else wanted.clusters[part]
     decisions: list[Any] = []
     memory = Memory(settings.route_every, settings.sticky, settings.seed, part.start, decisions if trace else None)

@@ -159,7 +159,7 @@ class Evaluation:
 
     def _trajectory(self, subject: Subject) -> dict[str, Any]:
         settings, prompts = self.settings(subject), self.prompts(self.options.followed)
-        told = {"settings": asdict(settings), "samples": self.options.followed, "networks": subject.digests}
+        told = {"settings": asdict(settings), "prompts": asdict(prompts), "networks": subject.digests}
         data = Artifact(self.run, "data/shards/cluster_000").open("shards").facts["fingerprint"]
 
         def compute() -> dict[str, Any]:
@@ -183,6 +183,8 @@ class Evaluation:
         if routings:
             group = Subject(self.run, "experts", routings[0])
             digests = sorted({digest for subject in found if subject.routing for digest in subject.digests})
+            router = Artifact(self.run, "router/final").manifest()  # it is measured whether or not a routing asks it
+            digests += [router.digest] if router and router.digest not in digests else []
 
             def asked() -> dict[str, Any]:
                 model = group.open(how.resident)

@@ -18,7 +18,7 @@ from atoll.progress import progress
 
 KID_LEAST, NEIGHBOURS_LEAST = 100, 500
 """Samples below which KID's error, or the holes between neighbours, drown what is measured."""
-_ERROR = "samples and reference are finite: compare with `floor`, what as many real pictures get against the others"
+_ERROR = "samples and reference are finite: compare with `floor`, what real pictures get against other real ones"
 
 
 def check_enough(samples: int, reference: FeatureSet) -> None:

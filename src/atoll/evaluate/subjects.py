@@ -72,21 +72,26 @@ class Subject:
         """Forward FLOPs for one picture, with `active` experts at an evaluation on average; bytes of all weights."""
         costs = self._costs()
         experts = [one.forward_flops for name, one in costs.items() if name != "router"]
-        evaluations = settings.steps * (2 if "heun" in settings.solver else 1)
-        answers = evaluations * active * (1 if settings.guidance == 1 else 2)
-        asked = self._router_answers(settings, evaluations) * costs["router"].forward_flops if "router" in costs else 0
+        guided = [self._told and settings.guidance_at(t) != 1 for t in settings.evaluated_at]
+        answers = active * (len(guided) + sum(guided))
+        asked = self._router_answers(settings, guided) * costs["router"].forward_flops if "router" in costs else 0
         return {
             "network_evaluations": answers,
             "flops": asked + answers * sum(experts) / len(experts),
             "weights_bytes": sum(entry.size for part in self.parts for entry in part.open(_kind(part)).files.values()),
         }
 
-    def _router_answers(self, settings: Settings, evaluations: int) -> int:
-        """How often the router answers for one picture; if it is told anything, for the null condition too."""
+    @property
+    def _told(self) -> bool:
+        """Whether its experts are told anything, so that guidance means something."""
+        return any(part.open(EXPERT_KIND).facts["told"] for part in self.parts if not part.name.startswith("router/"))
+
+    def _router_answers(self, settings: Settings, guided: Sequence[bool]) -> int:
+        """How often the router answers for one picture; under guidance also for the null condition, if it is told."""
         router = next(part for part in self.parts if part.name.startswith("router/"))
-        halves = 2 if settings.guidance != 1 and router.open(ROUTER_KIND).facts["told"] else 1
         once = [rule.name for rule in parse(settings.routing).rules] == ["drawn"]
-        return halves * (1 if once else -(-evaluations // settings.route_every))
+        asked = guided[:1] if once else guided[:: settings.route_every]
+        return len(asked) + (sum(asked) if router.open(ROUTER_KIND).facts["told"] else 0)
 
     def _costs(self) -> dict[str, Cost]:
         costs = {}

@@ -24,7 +24,7 @@ def show(answer: dict[str, Any]) -> None:
 
 
 def quality(answer: dict[str, Any], extractor: str) -> Table:
-    """Distances to the real pictures through one network; the floor is what as many real pictures get."""
+    """Distances to the real pictures through one network; the floor is what real pictures get against others."""
     names = ("model", "Frechet", "floor", "KID x1000", "precision", "recall", "density", "coverage")
     table = Table(*names, title=f"against real pictures, through {extractor}")
     for model in answer["models"]:

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.ensemble import Memory, parse
-from atoll.ensemble.routing import DRAW_STREAM, Decision
+from atoll.ensemble.routing import Decision
 from atoll.ensemble.sampling import NOISE_STREAM
 from atoll.errors import AtollError
 from atoll.flow import randomness
@@ -347,7 +347,7 @@ def _draws(pictures: Sequence[Picture]) -> Tensor | None:
     if not routing.draws:
         return None
     draws = [
-        randomness.uniform(1, seed=each.ticket.ask.settings.seed, stream=DRAW_STREAM + each.step, first=each.number)
+        randomness.uniform(1, seed=each.ticket.ask.settings.seed, stream=routing.stream(each.step), first=each.number)
         for each in pictures
     ]
     return torch.cat(draws)

@@ -15,6 +15,7 @@ import torch
 
 from atoll.config import CONFIG_FILE
 from atoll.ensemble import Ensemble, load, parse
+from atoll.ensemble.sampling import draws_unheard
 from atoll.errors import AtollError
 from atoll.evaluate.evaluation import LATEST
 from atoll.evaluate.store import ROOM
@@ -200,7 +201,8 @@ def routings_of(ensemble: Ensemble) -> tuple[str, ...]:
         return ("top-1",)
     found: tuple[str, ...] = ()
     if has_router(ensemble):
-        found = ("top-1", "top-2", "full", "threshold-0.2", "nucleus-0.9", "drawn", "sample-1")
+        found = ("top-1", "top-2", "full", "threshold-0.2", "nucleus-0.9", "sample-1")
+        found += () if draws_unheard(ensemble, "drawn") and ensemble.told else ("drawn",)
     if has_nearest(ensemble):
         found += ("nearest",) if found else ("nearest", "nearest:top-2", "nearest:full")
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.config import Config
-from atoll.ensemble import Settings
+from atoll.ensemble import Settings, parse
 from atoll.errors import AtollError
 from atoll.evaluate.report.findings import Findings
 from atoll.evaluate.report.page import page
@@ -53,8 +53,10 @@ def _subjects(run: Path, routings: Sequence[str]) -> list[Subject]:
     there = finished(run)
     found: list[Subject] = []
     experts = [name for name in there if name.startswith("experts/")]
-    if "router" in there or len(experts) == 1:
-        found += subjects(run, ["experts"], routings if len(experts) > 1 else ["top-1"])
+    asks = {routing: any(rule.source == "router" for rule in parse(routing).rules) for routing in routings}
+    possible = [routing for routing in routings if "router" in there or not asks[routing]]
+    if possible and experts:
+        found += subjects(run, ["experts"], possible if len(experts) > 1 else ["top-1"])
     found += subjects(run, ["singles"], routings) if len(experts) > 1 else []
     return found + [Subject(run, name) for name in ("monolith", "student") if name in there]
 

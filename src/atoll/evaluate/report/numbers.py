@@ -106,7 +106,9 @@ def _quality(answer: Mapping[str, Any], subjects: list[Subject]) -> str:
 
 def _floor(answer: Mapping[str, Any], names: list[str]) -> list[str]:
     place = next(i for i, model in enumerate(answer["models"]) if model.get("metrics"))
-    row = [f"{word('floor', 'Floor')}{tag('small', 'real against real')}"]
+    one = answer["models"][place]["metrics"][names[0]]["floor"]
+    counts = f"{one['real_pictures']:,} real against {one['against_real_pictures']:,} real"
+    row = [f"{word('floor', 'Floor')}{tag('small', counts)}"]
     for name in names:
         at = ("models", place, "metrics", name, "floor")
         error = number(answer, (*at, "kid_standard_error"), fixed(1, 1000))

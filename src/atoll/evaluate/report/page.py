@@ -114,12 +114,14 @@ def evaluate_command(findings: Findings, run: str) -> str:
     parts = [f"atoll evaluate {run}"]
     told = next((found["protocol"] for model in models for found in model.get("metrics", {}).values()), None)
     if told:
-        how = f"--steps {told['steps']} --guidance {told['guidance']:g} --seed {told['seed']}"
+        how = f"--steps {told['steps']} --guidance {told['guidance']:g} --seed {told['seed']} --solver {told['solver']}"
+        how += f" --reference {told['reference']['split']} --references {told['reference']['pictures']}"
         parts.append(f"--samples {told['samples']} {how} --extractors {' '.join(numbers.extractors(findings.figures))}")
     spread = next((model["diversity"]["protocol"] for model in models if "diversity" in model), None)
     if spread:
         seeds = spread["seeds_per_prompt"]
         parts.append(f"--diversity {spread['samples'] // seeds} {seeds}")
+    parts.append(f"--models {' '.join(dict.fromkeys(model['model'] for model in models))}")
     if routings := [model["routing"] for model in models if model["routing"]]:
         parts.append(f"--routings {' '.join(routings)}")
     if findings.figures.get("prompts") == "train":

@@ -18,7 +18,7 @@ from torch import Tensor
 from atoll.data.latents import open_codec
 from atoll.data.order import shuffled
 from atoll.data.reader import Shards
-from atoll.ensemble import Settings
+from atoll.ensemble import Settings, parse
 from atoll.evaluate.samples import Prompts
 from atoll.evaluate.store import keyed
 from atoll.evaluate.subjects import Subject
@@ -125,7 +125,7 @@ class Showcase:
             number = int(subject.model.removeprefix("expert:"))
             subject, settings = Subject(subject.run, "experts", "oracle"), settings | {"routing": "oracle"}
             clusters = [number] * len(told)
-        model = subject.open()
+        model, rules = subject.open(), parse(settings["routing"]).rules
         labels = told.labels if "label" in model.told else None
         captions = told.captions if model.told & {"text", "pooled"} else None
         routed = subject.model == "experts" and len(model.experts) > 1
@@ -133,6 +133,6 @@ class Showcase:
             captions, labels, len(told), clusters=clusters if routed else None, trace=routed, **settings
         )
         found = {"pictures": torch.from_numpy(np.stack([np.asarray(image) for image in made.images]))}
-        if made.trace is not None and model.router is not None and subject.routing != "oracle":
+        if made.trace is not None and all(rule.source == "router" and rule.name != "drawn" for rule in rules):
             found |= {"t": made.trace.t, "probabilities": made.trace.probabilities.float()}
         return found

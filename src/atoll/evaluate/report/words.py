@@ -10,7 +10,7 @@ GLOSSARY = {
     "KID": "Kernel distance between real and made pictures, unbiased for few samples. Lower is better.",
     "diversity": "Mean distance between pictures of one prompt made from different noise. Higher is more varied.",
     "FLOPs": "Floating-point operations: how much arithmetic it took, whatever the machine.",
-    "floor": "What as many real pictures get when measured against the other real ones.",
+    "floor": "What real pictures get when measured against other real ones: as many as were sampled, or half of them.",
     "flow matching": "Training a network to say in which direction to move a noisy picture.",
     "DDPM": "Training a network to say which noise was added to a picture. The older of the two ways.",
     "guidance": "How strongly the prompt is followed.",

@@ -210,8 +210,8 @@ def holder(ticket: str) -> str:
 def is_over(seen: Seen, ticket: str = "") -> bool:
     """Whether an attempt that holds a lease is dead: its process is gone from here, or its ticket is ours.
 
-    A scheduler may give our ticket to a second machine while the first is only cut off. So it must have been silent too:
-    a living attempt renews three times in its lease's length.
+    A scheduler may give our ticket to a second machine while the first is only cut off. So it must have been silent
+    too: a living attempt renews three times in its lease's length.
     """
     words = seen.record.holder.split(" ")
     if len(words) != 3:
