@@ -104,9 +104,12 @@ def test_a_plain_euler_scheduler_makes_atolls_own_steps(pipe: AtollPipeline, tol
     other = AtollPipeline(**{**pipe.components, "scheduler": shifted})
     expected = atoll.load(told_run).generate(labels=LABELS, steps=3, shift=3.0).latents
     assert torch.equal(other(label=LABELS, **FEW).images, expected)
+    assert torch.equal(pipe(label=LABELS, shift=3.0, **FEW).images, expected)
     karras = diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
     other = AtollPipeline(**{**pipe.components, "scheduler": karras})
     assert not torch.equal(other(label=LABELS, **FEW).images, pipe(label=LABELS, **FEW).images)
+    with pytest.raises(AtollError, match="scheduler has a shift of its own"):
+        other(label=LABELS, shift=3.0, **FEW)
 
 
 def test_a_generator_gives_the_seed_and_moves_on(pipe: AtollPipeline) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import atoll
 from atoll.ensemble.plan import peak_bytes
+from atoll.ensemble.residency import Resident, Residents
 from atoll.errors import AtollError
 from ensemble.runs import SMALL, write_run
 
@@ -25,6 +27,22 @@ def test_pictures_do_not_depend_on_how_many_experts_are_in_memory(run: Path) -> 
         assert torch.equal(few.generate(PROMPTS, **how).latents, everything.latents)
         assert len(few.residents._here) <= resident
         assert few.residents.loads > 3
+
+
+def test_the_expert_that_leaves_is_gone_before_the_next_one_comes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, where loading copies: what is planned for one expert must not take two."""
+    networks, most, fetch = list["weakref.ref[torch.nn.Module]"](), [0], Residents._load
+
+    def counted(self: Residents, number: int) -> Resident:
+        most[0] = max(most[0], sum(network() is not None for network in networks))
+        opened = fetch(self, number)
+        networks.append(weakref.ref(opened.expert.network))
+        return opened
+
+    monkeypatch.setattr(Residents, "_load", counted)
+    atoll.load(run, resident=1, dtype="bfloat16").generate(PROMPTS, n=4, steps=2, routing="full")
+    assert len(networks) > 3
+    assert most[0] <= 1
 
 
 def test_the_least_recently_used_expert_leaves_and_those_in_memory_go_first(run: Path) -> None:

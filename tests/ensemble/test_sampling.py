@@ -15,7 +15,7 @@ from atoll.ensemble.pictures import read_settings
 from atoll.ensemble.quantise import Int8Linear, quantise
 from atoll.errors import AtollError
 from atoll.flow import SOLVERS
-from atoll.nets import load_network
+from atoll.nets import Condition, DiT, PreparedCondition, load_network
 from ensemble.runs import write_run
 
 PROMPTS = ["a red circle", "a green square"]
@@ -32,6 +32,34 @@ def test_the_same_seed_is_the_same_picture_whatever_the_batch(run: Path, routing
     torch.testing.assert_close(fewer.latents, whole.latents[:4], atol=1e-4, rtol=1e-4)
     other = ensemble.generate(PROMPTS, n=7, routing=routing, seed=1, **QUICK)
     assert (other.latents - whole.latents).flatten(1).abs().mean(1).min() > 0.05
+
+
+def test_a_drawn_expert_that_has_nothing_to_do_with_the_prompt_is_warned_of(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hearing = write_run(tmp_path / "run", router_told=("pooled",))
+    warned = {}
+    for folder, routing in ((run, "drawn"), (run, "top-2@0.5,drawn"), (hearing, "drawn")):
+        atoll.load(folder).generate(PROMPTS, routing=routing, steps=2)
+        warned[folder, routing] = "the router is not told the prompt" in capsys.readouterr().err
+    assert list(warned.values()) == [True, False, False]
+
+
+def test_conditions_are_prepared_by_the_batch(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many prompts there are, an expert keeps those of one batch, and the null condition."""
+    rows, prepare = list[int](), DiT.prepare
+
+    def counted(self: DiT, condition: Condition) -> PreparedCondition:
+        assert condition.text is not None
+        rows.append(len(condition.text))
+        return prepare(self, condition)
+
+    many = [f"a red circle and {number} squares" for number in range(7)]
+    expected = atoll.load(run).generate(many, batch=7, **QUICK).latents
+    monkeypatch.setattr(DiT, "prepare", counted)
+    made = atoll.load(run).generate(many, batch=3, **QUICK).latents
+    assert set(rows) <= {2, 4}
+    torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -76,6 +76,32 @@ def test_what_samples_cost_is_counted(trained: Path, answer: dict[str, Any]) -> 
         assert model["training"]["flops"] > 0
 
 
+def test_costs_follow_solver_and_guidance(trained: Path) -> None:
+    subject = Subject(trained, "monolith")
+    assert subject.sampling(Settings(steps=3, solver="heun", guidance=1.0), 1.0)["network_evaluations"] == 5
+    late = Settings(steps=4, guidance=3.0, guidance_interval=(0.0, 0.5))  # at 1, 0.75, 0.5 and 0.25
+    assert subject.sampling(late, 1.0)["network_evaluations"] == 4 + 2
+    router = Subject(trained, "experts", "top-1")._costs()["router"].forward_flops
+    one, other = (
+        Subject(trained, "experts", "top-1").sampling(Settings(steps=4, guidance=1.0, route_every=every), 1.0)
+        for every in (1, 3)
+    )
+    assert one["flops"] - other["flops"] == pytest.approx(2 * router)
+
+
+def test_what_is_kept_is_of_these_prompts_and_this_router(trained: Path, tmp_path: Path) -> None:
+    config = configuration.load(trained)
+    how: dict[str, Any] = {"models": ("experts",), "routings": ("nearest",), "followed": 3, "held_out": 6}
+    how |= {"skip": ("metrics", "diversity"), "settings": Settings(steps=2)}
+    shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
+    held, seen = (evaluate(tmp_path / "run", config, Options(**how, prompts=split)) for split in ("held-out", "train"))
+    paths = [answer["models"][0]["trajectory"]["refinement"] for answer in (held, seen)]
+    assert paths[0] != paths[1]
+    assert "router" in held["diagnostics"]["experts"]
+    shutil.rmtree(tmp_path / "run/router")
+    assert "router" not in evaluate(tmp_path / "run", config, Options(**how))["diagnostics"]["experts"]
+
+
 def test_expert_use_sums_to_one_at_every_time(answer: dict[str, Any]) -> None:
     by_label = {model["label"]: model for model in answer["models"]}
     assert by_label["monolith"]["expert_use"] is None

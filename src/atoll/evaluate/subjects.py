@@ -50,7 +50,8 @@ class Subject:
 
     def open(self, resident: int | None = None) -> Ensemble:
         """The model itself, with no routing chosen: all routings of the experts share one."""
-        return _opened(self.run, self.model, resident)
+        router = Artifact(self.run, "router/final").manifest()
+        return _opened(self.run, self.model, resident, frozenset({*self.digests, router and router.digest}))
 
     def training(self) -> dict[str, Any]:
         """What its networks cost in training, from their manifests."""
@@ -103,8 +104,8 @@ class Subject:
 
 
 @lru_cache(maxsize=1)
-def _opened(run: Path, model: str, resident: int | None) -> Ensemble:
-    """One model is in memory at a time."""
+def _opened(run: Path, model: str, resident: int | None, _networks: frozenset[str | None]) -> Ensemble:
+    """One model is in memory at a time, as long as its networks are the same."""
     return load(run, model, resident=resident)
 
 
