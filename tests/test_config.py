@@ -57,3 +57,12 @@ def test_the_written_file_comments_every_key() -> None:
     for line in text.splitlines():
         if line.strip() and not line.startswith(("  default:", "    ")):  # entries of mappings
             assert "#" in line, line
+
+
+@pytest.mark.parametrize("section", ["experts", "networks"])
+def test_an_expert_that_does_not_exist_has_no_settings(section: str) -> None:
+    """As of someone who counts from 1: the last would be trained with the default, without a word."""
+    chosen = {"experts": "ddpm", "networks": "DiT-S/2"}[section]
+    with pytest.raises(AtollError, match=f"{section}.8: there is no expert 8; this run has experts 0 to 7"):
+        config.resolve({"clusters": {"count": 8}, section: {8: chosen}})
+    assert config.resolve({"clusters": {"count": 9}, section: {8: chosen}})

@@ -228,6 +228,15 @@ class Config(Section):
     def _default_is_there(cls, experts: dict[ExpertKey, Objective]) -> dict[ExpertKey, Objective]:
         return {"default": Objective(), **experts}
 
+    @model_validator(mode="after")
+    def _numbers_are_of_experts(self) -> Self:
+        for section in ("experts", "networks"):
+            for key in getattr(self, section):
+                if isinstance(key, int) and not 0 <= key < self.clusters.count:
+                    last = self.clusters.count - 1
+                    raise ValueError(f"{section}.{key}: there is no expert {key}; this run has experts 0 to {last}")
+        return self
+
     def objective(self, expert: int) -> Objective:
         """The objective of one expert."""
         if not 0 <= expert < self.clusters.count:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import pickle
 import shutil
 import tarfile
@@ -192,6 +193,28 @@ def test_fingerprint_follows_the_content(name: str, dozen: list[Sample], tmp_pat
     less = open_source(FORMATS[name](dozen[1:], tmp_path / "b" / "data")).fingerprint
     other_split = open_source(tmp_path / "a" / "data", Options(held_out=0.5)).fingerprint
     assert len({all_of_it, less, other_split}) == 3
+
+
+def test_names_and_values_that_are_no_unicode_are_written_out(dozen: list[Sample], tmp_path: Path) -> None:
+    picture = dozen[0].read()
+    folder = os.fsencode(tmp_path / "data") + b"/caf\xe9"
+    os.makedirs(folder)
+    Path(os.fsdecode(folder + b"/th\xe9.png")).write_bytes(picture)
+    (sample,) = open_source(tmp_path / "data").samples()
+    assert sample.id.encode().decode() == sample.id
+    assert "caf\\udce9" in sample.id
+    assert sample.read() == picture
+    broken = Sample("a", "b", "\ud83d", {"author": "\ud83d"}, "train", dozen[0].read)
+    assert (broken.label, broken.attributes) == ("\\ud83d", {"author": "\\ud83d"})
+
+
+def test_a_class_number_of_minus_one_is_none(dozen: list[Sample], tmp_path: Path) -> None:
+    names = {"info": {"features": {"kind": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
+    rows = [{"uid": s.id, "image": s.read(), "kind": number} for s, number in zip(dozen, (1, 0, -1), strict=False)]
+    table = pa.Table.from_pylist(rows).replace_schema_metadata({"huggingface": json.dumps(names)})
+    pq.write_table(table, tmp_path / "t.parquet")
+    found = content(open_source(tmp_path / "t.parquet", Options(label="kind", id="uid")))
+    assert sorted((s.label or "") for s in found.values()) == ["", "cat", "dog"]
 
 
 def test_equal_captions_stay_on_one_side(dozen: list[Sample], tmp_path: Path) -> None:

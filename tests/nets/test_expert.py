@@ -55,6 +55,30 @@ def test_diffusers_models_are_experts(kind, tmp_path):
     torch.testing.assert_close(load_network(tmp_path)(x, time, condition()), answer)
 
 
+@pytest.mark.parametrize("kind", DESCRIPTIONS)
+def test_the_null_condition_takes_part_in_every_training_step(kind):
+    """Distributed training waits for the gradient of every weight, also where nothing is dropped."""
+    torch.manual_seed(0)
+    expert = build({"_class_name": kind, **DESCRIPTIONS[kind]}).train()
+    expert(torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0]), condition()).sum().backward()
+    without = [name for name, weight in expert.named_parameters() if weight.grad is None]
+    assert not [name for name in without if "null" in name]
+
+
+@pytest.mark.parametrize("kind", ["DiT", "DiTExpert", "UNetExpert"])
+def test_a_sample_without_a_label_has_the_null_class(kind):
+    torch.manual_seed(0)
+    dit = {"width": 32, "depth": 1, "heads": 2, "size": 8, "num_classes": 6}
+    expert = build({"_class_name": kind, **(dit if kind == "DiT" else DESCRIPTIONS[kind])}).eval()
+    with torch.no_grad():
+        for parameter in expert.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+        x, time = torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0])
+        mixed = expert(x, time, Condition(label=torch.tensor([-1, 3])))
+        null = expert(x, time, Condition(label=torch.tensor([1, 3])).drop(torch.tensor([True, False])))
+    torch.testing.assert_close(mixed, null)
+
+
 def test_a_native_expert_keeps_the_protocol():
     assert isinstance(DiT(DiTConfig(width=32, depth=1, heads=2, size=8)), Expert)
 

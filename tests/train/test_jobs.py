@@ -193,6 +193,74 @@ def test_experts_of_other_kinds_train_too(new_run: Copy) -> None:
     assert facts(run, "experts/000")["held_out_loss"] > 0
 
 
+def test_a_pixart_trains_to_its_end(new_run: Copy) -> None:
+    """It makes its positions by itself, and they are no part of what it saves."""
+    pixart = {
+        "_class_name": "PixArtExpert", "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1,
+        "sample_size": 32, "patch_size": 8, "in_channels": 3, "out_channels": 3, "cross_attention_dim": 16,
+        "caption_channels": 384,
+    }  # fmt: skip
+    run = new_run(networks={0: pixart}, train={"samples": 32})
+    assert finish(run, "--expert", "0") == 0, (run / "log.txt").read_text()
+    assert facts(run, "experts/000")["held_out_loss"] > 0
+
+
+def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, shapes: Path) -> None:
+    """Folders of classes, one picture beside them, and nothing held out: labels are told, and everything trains."""
+    for picture in shapes.glob("*-*.png"):
+        kind, number = picture.stem.split("-")
+        folder = tmp_path / "classes" / (kind if int(number) else ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, folder / picture.name)
+    run = tmp_path / "run"
+    changes = {**TINY, "train": {**TINY["train"], "samples": 32}, "router": {**TINY["router"], "told": "label"}}
+    prepare(run, write_run(run, tmp_path / "classes", **changes, data={"held_out": 0.0}))
+    assert not (run / "data/text").exists()
+    shards = Shards.open(run, range(3), "train")
+    assert (shards.read(np.arange(len(shards))).label < 0).any()
+    for job, kind in ((["--expert", "0"], "experts/000"), (["--router"], "router")):
+        assert finish(run, *job) == 0, (run / "log.txt").read_text()
+        made = facts(run, kind, "router" if kind == "router" else "expert")
+        assert made["told"] == ["label"]
+        assert made["text"] is None
+        assert made["held_out_loss"] is None
+
+
+def test_a_job_killed_between_its_commit_and_its_end_is_tidied_up(trained_experts: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_experts, run)
+    (run / "experts/000/checkpoints/000000000160").mkdir(parents=True)
+    assert finish(run, "--expert", "0") == 0
+    assert not (run / "experts/000/checkpoints").exists()
+
+
+def test_a_student_of_other_teachers_is_another(trained_experts: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_experts, run)
+    assert finish(run, "--student") == 0
+    shutil.rmtree(run / "experts/002")
+    assert finish(run, "--expert", "2", "--train.lr", "2e-3") == 0
+    assert finish(run, "--student") == 2
+    assert "teachers" in (run / "log.txt").read_text()
+
+
+def test_each_process_asks_the_teachers_for_its_own_samples(
+    trained_experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Job(trained_experts, config.load(trained_experts), "student").task()
+    assert isinstance(task, StudentTask)
+    whole = task._compute(48)
+    assert whole.isfinite().all()
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    for rank in range(2):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        part = task._compute(48)
+        mine = torch.arange(48, 48 + task.block) % 8 // 4 == rank  # batches of 8, four samples for each
+        assert torch.equal(part[mine], whole[mine])
+        assert part[~mine].isnan().all()
+
+
 def test_accumulation_gives_the_same_step(new_run: Copy) -> None:
     whole, parts = new_run("whole"), new_run("parts", train={"accumulate": 4})
     for run in (whole, parts):

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -56,6 +57,23 @@ def test_two_processes_equal_one_at_equal_global_batch(parallel: str, alone: Pat
     assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
     close(run, alone)
     assert len(list((run / "experts/000/grids").iterdir())) == 1
+
+
+def test_pictures_on_the_way_change_nothing(alone: Path, new_run: Copy) -> None:
+    """A grid is drawn with averaged weights; neither the next step nor a checkpoint of that moment may have them."""
+    run = new_run(train={"parallel": "fsdp2", "save_every": 64, "grid_every": 64, "keep_last": 99})
+    command = torchrun(run, 2, "--expert", "0", "--train.samples", "1000000")
+    two = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoints = run / "experts/000/checkpoints"
+    wait_for(lambda: (checkpoints / f"{128:012d}" / "manifest.json").exists(), 120)
+    kill_tree(two.pid)
+    two.wait()
+    for folder in checkpoints.iterdir():
+        if int(folder.name) > 128:
+            shutil.rmtree(folder)
+    run_two(run, "--expert", "0")
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
+    close(run, alone)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
@@ -111,3 +129,28 @@ def kill_tree(pid: int) -> None:
     agent = psutil.Process(pid)
     for process in [*agent.children(recursive=True), agent]:
         process.kill()
+
+
+HEAR = """
+import torch
+from atoll.nets import DiT, DiTConfig
+from atoll.train.world import join
+
+with join(torch.device("cpu")) as world, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+    torch.manual_seed(0)
+    network = DiT(DiTConfig(size=8, patch=4, width=32, depth=1, heads=2))
+    for weight in network.parameters():
+        weight.normal_(std=0.3)
+    x = torch.randn(1, 4, 8, 8)
+    sharded = world.wrap(network, "fsdp2", torch.bfloat16)
+    first, second = (sharded(x, torch.tensor([time])) for time in (700.0, 701.0))
+    assert (first - second).abs().max() > 0.01, "both times are 700 in bfloat16"
+"""
+
+
+def test_sharded_networks_hear_the_time_in_full_precision(tmp_path: Path) -> None:
+    script = tmp_path / "hear.py"
+    script.write_text(HEAR)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]

@@ -101,6 +101,17 @@ def test_a_signal_saves_and_asks_to_be_queued_again(number: int, new_run: Copy) 
     assert_same_weights(straight / "experts/000/final", asked / "experts/000/final")
 
 
+def test_what_a_kill_while_saving_left_goes_with_the_next_checkpoint(new_run: Copy) -> None:
+    run = new_run(train={"save_every": 64, "keep_last": 1})
+    left = run / f"experts/000/checkpoints/{7:012d}"
+    left.mkdir(parents=True)
+    process = start(run, "--expert", "0", "--train.samples", "100000")
+    wait_for(lambda: list(left.parent.glob("*/manifest.json")))
+    wait_for(lambda: not left.exists())
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
 DAMAGES = {
     "flipped bit": lambda file: file.write_bytes(
         file.read_bytes()[:-100] + bytes([file.read_bytes()[-100] ^ 1]) + file.read_bytes()[-99:]

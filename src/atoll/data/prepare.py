@@ -20,6 +20,7 @@ from atoll.run import Artifact, Manifest
 
 StageName = Literal["ingest", "features", "clusters", "latents", "text", "shards"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
+NO_CAPTION = "no sample has a caption"
 SHARED: tuple[StageName, ...] = ("features", "latents", "text")
 """Stages that several jobs can share."""
 NEEDS: dict[StageName, tuple[StageName, ...]] = {
@@ -80,8 +81,10 @@ class Preparation:
 
     def unneeded(self, stage: StageName) -> str | None:
         """Why this run can do without a stage, if it can. For features the index must be there."""
-        if stage == "text" and self.config.text.encoder == "none":
-            return "text.encoder is none"
+        if stage == "text":
+            if self.config.text.encoder == "none":
+                return "text.encoder is none"
+            return None if not self.done("ingest") or text.needed(self.config, self.index.manifest) else NO_CAPTION
         if stage == "features" and not clusters.needs_features(self.config.clusters, self.index):
             return "the clusters need no features"
         return None
@@ -138,7 +141,7 @@ class Preparation:
         return names[0] if stage != "shards" else f"{names[0]} … {names[-1][-3:]}"
 
     def _state(self, stage: StageName) -> str:
-        if stage == "text" and self.unneeded(stage):
+        if stage == "text" and self.config.text.encoder == "none":
             return "not needed"
         if not self.done("ingest"):
             return "to do"

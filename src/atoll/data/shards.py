@@ -42,7 +42,7 @@ def name(cluster: int) -> str:
 
 def made_from(run: Path, config: Config) -> dict[str, Any]:
     """What the shards are made from."""
-    text_used = config.text.encoder != "none"
+    text_used = text.needed(config, Index.open(run).manifest)
     return {
         "clusters": Artifact(run, clusters.NAME).open(clusters.KIND).digest,
         "latents": Artifact(run, latents.NAME).open(latents.KIND).digest,

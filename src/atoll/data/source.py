@@ -47,6 +47,13 @@ class Sample:
     read: Callable[[], bytes]
     """The picture's encoded bytes (PNG, JPEG, …). Raises `BadPicture`."""
 
+    def __post_init__(self) -> None:
+        """Names of files and values of columns may be no valid Unicode; everything that is stored must be."""
+        object.__setattr__(self, "id", printable(self.id))
+        object.__setattr__(self, "label", None if self.label is None else printable(self.label))
+        attributes = {printable(key): printable(value) for key, value in self.attributes.items()}
+        object.__setattr__(self, "attributes", attributes)
+
 
 class Source(Protocol):
     """A data set that can be listed."""
@@ -107,9 +114,14 @@ def _refuse(reason: str) -> NoReturn:
     raise BadPicture(reason)
 
 
+def printable(text: str) -> str:
+    r"""The text, with what is no valid Unicode written out: files may have names in any encoding (caf\xe9.jpg)."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def split_of(key: str, held_out: float) -> Split:
     """The side a key falls on: a hash of the key alone, so that equal captions are never torn apart."""
-    place = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
+    place = int.from_bytes(hashlib.sha256(printable(key).encode()).digest()[:8], "big") / 2**64
     return "held-out" if place < held_out else "train"
 
 

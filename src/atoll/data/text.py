@@ -84,6 +84,11 @@ def open_text_encoder(encoder: str, max_tokens: int, tokenizer: Path | None = No
     return TextEncoder(network, AutoTokenizer.from_pretrained(tokenizer or folder), max_tokens)
 
 
+def needed(config: Config, index: Manifest) -> bool:
+    """Whether there is any text: captions, and an encoder for them."""
+    return config.text.encoder != "none" and index.facts["captions"] > 0
+
+
 def made_from(config: Config, index: Manifest) -> dict[str, Any]:
     """What the text states are made from."""
     return {"ingest": index.digest, **config.text.model_dump(), "weights": fingerprint(_folder(config.text.encoder))}

@@ -45,9 +45,9 @@ class DiffusersExpert(nn.Module, ABC):
     def forward(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
         """Call the model with what it takes of the condition; a learned variance is cut off."""
         times = time.reshape(-1).expand(len(x)).float()
-        answer: Tensor = self.model(
-            x, timestep=times, return_dict=False, **self.arguments(x, condition or Condition())
-        )[0]
+        condition = condition or Condition()
+        condition = condition.marked() if self.training else condition
+        answer: Tensor = self.model(x, timestep=times, return_dict=False, **self.arguments(x, condition))[0]
         return answer[:, : self.channels]
 
     @abstractmethod
@@ -72,6 +72,7 @@ def _with_null(given: Tensor | None, null: Tensor, dropped: Tensor | None, batch
 def _labels(label: Tensor | None, null: int, dropped: Tensor | None, x: Tensor) -> Tensor:
     if label is None:
         return torch.full((len(x),), null, device=x.device)
+    label = torch.where(label < 0, null, label)  # a sample without a label has -1
     return label if dropped is None else torch.where(dropped, null, label)
 
 

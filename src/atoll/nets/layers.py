@@ -97,7 +97,7 @@ class Embedder(nn.Module):
                 label = torch.full((1,), null, device=self.labels.weight.device)
             elif dropped is not None:
                 label = torch.where(dropped, null, label)
-            total = self.labels(label)
+            total = self.labels(torch.where(label < 0, null, label))  # a sample without a label has -1
         if self.pooled is not None and self.null_pooled is not None:
             if pooled is None:
                 pooled = self.null_pooled[None]

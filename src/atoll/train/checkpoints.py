@@ -40,7 +40,7 @@ class State:
     def tensors(self) -> dict[str, Tensor]:
         """All of it by name, as the very tensors that training works on. The step count follows from the position."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.network.named_parameters():
+        for name, parameter in self.averages.parameters.items():
             tensors[f"network.{name}"] = parameter.detach()
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"optimizer.{key}.{name}"] = self._moments(parameter)[key]
@@ -50,7 +50,7 @@ class State:
 
     def at_step(self, step: int) -> None:
         """Tell the optimizer how many steps it has made."""
-        for parameter in self.network.parameters():
+        for parameter in self.averages.parameters.values():
             self._moments(parameter)["step"].fill_(step)
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -143,6 +143,9 @@ class Checkpoints:
 
     def _forget_old(self) -> None:
         committed = sorted(samples for samples in self._all() if self._artifact(samples).manifest())
+        for samples in set(self._all()) - set(committed):  # left by jobs that were killed while saving
+            if samples < committed[-1]:
+                shutil.rmtree(self._artifact(samples).folder)
         for samples in committed[: -self.keep_last]:
             # The manifest goes first: what is half removed must not look whole.
             (self._artifact(samples).folder / "manifest.json").unlink()

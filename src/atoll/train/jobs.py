@@ -9,6 +9,7 @@ An expert's job reads `atoll.yaml` and its own cluster's shards, and writes only
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +34,7 @@ from atoll.train.compute import Cost, cost
 from atoll.train.expected import expected_facts
 from atoll.train.expert import EXPERT_KIND
 from atoll.train.loop import Outcome, Watch, train
-from atoll.train.student import StudentTask
+from atoll.train.student import StudentTask, teachers
 from atoll.train.tasks import ExpertTask, RouterTask, Task
 from atoll.train.world import World, join, whole
 
@@ -176,6 +177,7 @@ class Job:
             "network": self.description,
             "objective": self.objective.spec if self.kind in ("expert", "monolith") else self.kind,
             "train": {key: value for key, value in settings.items() if key not in _NO_EFFECT},
+            **({"teachers": teachers(self.run, self.clusters)} if self.kind == "student" else {}),
         }
 
     def task(self) -> Task:
@@ -196,7 +198,8 @@ class Job:
             network.set_prior(self.shards.cluster_sizes(), balanced=False)
             return RouterTask(*base, self.told, dropout)
         if self.kind == "student":
-            return StudentTask(*base, self.told, dropout, self.run, self.config.student.block)
+            micro = self.settings.batch // self.settings.accumulate
+            return StudentTask(*base, self.told, dropout, self.run, self.config.student.block, micro)
         return ExpertTask(*base, self.objective, self.told, dropout)
 
 
@@ -205,6 +208,9 @@ def run_job(job: Job, watch: Watch | None = None) -> Manifest:
     kind = ROUTER_KIND if job.kind == "router" else EXPERT_KIND
     goal = {**job.made_from, "samples": job.settings.samples}
     if job.result.check(kind, goal):
+        shutil.rmtree(
+            job.run / job.name / "checkpoints", ignore_errors=True
+        )  # of one killed at its end
         print(f"{job.result.folder} is there already", flush=True)
         return job.result.open(kind)
     with join(pick_device()) as world:
@@ -223,7 +229,9 @@ def commit(job: Job, task: Task, outcome: Outcome, world: World, kind: str, goal
     }
     if world.first:
         network = build(job.description)
-        network.load_state_dict({**dict(task.network.named_buffers()), **averages[name]})
+        known = network.state_dict()  # without buffers that a network makes by itself
+        buffers = {key: value for key, value in task.network.named_buffers() if key in known}
+        network.load_state_dict({**buffers, **averages[name]})
         figures = replace(task, network=network.to(world.device).eval()).finish()
         job.result.begin(kind, goal)
         save_network(network, job.result.folder)

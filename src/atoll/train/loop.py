@@ -96,7 +96,8 @@ def train(task: Task, settings: Train, checkpoints: Checkpoints, world: World, w
             if done or stopped or due(samples, settings.log_every, settings.batch):
                 journal.write(samples // settings.batch, lr, norm)
             if settings.grid_every and (done or due(samples, settings.grid_every, settings.batch)):
-                draw_grid(task, state.averages, journal, settings)
+                with autocast:
+                    draw_grid(task, state.averages, journal, settings)
             if done or stopped or due(samples, settings.save_every, settings.batch):
                 checkpoint = checkpoints.save(state, samples, {"seconds": journal.seconds})
                 if watch is not None and world.first:

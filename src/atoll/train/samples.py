@@ -1,6 +1,7 @@
 """Grids of samples during training: averaged weights, fixed noise, fixed captions."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,8 +23,7 @@ GRID_STEPS = 20
 @torch.no_grad()
 def draw_grid(task: Task, averages: Averages, journal: Journal, settings: Train) -> None:
     """Draw `settings.grid_size` pictures and save them; nothing if the task paints no pictures."""
-    field = task.velocity()
-    if field is None or not settings.grid_size:
+    if not settings.grid_size:
         return
     device = next(task.network.parameters()).device
     source = task.held_out if len(task.held_out) else task.shards
@@ -35,15 +35,17 @@ def draw_grid(task: Task, averages: Averages, journal: Journal, settings: Train)
     training = task.network.training
     task.network.eval()
     with averages.used(next(iter(averages.weights))):
-        latents = flow.solve(
-            lambda x, t: guided(field, x, t, condition, settings.grid_guidance), noise, steps=GRID_STEPS
-        )
+        field = task.velocity()  # its bridge is calibrated for the averaged weights
+        if field is not None:
+            noise = flow.solve(partial(guided, field, condition, settings.grid_guidance), noise, steps=GRID_STEPS)
     task.network.train(training)
+    if field is None:
+        return
     codec = open_codec(task.shards.facts["latents"]["autoencoder"])
-    journal.picture(codec.decode(task.shards.statistics.restore(latents).cpu()))
+    journal.picture(codec.decode(task.shards.statistics.restore(noise).cpu()))
 
 
-def guided(field: Callable[..., Tensor], x: Tensor, t: Tensor, condition: Condition, guidance: float) -> Tensor:
+def guided(field: Callable[..., Tensor], condition: Condition, guidance: float, x: Tensor, t: Tensor) -> Tensor:
     """Classifier-free guidance around any velocity field."""
     velocity = field(x, t, condition=condition)
     if guidance == 1 or told_something(condition) is None:

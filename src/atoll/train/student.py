@@ -5,13 +5,14 @@ Targets are computed for a block of samples at a time, expert after expert, so o
 is fixed by its position in the run, so a job that resumes in the middle of it computes the same targets again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from atoll import flow
@@ -39,6 +40,7 @@ class StudentTask(Task):
     dropout: float
     run: Path
     block: int
+    micro: int
     _current: _Block = field(default_factory=_Block)
 
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
@@ -56,10 +58,8 @@ class StudentTask(Task):
 
     def facts(self) -> dict[str, Any]:
         """A student is a flow-matching expert to whoever uses it; its teachers are named by their hashes."""
-        teachers = [
-            Artifact(self.run, f"experts/{expert:03d}/final").open(EXPERT_KIND).digest for expert in self._experts()
-        ]
-        return {"objective": flow.Objective().spec, "told": sorted(self.told), "teachers": teachers}
+        told = {"told": sorted(self.told), "teachers": teachers(self.run, self._experts())}
+        return {"objective": flow.Objective().spec, **told}
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
@@ -84,13 +84,15 @@ class StudentTask(Task):
 
     @torch.inference_mode()
     def _compute(self, first: int) -> Tensor:
-        """The teachers' velocities of one block, with one teacher in memory at a time."""
+        """The teachers' velocities of this process's samples of a block, with one teacher in memory at a time."""
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        whose = (first + torch.arange(self.block)) % self.micro // (self.micro // world)
         numbers = self.shards.order(np.arange(first, first + self.block, dtype=np.uint64), self.seed)
         clusters = self.shards.read(numbers).cluster
-        targets = torch.empty(self.block, *self.shards.facts["latents"]["shape"])
+        targets = torch.full((self.block, *self.shards.facts["latents"]["shape"]), torch.nan)
         device = next(self.network.parameters()).device
         for expert in self._experts():
-            mine = torch.nonzero(clusters == expert).flatten()
+            mine = torch.nonzero((clusters == expert) & (whose == rank)).flatten()
             if len(mine):
                 teacher = open_expert(self.run, f"experts/{expert:03d}", self.shards.statistics, device)
                 for rows in torch.split(mine, TEACHER_BATCH):
@@ -107,8 +109,14 @@ class StudentTask(Task):
             noised = on_linear_path(self.latents(sample, first + row), self.seed, first + row)
             inputs.append(noised.input)
             times.append(noised.t)
-        answer = teacher.velocity(torch.cat(inputs), torch.cat(times), condition_of(batch, teacher.told))
+        with torch.autocast(device.type, enabled=False):  # its bridge was calibrated in full precision
+            answer = teacher.velocity(torch.cat(inputs), torch.cat(times), condition_of(batch, teacher.told))
         return answer.float().cpu()
+
+
+def teachers(run: Path, experts: Iterable[int]) -> list[str]:
+    """The hashes of the experts that a student learns from."""
+    return [Artifact(run, f"experts/{expert:03d}/final").open(EXPERT_KIND).digest for expert in experts]
 
 
 def _single(batch: Batch) -> Iterator[Batch]:

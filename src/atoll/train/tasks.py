@@ -160,6 +160,9 @@ class RouterTask(Task):
         """Calibrate on held-out data; loss and accuracy by time beside the prior's entropy."""
         router = self.network
         assert isinstance(router, Router)
+        if not len(self.held_out):
+            router.temperature.fill_(1.0)
+            return {"temperature": 1.0, "held_out_loss": None, "held_out_accuracy": None}
         logits, clusters, t = self._held_out_logits(router)
         temperature = best_temperature(logits, clusters)
         router.temperature.fill_(temperature)

@@ -34,7 +34,8 @@ class World:
         """The network as this world trains it; the parameters of `network` itself stay the ones to save."""
         network = network.to(self.device)
         if parallel == "fsdp2" and self.size > 1:
-            policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+            # Inputs stay as they are: times in eight bits would not be those of sampling. Autocast does the rest.
+            policy = MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
             mesh = init_device_mesh(self.device.type, (self.size,))
             for block in transformer_blocks(network):
                 fully_shard(block, mesh=mesh, mp_policy=policy)

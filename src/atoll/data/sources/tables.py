@@ -58,8 +58,8 @@ class Columns:
         """A row without the picture and the id, class numbers as names."""
         row = {name: value for name, value in values.items() if name not in (self.image, self.id)}
         for name, classes in self.classes.items():
-            if isinstance(number := row.get(name), int) and 0 <= number < len(classes):
-                row[name] = classes[number]
+            if isinstance(number := row.get(name), int):  # -1 says that there is none
+                row[name] = classes[number] if 0 <= number < len(classes) else None
         return row
 
 
