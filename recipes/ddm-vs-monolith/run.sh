@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # DDM against the monolith at equal FLOPs: K = 8, 4, 2 by features, K = 8 at random, all routings.  SEED=0 bash …/run.sh
-# Controls: a monolith that makes eight times the steps with the small batch of an expert, and a router that is told nothing.
+# Controls: a monolith that makes eight times the steps with the small batch of an expert, one with twice the learning rate, and a
+# router that is told nothing.
 # CORE=1 leaves out all arms but the first, for further seeds.
 set -euo pipefail
 source recipes/common/lib.sh
@@ -31,6 +32,9 @@ measure untold --models experts --routings top-1 top-2 $few
 make_arm small-batch 8 features
 dense small-batch $((TOTAL / 8))
 measure small-batch --models monolith $few
-table k8 k4 k2 random8 untold small-batch
+LR=8.0e-3 make_arm monolith-lr8 8 features
+dense monolith-lr8
+measure monolith-lr8 --models monolith $few
+table k8 k4 k2 random8 untold small-batch monolith-lr8
 echo "against held-out pictures:"
 recipe=held-out table k8
