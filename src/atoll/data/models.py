@@ -48,7 +48,9 @@ def fingerprint(path: Path) -> str:
 
 def device() -> torch.device:
     """The accelerator if there is one, else the processor."""
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    # With its number: another thread may have another one as its current device.
+    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 @contextmanager

@@ -213,13 +213,15 @@ class Ensemble(nn.Module):
             weights = torch.ones(len(x), 1, device=x.device)
             m.record(t, weights, weights)
             return weights
+        asked: set[Source] = set()
         for rule in routing.active(t):
             if rule.source == "given":
                 m.kept["given"] = self._given(cluster, x)
             elif (settled := routing.settled(rule, m)) is not None:  # the router need not be asked again
                 m.kept.setdefault(rule.source, settled)
-            elif m.fresh() or rule.source not in m.kept or (null and not m.null):
+            elif rule.source not in asked and (m.fresh() or rule.source not in m.kept or (null and not m.null)):
                 m.kept[rule.source] = self._probabilities(rule.source, x, t, told, null)
+                asked.add(rule.source)
         m.null = null
         rows = max(len(p) for p in m.kept.values())
         kept = {source: p.repeat(rows // len(p), 1) for source, p in m.kept.items()}
