@@ -208,9 +208,7 @@ def run_job(job: Job, watch: Watch | None = None) -> Manifest:
     kind = ROUTER_KIND if job.kind == "router" else EXPERT_KIND
     goal = {**job.made_from, "samples": job.settings.samples}
     if job.result.check(kind, goal):
-        shutil.rmtree(
-            job.run / job.name / "checkpoints", ignore_errors=True
-        )  # of one killed at its end
+        shutil.rmtree(job.run / job.name / "checkpoints", ignore_errors=True)  # of one killed at its end
         print(f"{job.result.folder} is there already", flush=True)
         return job.result.open(kind)
     with join(pick_device()) as world:
