@@ -28,6 +28,26 @@ def run_two(run: Path, *arguments: str, restarts: int = 0) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
 
 
+def checkpoint(run: Path, samples: int) -> Path:
+    return run / f"experts/000/checkpoints/{samples:012d}/manifest.json"
+
+
+def forget_after(run: Path, samples: int) -> None:
+    for folder in (run / "experts/000/checkpoints").iterdir():
+        if int(folder.name) > samples:
+            (folder / "manifest.json").unlink(missing_ok=True)
+
+
+def kill_two_at(run: Path, samples: int) -> None:
+    """Two processes train until a checkpoint, are killed, and what they saved after it is gone."""
+    command = torchrun(run, 2, "--expert", "0", "--train.samples", "1000000")
+    two = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: checkpoint(run, samples).exists(), 120)
+    kill_tree(two.pid)
+    two.wait()
+    forget_after(run, samples)
+
+
 def losses(run: Path) -> list[float]:
     return [line["loss"] for line in metrics(run, "experts/000")]
 
@@ -62,15 +82,7 @@ def test_two_processes_equal_one_at_equal_global_batch(parallel: str, alone: Pat
 def test_pictures_on_the_way_change_nothing(alone: Path, new_run: Copy) -> None:
     """A grid is drawn with averaged weights; neither the next step nor a checkpoint of that moment may have them."""
     run = new_run(train={"parallel": "fsdp2", "save_every": 64, "grid_every": 64, "keep_last": 99})
-    command = torchrun(run, 2, "--expert", "0", "--train.samples", "1000000")
-    two = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    checkpoints = run / "experts/000/checkpoints"
-    wait_for(lambda: (checkpoints / f"{128:012d}" / "manifest.json").exists(), 120)
-    kill_tree(two.pid)
-    two.wait()
-    for folder in checkpoints.iterdir():
-        if int(folder.name) > 128:
-            shutil.rmtree(folder)
+    kill_two_at(run, 128)
     run_two(run, "--expert", "0")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
     close(run, alone)
@@ -80,22 +92,12 @@ def test_pictures_on_the_way_change_nothing(alone: Path, new_run: Copy) -> None:
 def test_a_checkpoint_of_two_resumes_on_one_and_back(parallel: str, alone: Path, new_run: Copy) -> None:
     """64 samples on two processes, 64 on one, the rest on two."""
     run = new_run(train={"parallel": parallel, "save_every": 64, "keep_last": 99})
-    command = torchrun(run, 2, "--expert", "0", "--train.samples", "1000000")
-    two = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    checkpoints = run / "experts/000/checkpoints"
-    wait_for(lambda: (checkpoints / f"{64:012d}" / "manifest.json").exists(), 120)
-    kill_tree(two.pid)
-    two.wait()
-    for folder in checkpoints.iterdir():
-        if int(folder.name) > 64:
-            (folder / "manifest.json").unlink(missing_ok=True)
+    kill_two_at(run, 64)
     one = start(run, "--expert", "0", "--train.samples", "1000000")
-    wait_for(lambda: (checkpoints / f"{128:012d}" / "manifest.json").exists())
+    wait_for(lambda: checkpoint(run, 128).exists())
     os.kill(one.pid, signal.SIGKILL)
     one.join()
-    for folder in checkpoints.iterdir():
-        if int(folder.name) > 128:
-            (folder / "manifest.json").unlink(missing_ok=True)
+    forget_after(run, 128)
     run_two(run, "--expert", "0")
     close(run, alone)
 
