@@ -20,7 +20,6 @@ from atoll.run import Artifact, Manifest
 
 StageName = Literal["ingest", "features", "clusters", "latents", "text", "shards"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
-NO_CAPTION = "no sample has a caption"
 SHARED: tuple[StageName, ...] = ("features", "latents", "text")
 """Stages that several jobs can share."""
 NEEDS: dict[StageName, tuple[StageName, ...]] = {
@@ -81,10 +80,10 @@ class Preparation:
 
     def unneeded(self, stage: StageName) -> str | None:
         """Why this run can do without a stage, if it can. For features the index must be there."""
-        if stage == "text":
-            if self.config.text.encoder == "none":
-                return "text.encoder is none"
-            return None if not self.done("ingest") or text.needed(self.config, self.index.manifest) else NO_CAPTION
+        if stage == "text" and self.config.text.encoder == "none":
+            return "text.encoder is none"
+        if stage == "text" and self.done("ingest") and not text.needed(self.config, self.index.manifest):
+            return "no sample has a caption"
         if stage == "features" and not clusters.needs_features(self.config.clusters, self.index):
             return "the clusters need no features"
         return None

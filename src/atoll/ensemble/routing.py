@@ -96,6 +96,11 @@ class Routing:
         return tuple(rule for number, rule in enumerate(self.rules) if bool((stage == number).any()))
 
     @property
+    def asks_router(self) -> bool:
+        """Whether any of its rules needs a router."""
+        return any(rule.source == "router" for rule in self.rules)
+
+    @property
     def draws(self) -> bool:
         """Whether any of its rules leaves the choice to chance."""
         return any(rule.draws for rule in self.rules)

@@ -35,8 +35,7 @@ class Subject:
         """The finished networks it is made of: its experts and, if its routing asks one, the router."""
         if self.model == "experts":
             names = [name for name in finished(self.run) if name.startswith("experts/")]
-            asks = any(rule.source == "router" for rule in parse(self.routing or "top-1").rules)
-            names += ["router"] if asks and len(names) > 1 else []
+            names += ["router"] if parse(self.routing or "top-1").asks_router and len(names) > 1 else []
         elif self.model.startswith("expert:"):
             names = [f"experts/{int(self.model.removeprefix('expert:')):03d}"]
         else:

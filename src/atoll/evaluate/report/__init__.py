@@ -53,8 +53,7 @@ def _subjects(run: Path, routings: Sequence[str]) -> list[Subject]:
     there = finished(run)
     found: list[Subject] = []
     experts = [name for name in there if name.startswith("experts/")]
-    asks = {routing: any(rule.source == "router" for rule in parse(routing).rules) for routing in routings}
-    possible = [routing for routing in routings if "router" in there or not asks[routing]]
+    possible = [routing for routing in routings if "router" in there or not parse(routing).asks_router]
     if possible and experts:
         found += subjects(run, ["experts"], possible if len(experts) > 1 else ["top-1"])
     found += subjects(run, ["singles"], routings) if len(experts) > 1 else []
