@@ -163,7 +163,9 @@ class Router(Section):
     """The router's training, where it differs from `train`."""
 
     network: NetworkChoice = Field("DiT-B/2", description="a named size or its parts")
-    told: Literal["nothing", "pooled", "label"] = Field("nothing", description="what it sees besides the noisy latent")
+    told: Literal["nothing", "pooled", "label", "auto"] = Field(
+        "nothing", description="besides the noisy latent; auto is the caption if there is, else the label if there is"
+    )
     samples: int | None = Field(None, ge=1, description="null is train.samples")
     batch: int | None = Field(None, ge=1, description="null is train.batch")
     lr: float | None = Field(None, gt=0, description="null is train.lr")

@@ -1,4 +1,4 @@
-"""Settings to start a run from: the built-in emoji, and the papers' experiments as far as they are published.
+"""Settings to start a run from: the built-in emoji, one's own pictures, and the papers' experiments.
 
 `NOTES` says of a preset's settings where they are from; `atoll init` writes them beside the keys. What no paper tells
 is marked as our choice. `PUBLISHED` has the figures that `atoll train RUN --dry-run` shows beside its own estimate.
@@ -54,6 +54,26 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clusters": {"count": 4},
         "text": {"max_tokens": 24},
         "experts": {"default": "flow-matching"},
+        "router": {"network": "DiT-XS/2", "told": "auto"},
+    },
+    # One's own pictures on one GPU: networks from the hub, and a router that reads what there is to read.
+    "pictures": {
+        **_PHOTOGRAPHS,
+        "data": {"source": "path/to/pictures", "resolution": 256, "held_out": 0.01, "workers": 8},
+        "features": {"model": "facebook/dinov2-base"},
+        "experts": {"default": "flow-matching"},
+        "networks": {"default": "DiT-B/2"},
+        "train": {
+            **_TRAIN,
+            "samples": 6_400_000,
+            "batch": 128,
+            "lr": 2e-4,
+            "warmup": 128_000,
+            "ema": {"ema": half_life(0.9998, 128)},
+            "save_every": 200_000,
+            "grid_every": 400_000,
+        },
+        "router": {"network": "DiT-S/2", "told": "auto"},
     },
     # What `atoll demo` does in its minutes: few pictures of one style, small networks, a router that reads the prompt.
     "demo": {

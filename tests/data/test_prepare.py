@@ -154,6 +154,18 @@ def test_a_dry_run_shows_the_source_and_does_nothing(
     assert files(run) == before
 
 
+def test_pictures_in_the_autoencoder_of_emoji_are_cautioned_against(
+    tmp_path: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    write_run(run, shapes)
+    for autoencoder, cautioned in (("emoji", True), ("pixels", False)):
+        assert cli.main(["prepare", str(run), "--dry-run", "--latents.autoencoder", autoencoder]) == 0
+        assert ("atoll init --preset pictures" in capsys.readouterr().out) == cautioned
+    assert Preparation(run, configuration.resolve(PRESETS["emoji"])).caution is None
+    assert Preparation(run, configuration.resolve(PRESETS["demo"])).caution is None
+
+
 STALE = {
     "features.resolution": ("72", "data/features is stale: resolution was 64, now 72"),
     "clusters.count": ("2", "data/clusters is stale: clusters.count was 3, now 2"),

@@ -224,6 +224,12 @@ def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, sha
         assert made["told"] == ["label"]
         assert made["text"] is None
         assert made["held_out_loss"] is None
+    assert Job(run, config.load(run, {"router.told": "auto"}), "router").told == {"label"}
+
+
+def test_a_router_is_told_the_caption_if_there_is(trained_experts: Path) -> None:
+    for choice, told in (("auto", {"pooled"}), ("nothing", set())):
+        assert Job(trained_experts, config.load(trained_experts, {"router.told": choice}), "router").told == told
 
 
 def test_a_job_killed_between_its_commit_and_its_end_is_tidied_up(trained_experts: Path, tmp_path: Path) -> None:

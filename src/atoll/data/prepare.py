@@ -15,6 +15,7 @@ from atoll.config import Config
 from atoll.data import clusters, features, ingest, latents, shards, text
 from atoll.data.chunks import Share
 from atoll.data.source import Source
+from atoll.data.sources import find_kind
 from atoll.errors import AtollError
 from atoll.run import Artifact, Manifest
 
@@ -119,6 +120,18 @@ class Preparation:
             shards.write(self.run, self.config)
         return True
 
+    @property
+    def caution(self) -> str | None:
+        """What of these settings will disappoint, though it works."""
+        data = self.config.data
+        if self.config.latents.autoencoder != "emoji" or (data.kind or find_kind(data.source)) == "emoji":
+            return None
+        return (
+            "latents.autoencoder is emoji, which was made for emoji of 64 pixels and spoils other pictures; "
+            "for these take one of diffusers, such as stabilityai/sd-vae-ft-mse, or begin with: "
+            "atoll init --preset pictures"
+        )
+
     def plan(self) -> list[dict[str, str]]:
         """Every stage with its folder, its state and what it would use."""
         config = self.config
@@ -169,6 +182,8 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), share: 
             work.sweep(stage)
             print(f"{stage}: {work.unneeded(stage) or 'done before'}", flush=True)
             continue
+        if stage == "latents" and work.caution:
+            print(f"note: {work.caution}", flush=True)
         start = time.monotonic()
         finished = work.make(stage, share)
         print(f"{stage}: {_summary(work, stage, finished)} ({time.monotonic() - start:.1f} s)", flush=True)

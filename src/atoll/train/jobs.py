@@ -106,19 +106,17 @@ class Job:
     @cached_property
     def told(self) -> frozenset[str]:
         """What the network is told: any of text, pooled and label."""
-        facts = self.facts
-        if self.kind == "router":
-            choice: str = self.config.router.told
-        elif self.config.train.condition == "auto":
-            choice = "text" if facts["text"] else "label" if facts["labels"] else "none"
-        else:
-            choice = self.config.train.condition
+        facts, router = self.facts, self.kind == "router"
+        choice: str = self.config.router.told if router else self.config.train.condition
+        if choice == "auto":
+            text = "pooled" if router else "text"
+            choice = text if facts["text"] else "label" if facts["labels"] else "none"
         wish = {"both": {"text", "label"}, "none": set(), "nothing": set()}.get(choice, {choice})
         if wish & {"text", "pooled"} and not facts["text"]:
             raise AtollError(f"{self.name} is to be told text, but {self.run} was prepared without; set text.encoder")
         if "label" in wish and not facts["labels"]:
             raise AtollError(f"{self.name} is to be told labels, but the data of {self.run} has none")
-        if self.kind != "router" and "text" in wish and _takes_pooled(self._choice):
+        if not router and "text" in wish and _takes_pooled(self._choice):
             wish = {*wish, "pooled"}
         return frozenset(wish)
 
