@@ -58,6 +58,7 @@ def test_pictures_are_those_of_the_command_line_and_say_how_they_were_made(serve
     assert expected.trace is not None
     assert np.allclose(weights, expected.trace.weights.transpose(0, 1), atol=1e-3)
     assert answer["times"] == [1.0, 0.75, 0.5, 0.25]
+    assert answer["experts"] == [0, 1, 2]
 
 
 def test_a_stream_tells_every_step_and_the_same_pictures(served: Served) -> None:
@@ -70,6 +71,7 @@ def test_a_stream_tells_every_step_and_the_same_pictures(served: Served) -> None
         told = events(answer)
     assert [name for name, _ in told] == ["queued", *["step"] * 5, "image", "image", "done"]
     assert len({values["id"] for _, values in told}) == 1
+    assert told[0][1]["experts"] == [0, 1, 2]
     steps = [values for name, values in told if name == "step"]
     assert [len(step.get("previews", [])) for step in steps] == [0, 2, 0, 2, 0]
     assert all(step["weights"] == [[0, 1, 0]] * 2 and step["steps"] == 5 for step in steps)

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from studio.browser import DESK, FLAGS, PHONE, Server, Watched, accessible, chromium, fits, studio_of
 from train.conftest import merge
-from train.workers import TINY, finish, start
+from train.workers import TINY, finish, start, wait_for
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screenshots"
@@ -201,6 +201,53 @@ def test_painters_and_seeds_are_compared(open_page: Any, finished: Server) -> No
     assert page.locator(".cost").first.text_content() == "1.0 experts a step"
 
 
+def test_what_is_wrong_in_a_form_can_be_put_right(open_page: Any) -> None:
+    page: Page = open_page("#compare")
+    ticks = page.get_by_role("checkbox").all()
+    for wanted in (False, True):
+        for tick in ticks:
+            tick.set_checked(wanted and tick is ticks[0])
+        page.get_by_role("button", name="Compare").click()
+        expect(page.locator(".row")).to_have_count(int(wanted))
+
+    page = open_page("", PHONE)
+    settings = page.locator("details", has_text="Settings").first
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Steps").fill("")
+    page.get_by_text("Settings", exact=True).click()
+    expect(settings).not_to_have_attribute("open", "")
+    page.get_by_role("button", name="Paint", exact=True).click()
+    expect(settings).to_have_attribute("open", "")  # to what is wrong
+    page.get_by_label("Steps").fill("2")
+    page.get_by_role("button", name="Paint", exact=True).click()
+    expect(said(page)).to_have_text(re.compile("Done in"))
+
+
+def test_an_expert_that_is_finished_meanwhile_gets_its_own_weights(
+    browser: Browser, served_run: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(served_run, run)
+    (run / "experts/001").rename(tmp_path / "later")
+    with studio_of(run) as server:
+        page = browser.new_context(viewport=DESK, reduced_motion="reduce").new_page()
+        watched = Watched(page, server.url)
+        page.goto(f"{server.url}/{link('compare')}")
+        page.goto(f"{server.url}/{link(routing='full')}")
+        expect(page.locator(".legend .name")).to_have_text([re.compile("Expert 0"), re.compile("Expert 2")])
+        expect(said(page)).to_have_text(re.compile("Done in"))
+        (tmp_path / "later").rename(run / "experts/001")
+        wait_for(lambda: len(server.ask("/v1/run")["experts"]) == 3)
+        weights = np.array(server.ask("/v1/images", {"prompt": PROMPT, "steps": STEPS, "routing": "full"})["weights"])
+        page.get_by_role("button", name="Paint", exact=True).click()
+        expect(said(page)).to_have_text(re.compile("Done in"))
+        expect(page.locator(".legend .name")).to_have_text([re.compile(f"Expert {k}") for k in range(3)])
+        shares = [int(re.sub(r"\D", "", text)) for text in page.locator(".legend b").all_text_contents()]
+        assert np.allclose(shares, 100 * weights.mean((0, 1)), atol=6)  # another guidance moves them a little
+        assert not watched.complaints
+        page.context.close()
+
+
 def test_a_painting_is_cancelled(open_page: Any, finished: Server) -> None:
     page: Page = open_page(link(steps=250, n=16))
     expect(said(page)).to_have_text(re.compile("Step "))
@@ -265,7 +312,7 @@ def test_the_islands_while_they_train(browser: Browser, prepared: Path, tmp_path
         page.goto(server.url)
         expect(page.get_by_role("dialog")).to_be_visible()
         accessible(page, SHOTS, "token-desk")
-        for token in ("coconut", "palm"):
+        for token in ("p\u201clm", "coconut", "palm"):
             page.get_by_label("Token", exact=True).fill(token)
             page.get_by_role("button", name="Continue").click()
         expect(page.get_by_text("Nothing can paint yet")).to_be_visible()

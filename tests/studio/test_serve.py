@@ -1,20 +1,28 @@
 """`atoll serve` as a process: what it refuses, and that told to stop it finishes what it has taken on."""
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stdout
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
 
 from atoll import cli
-from studio.conftest import http
+from atoll.studio.guard import Guard, is_loopback
+from atoll.studio.models import Models
+from studio.conftest import http, serving
 from studio.test_api import events
 from train.workers import start_verb, wait_for
 
@@ -71,9 +79,58 @@ def test_the_grace_is_bounded(served_run: Path, tmp_path: Path) -> None:
         wanted = {"steps": 250, "n": 16, "stream": True}
         with http.stream("POST", f"{url}/v1/images", json=wanted) as answer:
             os.kill(process.pid or 0, signal.SIGINT)
-            assert [name for name, _ in events(answer)][-1] == "cancelled"
+            assert events(answer)[-1][0] == "failed"
         process.join(30)
         assert process.exitcode == 0
+
+
+def test_what_it_has_no_time_to_finish_is_told_when_to_come_again(served_run: Path) -> None:
+    with serving(served_run) as (url, studio), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, f"{url}/v1/images", json={"steps": 250, "n": 16})
+        wait_for(lambda: not studio.engine.idle)
+        studio.engine.abandon()
+        assert answer.result().status_code == 503
+        assert "stopping" in answer.result().json()["error"]["message"]
+
+
+def serve_for_ever_opening(run: str, log: str) -> None:
+    """`atoll serve` of a run whose models are so large that none is ever open."""
+
+    def look(self: Models) -> None:  # noqa: ARG001
+        print("looking")
+        time.sleep(600)
+
+    Models.look = look  # type: ignore[method-assign]
+    with open(log, "w", buffering=1) as out, redirect_stdout(out):
+        sys.exit(cli.main(["serve", run, "--port", "0", "--json"]))
+
+
+def test_signals_end_it_while_models_are_opened(served_run: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve_for_ever_opening, args=(str(served_run), str(log))
+    )
+    process.start()
+    try:
+        wait_for(lambda: log.is_file() and "looking" in log.read_text())
+        for _ in range(2):
+            os.kill(process.pid or 0, signal.SIGINT)
+            time.sleep(0.5)
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.0.0.1", True), ("127.0.0.2", True), ("::1", True), ("localhost", True), ("127.example.com", False)],
+)
+def test_only_this_machine_needs_no_token(host: str, local: bool) -> None:
+    guard = Guard(Starlette(), None)
+    named = f"[{host}]:8400" if ":" in host else f"{host}:8400"
+    assert is_loopback(host) == local
+    assert (guard._stranger(Headers({"host": named})) is None) == local
 
 
 def test_what_cannot_be_served_is_refused(served_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ def create_app(studio: Studio) -> FastAPI:
     async def running(_app: FastAPI) -> AsyncIterator[None]:
         studio.models.start()
         studio.engine.start()
-        await run_in_threadpool(studio.models.looked.wait, OPENING_SECONDS)
+        await run_in_threadpool(studio.models.await_first, OPENING_SECONDS)
         yield
         studio.engine.abandon()
         studio.engine.join()
@@ -115,6 +115,8 @@ def _add_faults(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> Response:
+        if error.errors()[0]["type"] == "json_invalid":
+            return problem(RefusalError(400, f"the body is not JSON: {error.errors()[0]['ctx']['error']}"))
         faults = [(field_of(each["loc"]), str(each["msg"])) for each in error.errors()]
         field = faults[0][0]
         # A field that may be one thing or another has a fault for each.

@@ -118,10 +118,10 @@ class Engine:
             self._changed.notify()
 
     def abandon(self) -> None:
-        """Let all requests go."""
+        """Let all requests go: there is no time to finish them."""
         with self._changed:
             for ticket in self._open:
-                ticket.cancel()
+                ticket.cancel(Ended(UNAVAILABLE, "the server is stopping"))
         self.close()
 
     @property
@@ -162,8 +162,8 @@ class Engine:
             self._changed.wait_for(lambda: self._open or self._closing)
             tickets = list(self._open)
         for ticket in tickets:
-            if ticket.cancelled:
-                self._end(ticket, Ended(CANCELLED, "cancelled"))
+            if ticket.cancelled is not None:
+                self._end(ticket, ticket.cancelled)
         tickets = [ticket for ticket in tickets if not ticket.over]
         start = time.perf_counter()
         self._seat(tickets)

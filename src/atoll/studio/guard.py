@@ -1,6 +1,7 @@
 """What stands before every route: who may ask, how much may be sent, and headers that keep the page to itself."""
 
 import hmac
+import ipaddress
 import json
 import math
 from collections.abc import Iterable
@@ -13,7 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atoll.studio.wire import BODY, RefusalError
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -63,7 +63,7 @@ class Guard:
     def _stranger(self, headers: Headers) -> RefusalError | None:
         """Pages of others must not reach a server without token: by a name for this machine, or across sites."""
         host = headers.get("host", "")
-        if _name(host) not in LOOPBACK:
+        if not is_loopback(_name(host)):
             return RefusalError(403, "this server answers to localhost only; for others start it with a token")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
@@ -123,7 +123,10 @@ def _protected(send: Send) -> Send:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that is bound to this host."""
-    return host in LOOPBACK or host.startswith("127.")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def field_of(places: Iterable[object]) -> str | None:

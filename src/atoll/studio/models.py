@@ -7,6 +7,7 @@ request gets the new one.
 import json
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from atoll.studio.wire import GUIDANCE, STEPS, RefusalError
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at what training has finished."""
+LAST_LOOK = 3.0
+"""Seconds that a look may still take when everything ends."""
+SLICE = 0.1
 NAMES = ("experts", "monolith", "student")
 Signature = tuple[tuple[str, int], ...]
 
@@ -88,10 +92,20 @@ class Models:
         """Open what is there, and look again every few seconds."""
         self._thread.start()
 
-    def stop(self) -> None:
+    def await_first(self, seconds: float) -> None:
+        """Wait until all that is there has been opened, but no longer than this, nor when it is to end."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._stop.is_set() and not self.looked.wait(SLICE):
+            pass
+
+    def cease(self) -> None:
         """Look no more."""
         self._stop.set()
-        self._thread.join()
+
+    def stop(self) -> None:
+        """Look no more, and let a look that is going on end if it soon does: a download may take long."""
+        self.cease()
+        self._thread.join(LAST_LOOK)
 
     def editions(self) -> Mapping[str, Edition]:
         """The newest edition of every model that is there."""

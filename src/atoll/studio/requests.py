@@ -166,7 +166,7 @@ def _block(ticket: Ticket, event: Event) -> bytes:
 
 def _named(ticket: Ticket, event: Event) -> tuple[str, dict[str, Any]]:
     if isinstance(event, Queued):
-        return "queued", {"position": event.position}
+        return "queued", {"position": event.position, "experts": expert_numbers(ticket.edition.ensemble)}
     if isinstance(event, Stepped):
         previews = {"previews": [_base64(image) for image in event.previews]} if event.previews else {}
         progress = {"step": event.step, "steps": ticket.ask.settings.steps, "t": event.t}
@@ -201,7 +201,8 @@ async def collected(ticket: Ticket, mailbox: Mailbox, request: Request) -> Image
 def _answer(ticket: Ticket, painted: list[Painted]) -> ImagesAnswer:
     pictures = [Picture(png=_base64(each.image, each.settings), settings=each.settings) for each in painted]
     weights = [_rounded(picture.weights) for picture in ticket.pictures]
-    return ImagesAnswer(id=ticket.id, images=pictures, weights=weights, times=ticket.times[:-1])
+    experts = expert_numbers(ticket.edition.ensemble)
+    return ImagesAnswer(id=ticket.id, images=pictures, experts=experts, weights=weights, times=ticket.times[:-1])
 
 
 def _base64(image: Image.Image, settings: dict[str, Any] | None = None) -> str:

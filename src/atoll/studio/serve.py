@@ -39,14 +39,15 @@ class Options:
 class Server(uvicorn.Server):
     """A server that, told to stop, finishes what it has taken on."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float) -> None:
+    def __init__(self, config: uvicorn.Config, models: Models, engine: Engine, grace: float) -> None:
         super().__init__(config)
-        self.engine, self.grace = engine, grace
+        self.models, self.engine, self.grace = models, engine, grace
         self._until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as uvicorn calls it
         """Take no more requests and finish the others; the second signal ends it at once."""
-        self.should_exit = self.should_exit or self._until is not None
+        self.should_exit = self.force_exit = self._until is not None
+        self.models.cease()
         self._until = time.monotonic() + self.grace
 
     async def on_tick(self, counter: int) -> bool:
@@ -73,7 +74,7 @@ def serve(source: str, opening: Opening, options: Options) -> None:
         timeout_graceful_shutdown=LAST_WORDS,
     )  # fmt: skip
     announce(source, listener, options)
-    Server(config, engine, options.grace).run([listener])
+    Server(config, models, engine, options.grace).run([listener])
 
 
 def check(source: str, opening: Opening, options: Options) -> None:

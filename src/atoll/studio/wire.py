@@ -216,5 +216,7 @@ class ImagesAnswer(BaseModel):
 
     id: str
     images: list[Picture]
+    experts: list[int]
+    """Their numbers, in the order of the weights."""
     weights: list[list[list[float]]]
     times: list[float]

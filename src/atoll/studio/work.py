@@ -1,6 +1,5 @@
 """Work in progress: what is asked for, how far each picture is, and what is told of it on the way."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -114,20 +113,16 @@ class Ticket:
     told_steps: int = 0
     painted: int = 0
     over: bool = False
-    _cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled: Ended | None = None
+    """How it is to end at the next step, if it is."""
 
     def __post_init__(self) -> None:
         """The times of its steps."""
         self.times = solver_times(self.ask.settings.steps)
 
-    def cancel(self) -> None:
+    def cancel(self, end: Ended = Ended(CANCELLED, "cancelled")) -> None:  # noqa: B008 - it is frozen
         """Leave at the next step."""
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it is to leave."""
-        return self._cancelled.is_set()
+        self.cancelled = self.cancelled or end
 
     @property
     def guidance(self) -> float:

@@ -41,7 +41,9 @@ function askForToken(problem) {
     const dialog = document.getElementById("token");
     const field = dialog.querySelector("input");
     dialog.querySelector(".problem").textContent = problem;
-    dialog.addEventListener("close", () => resolve(remember(field.value)), { once: true });
+    // Other characters cannot be sent, and no token has them.
+    const given = () => remember(field.value.replace(/[^\x20-\x7e]/g, "?"));
+    dialog.addEventListener("close", () => resolve(given()), { once: true });
     field.value = "";
     dialog.showModal();
   }).finally(() => (asking = null));

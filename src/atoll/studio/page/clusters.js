@@ -54,7 +54,7 @@ export class ClustersView {
   }
 
   card(number, cluster, expert) {
-    const colour = expert?.colour ?? this.studio.run.experts[number]?.colour ?? "var(--edge)";
+    const colour = expert?.colour ?? this.studio.run.experts.find((known) => known.number === number)?.colour ?? "var(--edge)";
     const name = expert ? `Expert ${expert.number}` : `Cluster ${number}`;
     const node = element(
       "article",

@@ -49,7 +49,7 @@ export class CompareView {
     this.stop = element("button", { type: "button", hidden: true, click: () => this.cancel() }, "Cancel");
     return element(
       "form",
-      { class: "settings across", "aria-label": "What to compare", submit: (event) => this.submit(event) },
+      { class: "settings across", novalidate: true, "aria-label": "What to compare", submit: (event) => this.submit(event) },
       element(
         "div",
         {},
@@ -162,7 +162,7 @@ export class CompareView {
     const dense = painter in DENSE;
     const who = dense ? { model: painter } : { model: "experts", routing: painter };
     const shared = { prompt, label, ...who, steps, guidance, n: 1 };
-    const paintings = Array.from({ length: seeds }, (_, column) => new Painting({ ...shared, seed: seed + column }));
+    const paintings = Array.from({ length: seeds }, (_, column) => new Painting({ ...shared, seed: seed + column }, this.studio));
     const cost = element("p", { class: "cost" });
     const meaning = element("p", {}, DENSE[painter] ?? routing(painter));
     const node = element(
@@ -179,12 +179,19 @@ export class CompareView {
   }
 
   cell(painting, dense) {
-    const { size, experts } = this.studio.run;
+    const { size } = this.studio.run;
     const { settings } = painting;
     const picture = element("img", { alt: "", width: size[1], height: size[0] });
     const name = `seed ${settings.seed}: open in Paint`;
     const frame = element("a", { class: "frame empty", href: hashOf("paint", settings), "aria-label": name }, picture);
-    const strip = dense || experts.length < 2 ? null : ribbon(experts);
+    const place = element("div", {});
+    let strip = null;
+    const lay = () => {
+      strip = dense || painting.experts.length < 2 ? null : ribbon(painting.experts);
+      place.replaceChildren(strip?.node ?? "");
+    };
+    lay();
+    painting.addEventListener("experts", lay);
     const said = element("figcaption", {}, `seed ${settings.seed}`);
     frame.style.aspectRatio = `${size[1]} / ${size[0]}`;
     painting.addEventListener("change", () => {
@@ -195,7 +202,7 @@ export class CompareView {
       strip?.draw(painting.pictures[0].decisions, settings.steps);
       said.textContent = painting.state === "done" ? `seed ${settings.seed}` : painting.saying;
     });
-    return element("figure", {}, frame, strip?.node, said);
+    return element("figure", {}, frame, place, said);
   }
 }
 

@@ -7,9 +7,9 @@ import { fileName, painter, percent, subject } from "./words.js";
 
 /** The figure of picture `index` of a painting. Its ribbon, if it has one, points at the experts of the legend. */
 export class Easel {
-  constructor(painting, index, { experts, size, legend }) {
-    Object.assign(this, { painting, index, experts, alone: null });
-    const { settings, pictures } = painting;
+  constructor(painting, index, { size, legend }) {
+    Object.assign(this, { painting, index, alone: null });
+    const { settings, pictures, experts } = painting;
     this.routed = legend !== null;
     this.picture = element("img", { class: "made", alt: "", width: size[1], height: size[0] });
     this.tag = element("span", { class: "tag", hidden: true });
@@ -64,12 +64,12 @@ export class Easel {
 
   /** The decision at a step, in words. */
   read(step) {
-    const { pictures, settings } = this.painting;
+    const { pictures, settings, experts } = this.painting;
     const decision = pictures[this.index].decisions[step - 1];
     if (!decision) return step ? "" : "nothing but noise";
     const place = `step ${step} of ${settings.steps}, t = ${decision.t.toFixed(2)}`;
     if (!this.routed) return place;
-    const parts = decision.weights.map((weight, position) => ({ weight, number: this.experts[position].number }));
+    const parts = decision.weights.map((weight, position) => ({ weight, number: experts[position].number }));
     const said = parts.filter(({ weight }) => weight >= 0.005).sort((one, other) => other.weight - one.weight);
     return `${place}: ${said.map(({ weight, number }) => `${percent(weight)}\u00a0expert\u00a0${number}`).join(", ")}`;
   }

@@ -8,7 +8,8 @@ const PATIENCE = 250; // milliseconds on an expert before it is asked to paint: 
 
 /** The legend of a painting whose pictures stand on `easels`. */
 export class Legend {
-  constructor(painting, experts, topics) {
+  constructor(painting, topics) {
+    const { experts } = painting;
     Object.assign(this, { painting, experts, easels: [], alone: new Map(), pinned: null, shown: null });
     this.cards = experts.map((expert) => this.card(expert, topics.get(expert.number)));
     this.hint = element("p", { class: "hint" });
@@ -82,7 +83,7 @@ export class Legend {
 
   /** Let an expert paint alone, once; resolves when it is over. */
   ask(number) {
-    const painting = new Painting({ ...this.painting.settings, routing: undefined, expert: number });
+    const painting = new Painting({ ...this.painting.settings, routing: undefined, expert: number }, this.painting.studio);
     const { thumb } = this.cards[this.experts.findIndex((expert) => expert.number === number)];
     this.alone.set(number, painting);
     painting.addEventListener("change", () => {

@@ -5,6 +5,7 @@ import { announce, drawn, element } from "./dom.js";
 import { count, plural, span } from "./words.js";
 
 const EVERY = 2000; // milliseconds
+const OPENING = 15; // looks at the run after a job has ended: the server opens what it made a little later
 const STATES = {
   done: "done",
   running: "training",
@@ -19,6 +20,7 @@ export class IslandsView {
   constructor(studio) {
     this.studio = studio;
     this.jobs = new Map();
+    this.looks = 0;
     this.said = element("p", { class: "intro" }, "Reading …");
     this.list = element("div", { class: "jobs" });
     this.node = element(
@@ -59,8 +61,9 @@ export class IslandsView {
     this.said.textContent = why ?? summary(jobs, done);
     if (this.done !== undefined && done > this.done) {
       announce(this.said.textContent);
-      this.studio.reload();
+      this.looks = OPENING;
     }
+    if (this.looks-- > 0) this.studio.reload();
     this.done = done;
     for (const job of jobs) {
       if (!this.jobs.has(job.job)) {

@@ -47,6 +47,13 @@ class Studio {
     await this.learnTopics();
   }
 
+  /** The experts of these numbers; one that the page does not know has been finished meanwhile. */
+  async called(numbers) {
+    const known = (number) => this.run.experts.find((expert) => expert.number === number);
+    if (!numbers.every(known)) await this.reload();
+    return numbers.map((number) => known(number) ?? { number, colour: "var(--edge)" });
+  }
+
   /** What each expert is about, in a word or two: the classes that make up most of its cluster. */
   async learnTopics() {
     const { clusters } = await read("/v1/clusters");

@@ -51,7 +51,7 @@ export class PaintView {
   /** The run has changed, for instance because an expert was finished: what is in the form stays. */
   refresh() {
     clearInterval(this.timer);
-    const [first, kept, focused] = [!this.form, this.form?.read(), document.activeElement?.name];
+    const [first, kept, focused] = [!this.form, this.form?.values(), document.activeElement?.name];
     this.build();
     if (kept) this.form.write(kept);
     if (focused) this.form?.node.elements.namedItem(focused)?.focus();
@@ -62,10 +62,12 @@ export class PaintView {
     const settings = this.form.read();
     if (!settings) return;
     this.painting?.cancel();
-    const painting = new Painting(settings);
+    const painting = new Painting(settings, this.studio);
     this.painting = painting;
     history.replaceState(null, "", hashOf("paint", settings));
-    this.stage.replaceChildren(...this.scene(painting));
+    const show = () => this.painting === painting && this.stage.replaceChildren(...this.scene(painting));
+    painting.addEventListener("experts", show);
+    show();
     if (!WIDE.matches) this.stage.scrollIntoView();
     await painting.run();
     if (painting.state === "failed") this.form.complain(painting.field, painting.saying);
@@ -74,10 +76,10 @@ export class PaintView {
 
   /** What stands on the stage while a painting is made and after. */
   scene(painting) {
-    const { settings, routed } = painting;
-    const { size, experts } = this.studio.run;
-    const legend = routed && experts.length > 1 ? new Legend(painting, experts, this.studio.topics) : null;
-    const easels = painting.pictures.map((_, index) => new Easel(painting, index, { experts, size, legend }));
+    const { settings, routed, experts } = painting;
+    const { size } = this.studio.run;
+    const legend = routed && experts.length > 1 ? new Legend(painting, this.studio.topics) : null;
+    const easels = painting.pictures.map((_, index) => new Easel(painting, index, { size, legend }));
     if (legend) legend.easels = easels;
     return [
       element("h2", {}, subject(settings)),

@@ -5,11 +5,13 @@ import { span } from "./words.js";
 
 const FRAMES = 16; // previews of one painting, at most about so many: enough to see it emerge
 
-/** Emits "change" whenever anything changes. States: waiting, painting, done, cancelled, failed. */
+/** Emits "change" whenever anything changes, "experts" when they are not those the page knew. States: waiting, painting, done, cancelled, failed. */
 export class Painting extends EventTarget {
-  constructor(settings) {
+  constructor(settings, studio) {
     super();
     this.settings = settings;
+    this.studio = studio;
+    this.experts = studio.run.experts; // in the order of the weights
     this.state = "waiting";
     this.saying = "Asking …";
     this.field = null;
@@ -32,6 +34,7 @@ export class Painting extends EventTarget {
     const preview = Math.max(1, Math.round(this.settings.steps / FRAMES));
     try {
       for await (const { event, data } of paint({ ...this.settings, preview_every: preview }, this.stopper.signal)) {
+        if (event === "queued" && this.routed) await this.meet(data.experts);
         this.hear(event, data);
       }
     } catch (error) {
@@ -45,6 +48,13 @@ export class Painting extends EventTarget {
   /** Closing the stream tells the server. */
   cancel() {
     this.stopper.abort();
+  }
+
+  /** The server says who paints: an expert may have been finished since the page was opened. */
+  async meet(numbers) {
+    if (String(numbers) === String(this.experts.map(({ number }) => number))) return;
+    this.experts = await this.studio.called(numbers);
+    this.dispatchEvent(new Event("experts"));
   }
 
   hear(event, data) {

@@ -25,7 +25,7 @@ export class RequestForm {
     this.node = element(
       "form",
       {
-        class: "settings", "aria-label": "What to paint", keydown: hurry,
+        class: "settings", novalidate: true, "aria-label": "What to paint", keydown: hurry,
         submit: (event) => this.submit(event), change: () => this.explain(),
       },
       this.subject.nodes,
@@ -66,7 +66,11 @@ export class RequestForm {
   read() {
     clear(this.node);
     if (!this.node.checkValidity()) this.settings.open = true;
-    if (!this.node.reportValidity()) return null;
+    return this.node.reportValidity() ? this.values() : null;
+  }
+
+  /** What is in the fields, right or wrong. */
+  values() {
     const [model, expert] = this.painter.value.split("/");
     return {
       ...this.subject.read(),
