@@ -103,6 +103,13 @@ def test_dotted_options_override_the_file(tmp_path: Path, capsys: pytest.Capture
     assert resolved["experts"]["3"]["prediction"] == "epsilon"
 
 
+@pytest.mark.parametrize("verb", ["demo", "sample", "status", "convert", "keys"])
+def test_verbs_that_read_no_settings_refuse_them(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = {"demo": [], "keys": [], "convert": [str(tmp_path)] * 2}.get(verb, [str(tmp_path)])
+    assert cli.main([verb, *places, "--guidance.interval", "0.2"]) == 2
+    assert f"atoll {verb} takes no settings of a run: --guidance.interval" in capsys.readouterr().err
+
+
 def test_an_option_without_its_value_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", str(tmp_path), "--clusters.count"]) == 2
     assert "--clusters.count needs a value" in capsys.readouterr().err

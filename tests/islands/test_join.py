@@ -189,7 +189,7 @@ def test_a_job_that_fails_says_why_and_others_go_on(new_run: Copy, tmp_path: Pat
     push(run, Store.open(place))
     log = tmp_path / "log.txt"
     how = ("join", str(place), "--expert", "0", "--train.lr", "1e30", "--train.clip", "1e30", "--train.warmup", "0")
-    end(start(log, keyed(tmp_path), *how, "--folder", str(tmp_path / "a")), log)
+    end(start(log, keyed(tmp_path), *how, "--folder", str(tmp_path / "a")), log, code=2)
     line = next(line for line in status(Store.open(place)) if line.job == "experts/000")
     assert line.state == "failed"
     assert "not finite" in line.why
@@ -218,7 +218,7 @@ def test_choices_outside_the_policy_are_refused_before_training(
     code = cli.main(["join", str(tmp_path / "shared"), "--folder", str(tmp_path / "a"), *options])
     said = capfd.readouterr()
     assert reason in said.out + said.err
-    assert code == 2 or "failed" in said.out
+    assert code == 2
     assert not list((tmp_path / "shared/experts").glob("*/final/manifest.json"))
 
 
@@ -258,6 +258,10 @@ def test_admission_by_the_owner_and_signatures_all_the_way(
     assert verdicts["experts/000"] == "missing"
     model = atoll.load(tmp_path / "m", "expert:1")
     assert len(model.sample(["a circle"], steps=2, seed=0)) == 1
+    weights = max((tmp_path / "shared/experts/001/final").rglob("*"), key=lambda file: file.stat().st_size)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    assert cli.main(["pull", place, str(tmp_path / "n")]) == 2
+    assert "refused: experts/001" in capsys.readouterr().err
     signatures = json.loads((tmp_path / "m/experts/001/final.signatures.json").read_text())
     assert (signatures["publish"]["key"], signatures["admit"]["key"]) == (ann.public, owner.public)
     (tmp_path / "m/experts/001/final.signatures.json").write_text(json.dumps({"publish": signatures["publish"]}))

@@ -30,7 +30,7 @@ def start(log: Path, environment: dict[str, str], *arguments: str) -> multiproce
     return process
 
 
-def end(process: multiprocessing.Process, log: Path, seconds: float = 300) -> None:
-    """Wait for a command that must succeed."""
+def end(process: multiprocessing.Process, log: Path, seconds: float = 300, code: int = 0) -> None:
+    """Wait for a command that must end with this code."""
     process.join(seconds)
-    assert process.exitcode == 0, f"exit code {process.exitcode}:\n{log.read_text()}"
+    assert process.exitcode == code, f"exit code {process.exitcode}:\n{log.read_text()}"

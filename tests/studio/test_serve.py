@@ -96,7 +96,7 @@ def test_what_it_has_no_time_to_finish_is_told_when_to_come_again(served_run: Pa
 def serve_for_ever_opening(run: str, log: str) -> None:
     """`atoll serve` of a run whose models are so large that none is ever open."""
 
-    def look(self: Models) -> None:  # noqa: ARG001
+    def look(self: Models) -> None:
         print("looking")
         time.sleep(600)
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_served_is_refused(served_run: Path, tmp_path: Path, caps
     assert "printable" in refused(run, "--token", "")
     assert "did you mean 'top-2'?" in refused(run, "--routing", "top2")
     assert "at least 1" in refused(run, "--batch", "0")
-    assert "no settings of runs" in refused(run, "--train.lr", "1")
+    assert "takes no settings of a run: --train.lr" in refused(run, "--train.lr", "1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "choose another --port" in refused(run, "--port", str(taken.getsockname()[1]))
     assert "choose another --port" in refused(run, "--port", "70000")

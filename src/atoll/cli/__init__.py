@@ -9,7 +9,7 @@ import tyro
 
 from atoll import __version__
 from atoll.cli import data, ensemble, evaluate, islands, nets, runs, studio, train
-from atoll.cli.verb import Verb
+from atoll.cli.verb import Configured, Verb
 from atoll.errors import AtollError, unknown
 
 VERBS: dict[str, type[Verb]] = {
@@ -61,7 +61,10 @@ def _main(arguments: list[str]) -> int:
             raise AtollError(f"{unknown('verb', name, VERBS)}\nsee: atoll --help")
         rest, overrides = split_overrides(rest)
         verb = tyro.cli(VERBS[name], args=rest, prog=f"atoll {name}")
-        verb.overrides = overrides
+        if isinstance(verb, Configured):
+            verb.overrides = overrides
+        elif overrides:
+            raise AtollError(f"atoll {name} takes no settings of a run: --{', --'.join(overrides)}")
         verb.run()
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
@@ -88,8 +91,8 @@ def overview() -> str:
             "verbs, in the order of a run:",
             *verbs,
             "",
-            "atoll VERB --help tells the options of one verb. Any key of a run's atoll.yaml can be",
-            "overridden on the command line: --clusters.count 4 (keys: atoll config RUN).",
+            "atoll VERB --help tells the options of one verb. Verbs that read a run's atoll.yaml let any key",
+            "of it be overridden on the command line: --clusters.count 4 (keys: atoll config RUN).",
         ]
     )
 

@@ -2,14 +2,13 @@
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from atoll import config as configuration
-from atoll.cli.verb import Overrides
 from atoll.vocabulary import SOLVERS
 
 
@@ -70,7 +69,6 @@ class Sample:
     """Print what it would take in memory, and do nothing."""
     json: bool = False
     """Print what was made as JSON."""
-    overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
         """Sample, write the files, and say where they are."""
@@ -122,7 +120,6 @@ class Export:
     """Licence of the weights, for the card; an identifier as the hub knows them, such as mit or cc-by-4.0."""
     json: bool = False
     """Print what was written as JSON."""
-    overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
         """Export, and say how to open it."""

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,7 +87,6 @@ class Push:
     """A path, file://, s3://bucket/prefix, gs://bucket/prefix or az://account/container/prefix."""
     key: KeyFile = None
     """Private key to sign finished networks with, where the policy asks for it; null is one's own (atoll keys)."""
-    overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
         """Send what is not there yet."""
@@ -146,6 +146,8 @@ class Join:
         print(f"working on {self.url} as {worker.name}, in {worker.folder}", flush=True)
         finished = worker.run(self.expert, self.wait)
         print(f"{finished} expert{'' if finished == 1 else 's'} finished", flush=True)
+        if worker.failed:
+            raise AtollError(f"failed: {', '.join(worker.failed)}; see above, and atoll status {self.url}")
 
 
 @dataclass
@@ -160,7 +162,6 @@ class Admit:
     """Private key of an admitter; null is one's own (atoll keys)."""
     json: bool = False
     """Print JSON."""
-    overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
         """Judge every contribution that waits."""
@@ -185,7 +186,6 @@ class Status:
     """Seconds between two looks, with --watch."""
     json: bool = False
     """Print JSON."""
-    overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
         """Look, once or again and again."""
@@ -196,20 +196,15 @@ class Status:
         from atoll.islands.store import Store
 
         check_place(self.url)
-        store = Store.open(self.url)
-        if not self.watch:
-            lines = status(store)
-            print(as_json(lines)) if self.json else Console().print(as_table(lines, self.url))
-            return
-        try:
-            if self.json:
-                for lines in watch(store, self.every):
-                    print(as_json(lines), flush=True)
-            with Live(console=Console()) as screen:
-                for lines in watch(store, self.every):
-                    screen.update(as_table(lines, self.url), refresh=True)
-        except KeyboardInterrupt:
-            return
+        store, console = Store.open(self.url), Console()
+        looks = watch(store, self.every) if self.watch else [status(store)]
+        with suppress(KeyboardInterrupt) if self.watch else nullcontext():
+            if self.watch and console.is_terminal and not self.json:
+                with Live(console=console) as screen:
+                    for lines in looks:
+                        screen.update(as_table(lines, self.url), refresh=True)
+            for lines in looks:
+                print(as_json(lines), flush=True) if self.json else console.print(as_table(lines, self.url))
 
 
 @dataclass
@@ -224,7 +219,6 @@ class Pull:
     """Bring the data of all clusters too."""
     json: bool = False
     """Print JSON."""
-    overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
         """Fetch, check, and tell what was refused."""
@@ -232,7 +226,10 @@ class Pull:
         from atoll.islands.store import Store
 
         check_place(self.url)
-        show(pull(Store.open(self.url), self.folder, self.shards), self.json, "nothing is there")
+        verdicts = pull(Store.open(self.url), self.folder, self.shards)
+        show(verdicts, self.json, "nothing is there")
+        if refused := [job for job, verdict in verdicts.items() if verdict.startswith("refused")]:
+            raise AtollError(f"refused: {', '.join(refused)}")
 
 
 @dataclass
@@ -241,7 +238,6 @@ class Keys:
 
     key: KeyFile = None
     """File of the private key; null is ATOLL_KEY, or atoll/key.pem among the user's settings."""
-    overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
         """Print it."""

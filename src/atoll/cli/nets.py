@@ -1,12 +1,10 @@
 """The verb of other people's weights."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
-
-from atoll.cli.verb import Overrides
 
 
 @dataclass
@@ -38,7 +36,6 @@ class Convert:
     """Write into a folder that is not empty."""
     json: bool = False
     """Print the content of conversion.json instead of the table."""
-    overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
         """Convert, and print what was done."""

@@ -22,16 +22,11 @@ class Demo:
     """Time it may take on two cores; more trains longer."""
     run_folder: Annotated[Path, arg(name="run", metavar="DIR")] = Path("runs/demo")
     """Folder of the run."""
-    overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
         """Do what is left to do."""
         from atoll.demo import demo
 
-        if self.overrides:
-            raise AtollError(
-                "the demo takes no settings; change RUN/atoll.yaml, or start from: atoll init --preset demo"
-            )
         demo(self.run_folder, self.minutes)
 
 

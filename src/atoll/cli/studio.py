@@ -1,13 +1,12 @@
 """The verb of the studio."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from atoll.cli.verb import Overrides
 from atoll.errors import AtollError
 
 TOKEN = "ATOLL_TOKEN"
@@ -43,12 +42,9 @@ class Serve:
     """Seconds that running requests have when the server is told to stop."""
     json: bool = False
     """Print the address as JSON."""
-    overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
         """Serve until Ctrl-C or SIGTERM."""
-        if self.overrides:
-            raise AtollError(f"serving takes no settings of runs: {', '.join(self.overrides)}")
         try:
             from atoll.studio.serve import Options, serve
         except ModuleNotFoundError as error:

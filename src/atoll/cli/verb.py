@@ -1,6 +1,6 @@
 """What every verb is: a dataclass of its options with the work in `run`."""
 
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, runtime_checkable
 
 from tyro.conf import Suppress
 
@@ -11,7 +11,12 @@ Overrides = Annotated[dict[str, str], Suppress]
 class Verb(Protocol):
     """One verb."""
 
-    overrides: Overrides
-
     def run(self) -> None:
         """Do the work."""
+
+
+@runtime_checkable
+class Configured(Protocol):
+    """A verb that takes settings of a run."""
+
+    overrides: Overrides

@@ -59,6 +59,8 @@ class Worker:
     stop: threading.Event = field(default_factory=threading.Event)
     _over: set[int] = field(default_factory=set)
     """Experts that need no second look: finished, or failed here."""
+    failed: list[str] = field(default_factory=list)
+    """Jobs that failed here."""
 
     def run(self, expert: int | None = None, wait: bool = False, limit: int | None = None) -> int:
         """Work until nothing is left to take (or, with `wait`, to do) or someone says stop; how many were finished."""
@@ -142,6 +144,7 @@ class Worker:
             print(f"{lost}; nothing was published", flush=True)
         except (AtollError, RuntimeError) as error:
             self._over.add(expert)
+            self.failed.append(lease.job)
             print(f"{lease.job} failed: {error}", flush=True)
             self._end(lease, "failed", why=str(error)[:2000], failures=lease.record.failures + 1)
         return False

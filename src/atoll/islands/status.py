@@ -88,7 +88,7 @@ def _journal(folder: Path, job: str, total: int) -> JobStatus | None:
             continue  # its writer is in the middle of this line
         age = max(0.0, time.time() - file.stat().st_mtime)
         state = "running" if age < ACTIVE_SECONDS else "stale"
-        rate = float(last["samples_per_second"])
+        rate, total = float(last["samples_per_second"]), int(last.get("total", total))
         left = max(0.0, (total - last["samples"]) / rate) if state == "running" and rate > 0 else None
         return JobStatus(job, state, "this folder", last["samples"], total, rate, left, age)
     return None

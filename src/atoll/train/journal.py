@@ -30,6 +30,7 @@ class Journal:
         self, folder: Path, name: str, world: World, total: int, done: int, trackers: Sequence[str], seconds: float
     ) -> None:
         self.folder, self.world, self.done, self.seconds_before = folder, world, done, seconds
+        self.total = total
         self._sums: Tensor | None = None
         self._names: list[str] = []
         self._stack = ExitStack()
@@ -87,7 +88,7 @@ class Journal:
         counts = sums[-1]
         figures = {name: (row.sum() / counts.sum()).item() for name, row in zip(self._names, sums, strict=False)}
         line: dict[str, Any] = {"samples": self.done, "step": step, **figures, "lr": lr, "gradient_norm": gradient}
-        line |= {"samples_per_second": rate, "seconds": self.seconds}
+        line |= {"samples_per_second": rate, "seconds": self.seconds, "total": self.total}
         for track in self._trackers:
             track({key: float(value) for key, value in line.items()}, self.done)
         for name, row in zip(self._names, sums, strict=False):

@@ -1,0 +1,30 @@
+"""What is told of a run while it trains."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from atoll.islands.status import status
+from atoll.islands.store import Store
+from train.conftest import Copy
+from train.workers import finish
+
+
+def test_a_job_in_a_folder_is_measured_by_its_own_length(new_run: Copy) -> None:
+    """The router and the monolith train for other numbers of samples than the experts."""
+    run = new_run(train={"samples": 64}, router={"samples": 96})
+    assert finish(run, "--router") == 0
+    (run / "router/final/manifest.json").rename(run / "router/manifest.json")  # as if it were still at work
+    line = next(line for line in status(Store.open(run)) if line.job == "router")
+    assert (line.samples, line.total) == (96, 96)
+
+
+def test_watching_through_a_pipe_tells_every_look(new_run: Copy, tmp_path: Path) -> None:
+    run = new_run()
+    command = [sys.executable, "-m", "atoll.cli", "status", str(run), "--watch", "--every", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        seen = 0
+        while seen < 2:
+            seen += "router" in process.stdout.readline()
+        process.terminate()
