@@ -17,7 +17,7 @@ from atoll.config import load
 from atoll.data.reader import Shards
 from atoll.errors import AtollError
 from atoll.evaluate.report import Options, report
-from atoll.evaluate.report.charts import ticks
+from atoll.evaluate.report.charts import Line, lines, ticks
 from atoll.evaluate.report.html import SMALL, lookup, picture, power
 from atoll.evaluate.samples import prompts_of
 
@@ -179,6 +179,39 @@ def test_what_is_missing_is_said_with_its_command(trained: Path, tmp_path: Path)
     assert "Each expert alone" in words
 
 
+def test_one_expert_needs_no_router(trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(
+        trained, run, ignore=shutil.ignore_patterns("evaluation", "router", "monolith", "student", "00[12]")
+    )
+    page = Page(report(run, load(run), Options(steps=1)).read_text(encoding="utf-8"))
+    assert any((picture["alt"] or "").startswith("experts top-1: ") for picture in page.pictures)
+    assert "Experts need a router" not in "".join(page.words)
+
+
+def test_the_routing_is_that_of_a_router_whatever_comes_first(trained: Path, tmp_path: Path) -> None:
+    for routings, said in (
+        (("nearest", "top-1"), "expert from noise to picture"),
+        (("nearest",), "No router was asked"),
+    ):
+        file = report(trained, load(trained), Options(routings=routings, steps=1), tmp_path / "page.html")
+        assert said in file.read_text(encoding="utf-8")
+
+
+def test_errors_stand_under_the_experts_of_the_evaluation(
+    trained: Path, answer: dict[str, Any], tmp_path: Path
+) -> None:
+    """An expert has gone, or another was finished, since it was evaluated."""
+    assert answer["diagnostics"]["experts"]["expert_on_cluster"]["experts"] == [0, 1, 2]
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    shutil.rmtree(run / "experts/001")
+    text = report(run, load(run), Options(steps=1)).read_text(encoding="utf-8")
+    heads = re.search(r'<thead><tr><td></td>(.*?)</tr></thead><tbody><tr><th scope="row">cluster 0', text)
+    assert heads is not None
+    assert re.findall(r"expert (\d)", heads[1]) == ["0", "1", "2"]
+
+
 def test_prompts_of_ones_own(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "page.html"
     options = [
@@ -216,6 +249,7 @@ def test_a_run_without_experts_is_refused(prepared: Path) -> None:
 def test_charts_have_round_ticks() -> None:
     assert ticks(0, 1) == pytest.approx([0, 0.5, 1.0]) or ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(32, 160) == pytest.approx([50, 100, 150])
+    assert "<svg" in lines([Line("nothing", [(0, 0.0), (1, 0.0)])], "samples", "loss", "a loss of zero")
     assert power(1.234e14) == "1.23 × 10¹⁴"
 
 

@@ -17,6 +17,8 @@ from atoll import cli, config, flow
 from atoll.data.prepare import prepare
 from atoll.data.reader import Batch, Shards
 from atoll.errors import AtollError
+from atoll.evaluate.report import Options, report
+from atoll.evaluate.report.showcase import choose
 from atoll.nets import Condition, load_network, save_network
 from atoll.run import Artifact
 from atoll.train import Job, run_job
@@ -224,7 +226,12 @@ def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, sha
         assert made["told"] == ["label"]
         assert made["text"] is None
         assert made["held_out_loss"] is None
-    assert Job(run, config.load(run, {"router.told": "auto"}), "router").told == {"label"}
+    settings = config.load(run, {"router.told": "auto"})
+    assert Job(run, settings, "router").told == {"label"}
+    assert "circle" in report(run, settings, Options(prompts=["circle"], steps=1)).read_text(encoding="utf-8")
+    assert choose(run, 3, ["circle"])[0].label == shards.facts["labels"].index("circle")
+    with pytest.raises(AtollError, match="told classes"):
+        report(run, settings, Options(prompts=["zebra"], steps=1))
 
 
 def test_a_router_is_told_the_caption_if_there_is(trained_experts: Path) -> None:

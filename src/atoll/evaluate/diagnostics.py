@@ -80,6 +80,8 @@ class Answers:
     """Error of the mixed velocity under each routing (rows,)."""
     nearest: Tensor | None = None
     """Probabilities from the clusters' own densities (rows, experts); None if an expert came without."""
+    numbers: tuple[int, ...] = ()
+    """Those of the experts, in the order of their columns."""
 
 
 @torch.no_grad()
@@ -106,6 +108,7 @@ def ask(model: Ensemble, shards: Shards, routings: Sequence[str], limit: int, se
         joined.get("chosen_angles"),
         routed,
         joined.get("nearest"),
+        tuple(own.tolist()),
     )
 
 
@@ -205,7 +208,8 @@ def error_matrix(answers: Answers) -> dict[str, Any]:
         return [[None if value != value else value for value in row.tolist()] for row in means]
 
     every = torch.ones_like(bins, dtype=torch.bool)
-    return {"mean": rows(every), "by_time": [rows(bins == number) for number in range(TIME_BINS)]}
+    by_time = [rows(bins == number) for number in range(TIME_BINS)]
+    return {"experts": list(answers.numbers), "mean": rows(every), "by_time": by_time}
 
 
 def router_figures(p: Tensor, column: Tensor, t: Tensor) -> dict[str, Any]:

@@ -54,8 +54,9 @@ def _subjects(run: Path, routings: Sequence[str]) -> list[Subject]:
     found: list[Subject] = []
     experts = [name for name in there if name.startswith("experts/")]
     possible = [routing for routing in routings if "router" in there or not parse(routing).asks_router]
-    if possible and experts:
-        found += subjects(run, ["experts"], possible if len(experts) > 1 else ["top-1"])
+    possible = possible if len(experts) > 1 else ["top-1"]  # one expert needs no router
+    if possible:
+        found += subjects(run, ["experts"], possible)
     found += subjects(run, ["singles"], routings) if len(experts) > 1 else []
     return found + [Subject(run, name) for name in ("monolith", "student") if name in there]
 

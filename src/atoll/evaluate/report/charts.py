@@ -48,7 +48,7 @@ def lines(series: Sequence[Line], across: str, up: str, about: str, top: float |
     drawn = [line for line in series if line.points]
     xs = [x for line in drawn for x, _ in line.points]
     ys = [y for line in drawn for _, y in line.points]
-    left, right, high = min(xs), max(xs), top or 1.05 * max(ys)
+    left, right, high = min(xs), max(xs), top or 1.05 * max(ys) or 1.0
     right = right if right > left else left + 1
 
     def place(x: float, y: float) -> tuple[float, float]:

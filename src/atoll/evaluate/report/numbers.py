@@ -209,7 +209,7 @@ def diagnostics(findings: Findings) -> str:
         charts.append(_accuracy(findings, experts))
     if experts:
         charts.append(_errors(found, experts))
-    matrix = _matrix(findings, experts) if len(lookup(experts, ("expert_on_cluster", "mean")) or []) > 1 else ""
+    matrix = _matrix(findings, experts) if len(lookup(experts, ("expert_on_cluster", "experts")) or []) > 1 else ""
     return section("diagnostics", "Does it work as it should?", tag("div", *charts, class_="charts"), matrix)
 
 
@@ -256,7 +256,7 @@ def _matrix(findings: Findings, experts: Mapping[str, Any]) -> str:
     rows = experts["expert_on_cluster"]["mean"]
     known = [value for row in rows for value in row if value is not None]
     low, high = min(known), max(known)
-    names = [job.expert for job in findings.experts]
+    names = experts["expert_on_cluster"]["experts"]  # those of the evaluation: others may be finished by now
     body = []
     for cluster, row in enumerate(rows):
         cells = []

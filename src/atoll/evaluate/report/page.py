@@ -40,7 +40,7 @@ def page(findings: Findings, settings: Settings, examples: list[Example], strips
         pictures.strategies(findings, examples, shared),
         pictures.alone(examples, singles, jobs) if singles else "",
         pictures.clusters(findings),
-        pictures.routing(findings, examples, first),
+        pictures.routing(findings, examples, next((strip for strip in mixed if strip.probabilities is not None), None)),
         numbers.losses(findings),
         numbers.figures(findings),
         numbers.diagnostics(findings),

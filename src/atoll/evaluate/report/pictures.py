@@ -144,10 +144,12 @@ def clusters(findings: Findings) -> str:
 def routing(findings: Findings, examples: list[Example], strip: Strip | None) -> str:
     """Whom the router believed, from noise to picture."""
     heading = "Who drew what"
-    if strip is None or strip.probabilities is None:
-        return section("routing", heading, missing("There is no router.", f"atoll train {findings.run} --router"))
-    experts = [job.expert for job in findings.experts if job.expert is not None]
     router = findings.job("router")
+    if strip is None or strip.probabilities is None:
+        ask = f"atoll report {findings.run} --routings top-1" if router else f"atoll train {findings.run} --router"
+        why = "No router was asked for these pictures." if router else "There is no router."
+        return section("routing", heading, missing(why, ask))
+    experts = [job.expert for job in findings.experts if job.expert is not None]
     reads = router is not None and bool(router.facts["told"])
     colours = [colour(expert) for expert in experts]
     rows = []

@@ -19,6 +19,7 @@ from atoll.data.latents import open_codec
 from atoll.data.order import shuffled
 from atoll.data.reader import Shards
 from atoll.ensemble import Settings, parse
+from atoll.errors import AtollError
 from atoll.evaluate.samples import Prompts
 from atoll.evaluate.store import keyed
 from atoll.evaluate.subjects import Subject
@@ -66,7 +67,8 @@ def _wanted(run: Path, clusters: int, prompt: str) -> Example:
             captions = shards.captions() if len(shards) else []
             if prompt in captions:
                 return _example(shards, captions.index(prompt), cluster, split)
-    return Example(prompt)
+    classes = shards.facts["labels"] or []
+    return Example(prompt, label=classes.index(prompt) if prompt in classes else None)
 
 
 def _some(run: Path, clusters: int) -> list[Example]:
@@ -128,6 +130,9 @@ class Showcase:
         model, rules = subject.open(), parse(settings["routing"]).rules
         labels = told.labels if "label" in model.told else None
         captions = told.captions if model.told & {"text", "pooled"} else None
+        if captions is None and labels is None and any(example.real is None for example in self.examples):
+            told_of = "classes" if "label" in model.told else "nothing"
+            raise AtollError(f"--prompts: the model is told {told_of}, and these are none; leave them out")
         routed = subject.model == "experts" and len(model.experts) > 1
         made = model.generate(
             captions, labels, len(told), clusters=clusters if routed else None, trace=routed, **settings
