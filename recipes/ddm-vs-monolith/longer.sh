@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The same experts and monolith, trained two and a half times as long.  SEED=0 bash recipes/ddm-vs-monolith/longer.sh
-# run.sh first: it prepares the data.
 set -euo pipefail
 export STEPS=${STEPS:-4000}
 source recipes/common/lib.sh
+prepare
 make_arm long8 8 features
 dense long8
 train long8 0 1 2 3 4 5 6 7 router

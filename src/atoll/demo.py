@@ -6,6 +6,7 @@ with a report. What is done is not done again, so an interrupted demo continues.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,6 +230,7 @@ def farewell(run: Path, report: Path, seconds: float) -> str:
     return "\n".join(
         [
             f"\ndone in {seconds / 60:.1f} minutes. Open the report in a browser: {report.resolve()}",
+            *([] if shutil.which("atoll") else [f"first: source {sys.prefix}/bin/activate"]),
             "next:",
             f'  atoll sample {run} "red heart" "grinning face" {how} --trace    # and see who drew what',
             f'  atoll sample {run} "flag of Italy" --model monolith {how}    # the same from the dense model',

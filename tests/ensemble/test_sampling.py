@@ -231,7 +231,7 @@ def test_the_verb_writes_pictures_that_say_how_they_were_made(run: Path, tmp_pat
     assert cli.main([*command, "--trace", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [Path(file).name for file in answer["images"]] == ["000.png", "001.png", "002.png"]
-    assert answer["settings"]["routing"] == "top-2"
+    assert answer["settings"]["routing"] == "top-1" == atoll.load(run).routing.text  # one default everywhere
     settings = read_settings(out / "002.png")
     assert settings["prompt"] == PROMPTS[0]
     again = atoll.load(run).generate(

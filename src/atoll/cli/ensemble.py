@@ -26,7 +26,7 @@ class Sample:
     """Number of pictures, taking prompts and labels in turn; default one for each, or 16 without any."""
     model: str = "experts"
     """experts, expert:K, monolith or student."""
-    routing: str = "top-2"
+    routing: str = "top-1"
     """full, top-K, top-K-equal, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or several over time:
     top-2@0.6,top-1."""
     clusters: tuple[int, ...] = ()

@@ -35,7 +35,7 @@ DECODE_BATCH = 16
 class Settings:
     """How pictures are made. They are written into every picture."""
 
-    routing: str = "top-2"
+    routing: str = "top-1"
     steps: int = 50
     guidance: float = 4.0
     guidance_interval: tuple[float, float] = (0.0, 1.0)
