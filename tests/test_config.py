@@ -66,3 +66,19 @@ def test_an_expert_that_does_not_exist_has_no_settings(section: str) -> None:
     with pytest.raises(AtollError, match=f"{section}.8: there is no expert 8; this run has experts 0 to 7"):
         config.resolve({"clusters": {"count": 8}, section: {8: chosen}})
     assert config.resolve({"clusters": {"count": 9}, section: {8: chosen}})
+
+
+def test_options_that_are_no_yaml_are_plain_text() -> None:
+    for text in ("*.tar", "@x", "2024-13-45", "a: b: c"):
+        assert config.resolve({}, {"data.source": text}).data.source == text
+    with pytest.raises(AtollError, match=r"clusters.count: .*got '\[1'"):
+        config.resolve({}, {"clusters.count": "[1"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("clusters.max_imbalance", ".inf"), ("experts.default.time_mean", ".nan"), ("clusters.seed", str(2**31))],
+)
+def test_numbers_that_nothing_can_count_with_are_refused(key: str, value: str) -> None:
+    with pytest.raises(AtollError, match=key):
+        config.resolve({}, {key: value})

@@ -217,3 +217,20 @@ def test_differences_name_every_leaf_once() -> None:
     assert differences({"kind": "x", "made_from": {"a": {"b": 1}}}, {"kind": "x", "made_from": {"a": {"b": [2]}}}) == [
         "a.b was 1, now [2]"
     ]
+
+
+def test_the_plan_of_a_half_made_artifact_is_never_swept(artifact: Artifact) -> None:
+    artifact.begin("things", {"seed": 0})
+    artifact.write("a", b"1")
+    artifact.sweep()
+    with pytest.raises(AtollError, match="seed was 0, now 1"):
+        artifact.begin("things", {"seed": 1})
+
+
+def test_files_of_which_nobody_says_what_they_are_made_from_are_orphans(artifact: Artifact) -> None:
+    assert not artifact.orphaned
+    artifact.begin("things", {"seed": 0})
+    artifact.write("a", b"1")
+    assert not artifact.orphaned
+    artifact.path(".plan.json").unlink()
+    assert artifact.orphaned

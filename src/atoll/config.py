@@ -22,7 +22,7 @@ CONFIG_FILE = "atoll.yaml"
 class Section(BaseModel):
     """A part of the configuration: frozen, and closed to keys it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Objective(Section):
@@ -96,7 +96,7 @@ class Clusters(Section):
     max_imbalance: float = Field(1.25, gt=1, description="largest cluster over the mean, by number of samples")
     sample_rows: int = Field(131072, ge=1, description="rows that the fine clusters are fitted to; bounds the memory")
     iterations: int = Field(25, ge=1, description="of the fine clustering")
-    seed: int = Field(0, ge=0, description="of everything random in the partition")
+    seed: int = Field(0, ge=0, lt=2**31, description="of everything random in the partition")
 
 
 class Latents(Section):
@@ -257,7 +257,7 @@ def load(run: str | Path, overrides: Mapping[str, str] | None = None) -> Config:
         raise AtollError(f"{file}: no such file; write one with: atoll init {run}")
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise AtollError(f"{file}: not readable as YAML: {error}") from error
     return resolve(values or {}, overrides or {}, source=str(file))
 
@@ -267,7 +267,7 @@ def resolve(values: object, overrides: Mapping[str, str] | None = None, source: 
     if not isinstance(values, dict):
         raise AtollError(f"{source}: expected sections with keys, got {type(values).__name__}")
     for dotted, text in (overrides or {}).items():
-        values = _with_override(values, dotted.split("."), yaml.safe_load(text))
+        values = _with_override(values, dotted.split("."), _from_text(text))
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -275,8 +275,16 @@ def resolve(values: object, overrides: Mapping[str, str] | None = None, source: 
         raise AtollError("\n".join(lines)) from error
 
 
+def _from_text(text: str) -> Any:
+    """A value of the command line: YAML, or else just text, such as *.tar."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # a date that does not exist is the latter
+        return text
+
+
 def _with_override(values: dict[Any, Any], path: list[str], value: object) -> dict[Any, Any]:
-    key = yaml.safe_load(path[0])
+    key = _from_text(path[0])
     if len(path) == 1:
         return {**values, key: value}
     below = values.get(key)

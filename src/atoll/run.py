@@ -164,6 +164,12 @@ class Artifact:
         """Whether somebody has said what it is, or will be, made from."""
         return self._plan() is not None
 
+    @property
+    def orphaned(self) -> bool:
+        """Whether there are files in it though nobody has said what they are made from."""
+        found = not self.begun and any(map(self._belongs, self.folder.rglob("*")))
+        return found and not self.begun  # another job may have begun it in between
+
     def _plan(self) -> dict[str, Any] | None:
         """What the artifact is, or will be, made from; None if nobody has begun it."""
         try:
@@ -249,7 +255,9 @@ class Artifact:
         return True
 
     def sweep(self) -> None:
-        """Remove the scratch of a finished artifact, also that of jobs that were killed."""
+        """Remove the scratch of a finished artifact, also that of jobs that were killed; a half-made one keeps it."""
+        if self.manifest() is None:
+            return
         for path in self.folder.glob(".*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

@@ -113,6 +113,33 @@ def test_a_fine_cluster_beyond_the_limit_is_refused_with_what_to_do() -> None:
         merge(np.eye(3), np.array([10, 10, 10]), 2, 1.25, seed=0)
 
 
+UNEVEN = np.array([415, 88, 130, 156, 131, 410, 441, 311, 67, 92, 199, 244, 329, 265, 169, 121])
+
+
+def test_a_restart_that_gets_stuck_stops_nobody() -> None:
+    generator = np.random.default_rng(0)
+    for seed in range(6):
+        sums = generator.normal(size=(16, 8))
+        sums *= (UNEVEN / np.linalg.norm(sums, axis=1))[:, None]
+        assert merge(sums, UNEVEN, 6, 1.25, seed).imbalance <= 1.25
+
+
+def test_where_every_restart_gets_stuck_packing_the_largest_first_finds_a_way() -> None:
+    sums, sizes = np.array([[0, 6.0], [1, -3], [1, 8], [0, -5]]), np.array([6, 3, 8, 5])
+    assert merge(sums, sizes, 2, 1.05, seed=0).coarse_of_fine.tolist() == [1, 0, 0, 1]
+
+
+def test_fewer_groups_than_clusters_are_refused_with_what_to_do() -> None:
+    with pytest.raises(AtollError, match=r"only 2 distinct groups of samples for 3 clusters; lower clusters.count"):
+        merge(np.eye(3), np.array([10, 10, 0]), 3, 2.0, seed=0)
+
+
+def test_classes_are_not_advised_to_be_finer() -> None:
+    for sizes in (np.array([97, 1, 1, 1]), np.array([10, 10, 10])):
+        with pytest.raises(AtollError, match=r"class.*; raise clusters.max_imbalance or lower clusters.count$"):
+            merge(np.eye(len(sizes)), sizes, 2, 1.25, seed=0, part="class")
+
+
 def test_one_cluster_is_the_whole() -> None:
     merged = merge(np.eye(3), np.array([5, 6, 7]), 1, 1.25, seed=0)
     assert merged.coarse_of_fine.tolist() == [0, 0, 0]

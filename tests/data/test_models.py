@@ -268,6 +268,21 @@ def test_clip_pools_by_itself(tmp_path: Path, whole: bool) -> None:
     assert_allclose(pooled, expected, atol=1e-5)
 
 
+def test_more_tokens_than_an_encoder_can_read_are_refused() -> None:
+    assert open_text_encoder("minilm", max_tokens=512).max_tokens == 512
+    with pytest.raises(AtollError, match=r"text.max_tokens is 513, but minilm reads 512 tokens at most; lower it"):
+        open_text_encoder("minilm", max_tokens=513)
+
+
+def test_what_is_no_text_encoder_is_refused(tmp_path: Path) -> None:
+    from transformers import SiglipTextConfig, SiglipTextModel
+
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    SiglipTextModel(SiglipTextConfig(vocab_size=16, **small)).save_pretrained(tmp_path)
+    with pytest.raises(AtollError, match=r"is no text encoder .*; give a CLIP, T5 or BERT"):
+        open_text_encoder(str(tmp_path), max_tokens=6)
+
+
 def test_files_of_tensors_do_not_depend_on_who_wrote_them(tmp_path: Path) -> None:
     for name in ("one", "two"):
         save_file({"b": torch.arange(3), "a": torch.zeros(2, dtype=torch.float16)}, tmp_path / name)

@@ -3,6 +3,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -11,11 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from atoll import cli
 from atoll import config as configuration
+from atoll.data import chunks
 from atoll.data.chunks import Share
 from atoll.data.clusters import Assigner
+from atoll.data.ingest import Index
 from atoll.data.prepare import STAGES, Preparation, prepare
 from atoll.errors import AtollError
 from atoll.presets import PRESETS
+from atoll.run import Artifact
 from shapes import write_run, write_shapes
 
 
@@ -44,6 +48,44 @@ def test_too_many_bad_pictures_stop_it(tmp_path: Path, shapes: Path) -> None:
         ["ingest"],
     )
     assert (tmp_path / "run/data/ingest/manifest.json").is_file()
+
+
+def test_pictures_that_were_mended_are_read_again(tmp_path: Path) -> None:
+    """Those of the same name and size, which the fingerprint does not notice."""
+    source, run = write_shapes(tmp_path / "shapes", 30), tmp_path / "run"
+    good = (source / "circle-000.png").read_bytes()
+    (source / "circle-000.png").write_bytes(bytes(len(good)))
+    config = write_run(run, source)
+    with pytest.raises(AtollError, match="2 of 31 pictures are bad"):
+        prepare(run, config, ["ingest"])
+    (source / "circle-000.png").write_bytes(good)
+    prepare(run, config, ["ingest"])
+    assert pq.read_table(run / "data/ingest/rejected.parquet")["id"].to_pylist() == ["broken"]
+
+
+def test_contact_sheets_leave_out_what_cannot_be_read(tmp_path: Path) -> None:
+    """Metadata of a.jpg beside a.png, and a picture that went bad: neither stops the partition."""
+    source, run = write_shapes(tmp_path / "shapes", 30), tmp_path / "run"
+    (source / "metadata.jsonl").write_text('{"file_name": "circle-000.jpg", "text": "a circle"}')
+    config = write_run(run, source, clusters={"method": "random"}, data={"max_rejects": 0.1})
+    prepare(run, config, ["ingest"])
+    assert pq.read_table(run / "data/ingest/rejected.parquet")["id"].to_pylist() == ["broken", "circle-000.jpg"]
+    size = (source / "circle-003.png").stat().st_size
+    (source / "circle-003.png").write_bytes(bytes(size))
+    with pytest.warns(UserWarning, match="no router can learn"):
+        prepare(run, config, ["clusters"])
+    assert (run / "data/clusters/cluster_002.png").is_file()
+
+
+def test_what_a_table_says_of_its_chunks_is_read_once(prepared: Path, tmp_path: Path) -> None:
+    index = Index(Artifact(tmp_path, "data/ingest"), Index.open(prepared).manifest)
+    shutil.copytree(prepared / "data/ingest", tmp_path / "data/ingest")
+    before = chunks._metadata.cache_info().misses
+    ids = [id for chunk in range(7) for id in index.read(chunk, ["id"])["id"]]
+    assert ids == pq.read_table(tmp_path / "data/ingest/samples.parquet")["id"].to_pylist()
+    assert chunks._metadata.cache_info().misses == before + 1
+    pq.write_table(pa.table({"id": ["another"]}), tmp_path / "data/ingest/samples.parquet")
+    assert index.read(0, ["id"]) == {"id": ["another"]}
 
 
 def test_clusters_are_the_kinds_that_a_person_sees(prepared: Path) -> None:
@@ -102,6 +144,22 @@ def test_scratch_of_a_job_killed_right_after_its_commit_is_removed(prepared: Pat
     scratch.write_bytes(b"left behind")
     assert cli.main(["prepare", str(prepared)]) == 0
     assert not scratch.exists()
+
+
+def test_half_of_a_stage_is_never_taken_for_that_of_other_settings(tmp_path: Path, shapes: Path) -> None:
+    """Also if a run did without the stage in between."""
+    run = tmp_path / "run"
+    config = write_run(run, shapes)
+    dense = config.model_copy(update={"clusters": config.clusters.model_copy(update={"count": 1})})
+    other = config.model_copy(update={"features": config.features.model_copy(update={"resolution": 72})})
+    prepare(run, config, ["ingest"])
+    prepare(run, config, ["features"], Share(0, 3))
+    prepare(run, dense, ["features"])
+    with pytest.raises(AtollError, match="data/features is stale: resolution was 64, now 72"):
+        prepare(run, other, ["features"])
+    (run / "data/features/.plan.json").unlink()
+    with pytest.raises(AtollError, match="data/features has files but nothing says what they are made from; delete it"):
+        prepare(run, other, ["features"])
 
 
 def test_jobs_that_share_the_work_give_the_same_bytes(prepared: Path, tmp_path: Path, shapes: Path) -> None:

@@ -18,6 +18,8 @@ from rich.console import Console
 
 from atoll.data.source import BadPicture, Options, Sample, Source, describe, open_source
 from atoll.data.sources import find_kind
+from atoll.data.sources.fields import Ids
+from atoll.data.sources.folder import folders
 from atoll.errors import AtollError
 
 
@@ -253,6 +255,47 @@ def test_a_key_used_twice_loses_no_sample(dozen: list[Sample], tmp_path: Path) -
     assert [s.read() for s in found.values()] == [s.read() for s in dozen[:3]]
 
 
+def test_a_key_used_again_and_again_keeps_short_ids(dozen: list[Sample], tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for sample in dozen[:4]:
+            assert sample.caption is not None
+            add_member(tar, "000.png", sample.read())
+            add_member(tar, "000.txt", sample.caption.encode())
+    found = content(open_source(tmp_path))
+    assert list(found) == ["000", "000@a", "000@a@2", "000@a@3"]
+    assert [(s.read(), s.caption) for s in found.values()] == [(s.read(), s.caption) for s in dozen[:4]]
+
+
+def test_many_repeats_of_a_key_take_linear_time() -> None:
+    ids = Ids()
+    assert [ids.unique("cat", "a") for _ in range(2_000)][-1] == "cat@a@1999"
+
+
+def test_dots_in_the_names_of_a_tar_lose_no_picture_unsaid(dozen: list[Sample], tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in ("v1.0_1.png", "v1.0_2.png", "v1.0_3.png", "photo.jpg", "photo.mask.png"):
+            add_member(tar, name, dozen[0].read())
+    found = content(open_source(tmp_path))
+    assert list(found) == ["v1", "v1.0_2.png", "v1.0_3.png", "photo"]
+    assert reason(found["v1.0_3.png"]).startswith("a second picture of the key 'v1': keys end at the first dot")
+
+
+def test_tars_one_after_the_other_in_a_file_are_read_to_the_end(dozen: list[Sample], tmp_path: Path) -> None:
+    folder = as_tars(dozen, tmp_path / "data")
+    both = tmp_path / "both.tar"
+    both.write_bytes(b"".join((folder / f"shard-{shard}.tar").read_bytes() for shard in range(2)))
+    assert {id: s.read() for id, s in content(open_source(both)).items()} == {s.id: s.read() for s in dozen}
+    both.write_bytes(both.read_bytes() + b"\xff" * 512)
+    assert "no readable header" in reason(content(open_source(both))["both.tar"])
+
+
+def test_a_tar_of_the_folder_it_was_made_in_has_plain_keys(dozen: list[Sample], tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add_member(tar, "./0001.png", dozen[0].read())
+        add_member(tar, "./cat/0002.png", dozen[0].read())
+    assert list(content(open_source(tmp_path))) == ["0001", "cat/0002"]
+
+
 def test_a_saved_dataset_without_ids_loses_no_sample(dozen: list[Sample], tmp_path: Path) -> None:
     """On saving, datasets cuts paths down to names, which recur here in three folders."""
     hf_dataset(dozen).save_to_disk(tmp_path / "a")
@@ -281,6 +324,25 @@ def test_links_are_followed_but_not_in_circles(dozen: list[Sample], tmp_path: Pa
     (tmp_path / "data" / "noto").symlink_to(tmp_path / "real" / "noto", target_is_directory=True)
     (tmp_path / "real" / "noto" / "again").symlink_to(tmp_path / "data", target_is_directory=True)
     assert {s.id for s in open_source(tmp_path / "data").samples()} == {s.id for s in dozen if s.id.startswith("noto")}
+
+
+def test_links_that_lead_nowhere_are_listed(dozen: list[Sample], tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(dozen[0].read())
+    before = open_source(tmp_path).fingerprint
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
+    (tmp_path / "notes").symlink_to(tmp_path / "nowhere")
+    source = open_source(tmp_path)
+    assert source.fingerprint == before
+    found = content(source)
+    assert list(found) == ["a", "gone", "loop"]
+    assert reason(found["gone"]) == "cannot be read: No such file or directory"
+    assert reason(found["loop"]) == "cannot be read: Too many levels of symbolic links"
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AtollError, match=r"gone: cannot be listed: No such file or directory; make it readable"):
+        list(folders(tmp_path / "gone"))
 
 
 def test_kinds_are_told_apart(dozen: list[Sample], tmp_path: Path) -> None:
@@ -354,12 +416,34 @@ def test_metadata_rows_that_fail(dozen: list[Sample], tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_bytes(b"\n".join(lines))
     found = content(open_source(tmp_path))
     assert reason(found["a"]).startswith("its caption is not UTF-8")
-    assert reason(found["gone"]) == "listed in metadata.jsonl, but there is no such file"
+    assert reason(found["gone.png"]) == "listed in metadata.jsonl, but there is no such file"
     assert found["b"].caption is None
     assert found["b"].read() == dozen[1].read()
     (tmp_path / "metadata.jsonl").write_text('{"text": "no name"}')
     with pytest.raises(AtollError, match=r"metadata.jsonl, row 1: expected a file_name"):
         list(open_source(tmp_path).samples())
+
+
+def test_metadata_without_a_caption_leave_it_to_the_text_file(dozen: list[Sample], tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.png").write_bytes(dozen[0].read())
+        (tmp_path / f"{name}.txt").write_text("from the file")
+    rows = [{"file_name": "a.png", "caption": ""}, {"file_name": "b.png"}, {"file_name": "c.png", "text": "told"}]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(json.dumps({**row, "width": 8}) for row in rows))
+    told = [(s.id, s.caption, s.attributes) for s in open_source(tmp_path).samples()]
+    size = {"width": "8"}
+    assert told == [("a", "from the file", size), ("b", "from the file", size), ("c", "told", size)]
+
+
+def test_metadata_may_lie_in_a_later_folder(dozen: list[Sample], tmp_path: Path) -> None:
+    for name in ("images", "texts"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "images/a.png").write_bytes(dozen[0].read())
+    rows = [{"file_name": "../images/a.png", "text": "told"}, {"file_name": "../images/a.jpg", "text": "no such"}]
+    (tmp_path / "texts/metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = content(open_source(tmp_path))
+    assert list(found) == ["images/a", "images/a.jpg"]
+    assert found["images/a"].caption == "told"
 
 
 def reason(sample: Sample) -> str:
@@ -423,3 +507,33 @@ def test_rows_without_a_picture(dozen: list[Sample], tmp_path: Path) -> None:
     found = content(open_source(tmp_path))
     assert reason(found["a"]) == "the table has no picture in this row"
     assert found["b"].read() == dozen[0].read()
+
+
+@pytest.mark.parametrize("id", [None, "key"])
+def test_the_column_of_ids_may_be_asked_for_as_class(dozen: list[Sample], tmp_path: Path, id: str | None) -> None:
+    rows = [{"key": "cat", "filename": "1.png", "image": dozen[0].read()}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    (sample,) = open_source(tmp_path, Options(label="key", id=id)).samples()
+    assert (sample.id, sample.label, sample.read()) == ("cat" if id else "1", "cat", dozen[0].read())
+
+
+def test_views_of_bytes_are_pictures(dozen: list[Sample], tmp_path: Path) -> None:
+    pictures = pa.array([dozen[0].read()], pa.binary_view())
+    pq.write_table(pa.table({"id": ["a"], "image": pictures}), tmp_path / "t.parquet")
+    assert content(open_source(tmp_path))["a"].read() == dozen[0].read()
+
+
+@pytest.mark.parametrize("column", ["id", "image"])
+def test_damaged_pages_are_told_with_the_file(dozen: list[Sample], tmp_path: Path, column: str) -> None:
+    file = tmp_path / "t.parquet"
+    pq.write_table(pa.Table.from_pylist(rows_of(dozen)), file, use_dictionary=False)
+    group = pq.read_metadata(file).row_group(0)
+    start = next(group.column(i) for i in range(4) if group.column(i).path_in_schema == column).data_page_offset
+    data = file.read_bytes()
+    file.write_bytes(data[:start] + b"\xff" * 60 + data[start + 60 :])
+    if column == "id":
+        with pytest.raises(AtollError, match=r"t.parquet: row group 0 is damaged: .*; restore the file"):
+            list(open_source(file).samples())
+    else:
+        (first, *_) = open_source(file).samples()
+        assert reason(first).startswith("row group 0 of t.parquet is damaged: ")

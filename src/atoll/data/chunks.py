@@ -8,10 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import TypeVar
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -76,6 +80,18 @@ class Chunks:
                     bar.update(samples)
                 joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
                 self.artifact.write_tensors(self.file(chunk), joined)
+
+
+def read_rows(table: Path, chunk: int, columns: list[str] | None = None) -> pa.Table:
+    """The rows of one chunk of a parquet file that has a row group for each chunk."""
+    with pq.ParquetFile(table, metadata=_metadata(table, table.stat().st_mtime_ns)) as file:
+        return file.read_row_group(chunk, columns=columns)
+
+
+@lru_cache(maxsize=4)
+def _metadata(table: Path, mtime_ns: int) -> pq.FileMetaData:  # noqa: ARG001 - a file made anew is read anew
+    """What tells where the row groups are; it grows with their number, so it is not read again for each of them."""
+    return pq.read_metadata(table)
 
 
 def ahead(items: Iterable[T], work: Callable[[T], R], workers: int) -> Iterator[R]:

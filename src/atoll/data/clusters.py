@@ -20,10 +20,10 @@ from torch import Tensor
 
 from atoll.config import Clusters, Config
 from atoll.data import features
-from atoll.data.chunks import Chunks
+from atoll.data.chunks import Chunks, read_rows
 from atoll.data.contact import contact_sheets
 from atoll.data.ingest import Index
-from atoll.data.kmeans import Floats, Integers, fine_count, fit_fine, merge, nearest_centre, separation
+from atoll.data.kmeans import Floats, Integers, Part, fine_count, fit_fine, merge, nearest_centre, separation
 from atoll.data.order import shuffled
 from atoll.data.source import Source
 from atoll.errors import AtollError
@@ -171,7 +171,8 @@ class Partition:
         sums, sizes = known["sums"].numpy(), known["sizes"].numpy()
         settings = self.settings
         used = np.flatnonzero(sizes)
-        merged = merge(sums[used], sizes[used], settings.count, settings.max_imbalance, settings.seed)
+        part: Part = "class" if settings.method == "labels" else "fine cluster"
+        merged = merge(sums[used], sizes[used], settings.count, settings.max_imbalance, settings.seed, part)
         totals = np.zeros((settings.count, sums.shape[1]))
         np.add.at(totals, merged.coarse_of_fine, sums[used])
         coarse = torch.nn.functional.normalize(torch.from_numpy(totals), dim=1).float()
@@ -261,8 +262,7 @@ class Partition:
 
 def read_assignments(artifact: Artifact, chunk: int) -> dict[str, np.ndarray[Any, Any]]:
     """Id, fine, coarse and distance of the samples of one chunk."""
-    with pq.ParquetFile(artifact.path(ASSIGNMENTS)) as file:
-        table = file.read_row_group(chunk)
+    table = read_rows(artifact.path(ASSIGNMENTS), chunk)
     return {name: table[name].to_numpy() for name in _SCHEMA.names}
 
 

@@ -1,9 +1,11 @@
 """Contact sheets: a page of small pictures for every cluster, for people to judge the partition by."""
 
+from contextlib import suppress
+
 from PIL import Image
 
 from atoll.data.ingest import Index
-from atoll.data.source import Source, decode
+from atoll.data.source import BadPicture, Source, decode
 from atoll.run import Artifact
 
 _SIDE, _GAP, _COLUMNS = 64, 4, 8
@@ -13,10 +15,14 @@ def contact_sheets(artifact: Artifact, index: Index, source: Source, examples: l
     """Write `cluster_000.png` and so on, from the ids of each cluster's examples."""
     wanted = {id for ids in examples for id in ids}
     side = min(_SIDE, int(index.manifest.made_from["resolution"]))
-    pictures = {sample.id: decode(sample.read(), side) for sample in source.samples() if sample.id in wanted}
+    pictures: dict[str, Image.Image] = {}
+    for sample in source.samples():
+        if sample.id in wanted:
+            with suppress(BadPicture):
+                pictures[sample.id] = decode(sample.read(), side)
     for number, ids in enumerate(examples):
         with artifact.writing(f"cluster_{number:03d}.png") as path:
-            sheet([pictures[id] for id in ids]).save(path, format="PNG")
+            sheet([pictures[id] for id in ids if id in pictures]).save(path, format="PNG")
 
 
 def sheet(pictures: list[Image.Image], columns: int = _COLUMNS) -> Image.Image:

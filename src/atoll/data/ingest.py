@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from atoll.config import Config, Data
-from atoll.data.chunks import Chunks, ahead
+from atoll.data.chunks import Chunks, ahead, read_rows
 from atoll.data.source import BadPicture, Options, Sample, Source, decode, describe, open_source
 from atoll.errors import AtollError
 from atoll.progress import progress
@@ -121,7 +121,7 @@ def _combine(artifact: Artifact, chunk: int) -> dict[str, Any]:
         pq.ParquetWriter(bad_path, _REJECTED) as bad,
     ):
         waiting = SCHEMA.empty_table()
-        for path in sorted(artifact.path(_PARTS).glob("[0-9]*.parquet")):
+        for path in _parts(artifact):
             part = pq.read_table(path)
             is_bad = part["reason"].is_valid()
             bad.write_table(part.filter(is_bad).select(_REJECTED.names))
@@ -146,10 +146,23 @@ def _check_share(artifact: Artifact, data: Data, rejected: int, total: int) -> N
         return
     reasons = Counter(pq.read_table(artifact.path(REJECTED))["reason"].to_pylist())
     common = "; ".join(f"{count}x {reason}" for reason, count in reasons.most_common(3))
+    _forget_bad(artifact)
     raise AtollError(
         f"{rejected} of {total} pictures are bad, more than data.max_rejects = {data.max_rejects:g} allows: {common}. "
         f"The list is {artifact.path(REJECTED)}; mend them, or allow more with --data.max_rejects"
     )
+
+
+def _forget_bad(artifact: Artifact) -> None:
+    """Remove the parts that have bad pictures, so that these are read again once they are mended."""
+    for path in _parts(artifact):
+        reasons = pq.read_table(path, columns=["reason"])["reason"]
+        if reasons.null_count < len(reasons):
+            path.unlink()
+
+
+def _parts(artifact: Artifact) -> list[Path]:
+    return sorted(artifact.path(_PARTS).glob("[0-9]*.parquet"))
 
 
 @dataclass(frozen=True)
@@ -186,8 +199,7 @@ class Index:
 
     def read(self, chunk: int, columns: list[str]) -> dict[str, list[Any]]:
         """Some columns of one chunk."""
-        with pq.ParquetFile(self.artifact.path(SAMPLES)) as file:
-            table: dict[str, list[Any]] = file.read_row_group(chunk, columns=columns).to_pydict()
+        table: dict[str, list[Any]] = read_rows(self.artifact.path(SAMPLES), chunk, columns).to_pydict()
         return table
 
     def walk(self, source: Source, chunks: list[int]) -> Iterator[tuple[int, list[Sample]]]:

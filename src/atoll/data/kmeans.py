@@ -5,8 +5,10 @@ centre, and the total cosine of the samples to their centres is Σ_k ‖T_k‖. 
 cluster may hold more samples than the limit.
 """
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +17,11 @@ from atoll.errors import AtollError
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
+Part = Literal["fine cluster", "class"]
+_ADVICE: dict[Part, str] = {
+    "fine cluster": "raise clusters.fine or clusters.max_imbalance",
+    "class": "raise clusters.max_imbalance or lower clusters.count",
+}
 _RESTARTS = 8
 _ROUNDS = 30
 _PRICE_STEPS = 60
@@ -62,26 +69,67 @@ class Merged:
     """Mean cosine of the samples to the centre of their cluster."""
 
 
-def merge(sums: Floats, sizes: Integers, clusters: int, max_imbalance: float, seed: int) -> Merged:
-    """Join fine clusters, given by the sum of their vectors and their number of samples, into `clusters` even ones."""
+class _Stuck(Exception):  # noqa: N818 - it names a state
+    """No fine cluster can move without breaking the limit elsewhere."""
+
+
+def merge(
+    sums: Floats, sizes: Integers, clusters: int, max_imbalance: float, seed: int, part: Part = "fine cluster"
+) -> Merged:
+    """Join parts, given by the sum of their vectors and their number of samples, into `clusters` even ones."""
     total = int(sizes.sum())
     limit = max_imbalance * total / clusters
-    if sizes.max() > limit:
-        raise AtollError(
-            f"one fine cluster holds {sizes.max()} of {total} samples, but {clusters} clusters with max_imbalance "
-            f"{max_imbalance:g} may hold {limit:.0f} each; raise clusters.fine or clusters.max_imbalance"
-        )
-    generator = np.random.Generator(np.random.PCG64(seed))
+    _check_parts(sizes, clusters, limit, part)
     best: tuple[float, Integers] | None = None
-    for _ in range(_RESTARTS if clusters > 1 else 1):
-        groups = _balanced_kmeans(sums, sizes, clusters, limit, generator)
+    for groups in _attempts(sums, sizes, clusters, limit, seed):
         groups = _improve(sums, sizes, groups, clusters, limit)
         score = float(np.linalg.norm(_group_sums(sums, groups, clusters), axis=1).sum())
         if best is None or score > best[0]:
             best = score, groups
-    assert best is not None
+    if best is None:
+        raise AtollError(
+            f"the samples of a {part} stay together, which is too coarse to fill {clusters} clusters with at most "
+            f"{limit:.0f} samples each; {_ADVICE[part]}"
+        )
     loads = np.bincount(best[1], weights=sizes, minlength=clusters)
     return Merged(best[1].astype(np.int32), float(loads.max() * clusters / total), best[0] / total)
+
+
+def _check_parts(sizes: Integers, clusters: int, limit: float, part: Part) -> None:
+    """Refuse what no merge can fill or balance."""
+    if (found := np.count_nonzero(sizes)) < clusters:
+        raise AtollError(f"only {found} distinct groups of samples for {clusters} clusters; lower clusters.count")
+    if sizes.max() > limit:
+        total = sizes.sum()
+        raise AtollError(
+            f"one {part} holds {sizes.max()} of {total} samples, but {clusters} clusters with max_imbalance "
+            f"{limit * clusters / total:g} may hold {limit:.0f} each; {_ADVICE[part]}"
+        )
+
+
+def _attempts(sums: Floats, sizes: Integers, clusters: int, limit: float, seed: int) -> Iterator[Integers]:
+    """Every balanced grouping that some restart finds; if none does, that of packing the largest first."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    found = False
+    for _ in range(_RESTARTS if clusters > 1 else 1):
+        with suppress(_Stuck):
+            yield _balanced_kmeans(sums, sizes, clusters, limit, generator)
+            found = True
+    if not found:
+        with suppress(_Stuck):
+            yield _pack(sizes, clusters, limit)
+
+
+def _pack(sizes: Integers, clusters: int, limit: float) -> Integers:
+    """Largest first, each to the emptiest cluster, whatever it looks like."""
+    groups: Integers = np.zeros(len(sizes), int)
+    loads = np.zeros(clusters)
+    for fine in np.argsort(-sizes, kind="stable"):
+        groups[fine] = loads.argmin()
+        loads[groups[fine]] += sizes[fine]
+    if loads.max() > limit:
+        raise _Stuck
+    return groups
 
 
 def _group_sums(sums: Floats, groups: Integers, clusters: int) -> Floats:
@@ -155,10 +203,7 @@ def _relieve(gain: Floats, sizes: Integers, groups: Integers, limit: float) -> I
         loss[:, full] = np.inf
         member, target = np.unravel_index(loss.argmin(), loss.shape)
         if not np.isfinite(loss[member, target]):
-            raise AtollError(
-                f"the fine clusters are too coarse to fill {clusters} clusters with at most {limit:.0f} samples each; "
-                "raise clusters.fine or clusters.max_imbalance"
-            )
+            raise _Stuck
         loads[full] -= sizes[members[member]]
         loads[target] += sizes[members[member]]
         groups[members[member]] = target

@@ -67,6 +67,7 @@ def decode(data: bytes, resolution: int, *, largest: int = LARGEST, smallest: in
         raise BadPicture(f"{width}x{height} pixels are more than the limit of {largest}")
     if min(width, height) < smallest:
         raise BadPicture(f"{width}x{height} pixels are too few; the limit is {smallest} on a side")
+    _check_range(picture)
     try:
         # JPEG decodes straight to a smaller size; twice what is asked leaves the resize its quality.
         picture.draft(None, (2 * resolution, 2 * resolution))
@@ -76,10 +77,16 @@ def decode(data: bytes, resolution: int, *, largest: int = LARGEST, smallest: in
         raise BadPicture(f"damaged {picture.format} data: {error}") from error
 
 
-def _on_white(picture: Image.Image) -> Image.Image:
-    """RGB of eight bits a channel, whatever came in."""
+def _check_range(picture: Image.Image) -> None:
+    """Refuse numbers of which nobody knows what is white."""
     if picture.mode == "F":
         raise BadPicture("floating-point pixels have no fixed range; save it with 8 or 16 bits")
+    if picture.mode == "I" and picture.format not in ("PNG", "PPM"):  # which say I for grey of 16 bits
+        raise BadPicture("32-bit grey values have no fixed range; save it with 8 or 16 bits")
+
+
+def _on_white(picture: Image.Image) -> Image.Image:
+    """RGB of eight bits a channel, whatever came in."""
     if picture.mode.startswith("I"):
         return Image.fromarray(_eight_bits(np.asarray(picture))).convert("RGB")
     if "A" in picture.getbands() or "a" in picture.getbands() or "transparency" in picture.info:
@@ -91,9 +98,6 @@ def _on_white(picture: Image.Image) -> Image.Image:
 
 def _eight_bits(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Grey of 16 bits as 8 bits; Pillow alone would clip it to white."""
-    top = int(pixels.max())
-    if top > 65535 or int(pixels.min()) < 0:
-        raise BadPicture("32-bit grey values have no fixed range; save it with 8 or 16 bits")
     return (pixels.astype(np.uint32) * 255 // 65535).astype(np.uint8)
 
 

@@ -96,7 +96,7 @@ class Preparation:
         if self.unneeded(stage):
             return True
         checks = zip(self.artifacts(stage), self.inputs(stage), strict=True)
-        found = [artifact.check(kind, inputs) for (artifact, kind), inputs in checks]
+        found = [_is_made(artifact, kind, inputs) for (artifact, kind), inputs in checks]
         return all(found)
 
     def sweep(self, stage: StageName) -> None:
@@ -166,6 +166,12 @@ class Preparation:
             chunks = self.index.chunks(artifact)
             return f"{chunks.count - len(chunks.missing())} of {chunks.count} chunks"
         return "to do"
+
+
+def _is_made(artifact: Artifact, kind: str, inputs: dict[str, Any]) -> bool:
+    if artifact.orphaned:
+        raise AtollError(f"{artifact.folder} has files but nothing says what they are made from; delete it")
+    return artifact.check(kind, inputs)
 
 
 def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), share: Share = Share()) -> None:  # noqa: B008

@@ -34,7 +34,7 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
         # Encoders trained to put the whole caption into one vector say so; of the others the mean is taken.
-        self.pools = str(network.config.model_type).startswith(("clip", "siglip"))
+        self.pools = str(network.config.model_type).startswith("clip")
 
     def tokenize(self, captions: list[str]) -> dict[str, Tensor]:
         """Token numbers and mask, padded to the longest caption."""
@@ -80,7 +80,14 @@ def open_text_encoder(encoder: str, max_tokens: int, tokenizer: Path | None = No
     folder = _folder(encoder)
     # A whole CLIP is commonly stored with both its halves; only the text half is wanted.
     kind = CLIPTextModel if AutoConfig.from_pretrained(folder).model_type == "clip" else AutoModelForTextEncoding
-    network = kind.from_pretrained(folder, use_safetensors=True)
+    try:
+        network = kind.from_pretrained(folder, use_safetensors=True)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise AtollError(f"{encoder} is no text encoder ({reason}); give a CLIP, T5 or BERT") from error
+    limit = getattr(network.config, "max_position_embeddings", None)
+    if limit is not None and max_tokens > limit:
+        raise AtollError(f"text.max_tokens is {max_tokens}, but {encoder} reads {limit} tokens at most; lower it")
     return TextEncoder(network, AutoTokenizer.from_pretrained(tokenizer or folder), max_tokens)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from atoll.data.pictures import SUFFIXES
 from atoll.data.source import Kind, Options, Source
-from atoll.data.sources.folder import FolderSource, folders
+from atoll.data.sources.folder import FolderSource, entries_of, folders
 from atoll.errors import AtollError
 
 _EXPECTED = (
@@ -57,7 +57,7 @@ def find_kind(spec: str) -> Kind:
 
 
 def _kind_of_folder(folder: Path) -> Kind:
-    names = {entry.name for entry in folder.iterdir()}
+    names = {entry.name for entry in entries_of(folder)}
     if names & {"dataset_dict.json", "state.json"}:
         return "datasets"
     if any(name.endswith(".tar") for name in names):

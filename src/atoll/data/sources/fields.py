@@ -1,5 +1,6 @@
 """What all kinds of source share: from a row of named values to a sample."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -82,12 +83,14 @@ class Ids:
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
+        self._repeats: Counter[str] = Counter()
 
     def unique(self, key: str, mark: str) -> str:
-        """The key itself the first time, `key@mark` from then on."""
-        id = key
+        """The key itself the first time, then `key@mark`, `key@mark@2` and so on."""
+        id, marked = key, f"{key}@{mark}"
         while id in self._seen:
-            id = f"{id}@{mark}"
+            self._repeats[marked] += 1
+            id = marked if self._repeats[marked] == 1 else f"{marked}@{self._repeats[marked]}"
         self._seen.add(id)
         return id
 

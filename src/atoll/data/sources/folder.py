@@ -11,7 +11,7 @@ from typing import Any
 
 from atoll.data.pictures import SUFFIXES, BadPicture
 from atoll.data.source import Options, Sample, bad_sample, digest
-from atoll.data.sources.fields import as_text, key_of, make_sample
+from atoll.data.sources.fields import CAPTIONS, as_text, key_of, make_sample
 from atoll.errors import AtollError
 
 METADATA = ("metadata.jsonl", "metadata.csv")
@@ -57,7 +57,9 @@ class FolderSource:
         for folder, files in folders(self.root):
             names = {file.name for file in files}
             for file in files:
-                parts.append(f"{file.relative_to(self.root).as_posix()} {file.stat().st_size}")
+                if (size := _size(file)) is None:
+                    continue
+                parts.append(f"{file.relative_to(self.root).as_posix()} {size}")
                 if file.name in METADATA:
                     metadata = True
                     parts.append(digest(file.read_bytes()))
@@ -80,6 +82,7 @@ class FolderSource:
         rows: Rows = {}
         for folder, files in folders(self.root):
             rows.update(self._metadata(folder, files))
+        for _, files in folders(self.root):
             taken: set[str] = set()
             names = {file.name for file in files}
             for file in files:
@@ -94,7 +97,8 @@ class FolderSource:
                 taken.add(id)
                 yield self._sample(id, entry)
         for path, (listed, _) in rows.items():
-            yield bad_sample(key_of(path), f"listed in {listed}, but there is no such file")
+            # with its suffix: a.jpg may be there and own the key without
+            yield bad_sample(path, f"listed in {listed}, but there is no such file")
 
     def _metadata(self, folder: Path, files: list[Path]) -> Rows:
         """The metadata that lie in one folder, by path below the root."""
@@ -109,11 +113,12 @@ class FolderSource:
 
     def _sample(self, id: str, entry: _Entry) -> Sample:
         row = dict(entry.row)
-        if not row and entry.caption_file is not None:
-            try:
-                row["text"] = as_text(entry.caption_file.read_bytes())
-            except BadPicture as bad:
-                return bad_sample(id, bad.reason)
+        column = next((name for name in (self.options.caption, *CAPTIONS) if name in row), "text")
+        try:
+            if entry.caption_file is not None and as_text(row.get(column)) is None:
+                row[column] = as_text(_read(str(entry.caption_file)))
+        except BadPicture as bad:
+            return bad_sample(id, bad.reason)
         holder = entry.file.parent.name if entry.file.parent != self.root else None
         return make_sample(id, row, partial(_read, str(entry.file)), self.options, label=holder)
 
@@ -123,13 +128,38 @@ def folders(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[tuple
     real = os.path.realpath(folder)
     if real in above:
         return
-    entries = sorted(
-        (entry for entry in os.scandir(folder) if not _is_hidden(entry.name)), key=lambda entry: entry.name
-    )
-    yield folder, [folder / entry.name for entry in entries if entry.is_file()]
+    entries = [entry for entry in entries_of(folder) if not _is_hidden(entry.name)]
+    yield folder, [folder / entry.name for entry in entries if _is_file(entry)]
     for entry in entries:
-        if entry.is_dir():
+        if _is_folder(entry):
             yield from folders(folder / entry.name, above | {real})
+
+
+def entries_of(folder: Path) -> list["os.DirEntry[str]"]:
+    """What lies in a folder, in order of name."""
+    try:
+        return sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise AtollError(f"{folder}: cannot be listed: {error.strerror}; make it readable or move it away") from error
+
+
+def _is_file(entry: "os.DirEntry[str]") -> bool:
+    """Whether it is a file. A picture's link that leads nowhere counts, so that reading it says what is wrong."""
+    if not entry.is_symlink():
+        return entry.is_file()
+    return os.path.isfile(entry.path) or (_is_picture(Path(entry.name)) and not os.path.exists(entry.path))
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+
+
+def _size(file: Path) -> int | None:
+    """Number of bytes; None for a link that leads nowhere."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return None
 
 
 def _is_hidden(name: str) -> bool:

@@ -21,6 +21,7 @@ from atoll.data.source import Options, Sample, digest
 from atoll.data.sources.fields import IDS, Ids, fingerprint_of, key_of, make_sample, pick_column
 from atoll.errors import AtollError
 
+_DAMAGE = (OSError, pa.ArrowException)  # what pyarrow raises on damaged files
 IMAGES = ("image", "img", "picture", "image_bytes", "jpg", "jpeg", "png", "webp", "bytes")
 
 
@@ -32,6 +33,8 @@ class Columns:
     id: str | None
     others: list[str]
     """Every column but the pictures'."""
+    hidden: frozenset[str | None]
+    """Columns that are no part of a row: the picture, and the id unless it is asked for as caption or class."""
     classes: Mapping[str, list[str]]
     """For columns of class numbers, the names."""
 
@@ -45,18 +48,21 @@ class Columns:
             raise AtollError(
                 f"{where}: no column of pictures (bytes, or a struct with bytes); columns: {', '.join(names)}"
             )
-        for wanted in (options.caption, options.label):
+        asked = (options.caption, options.label)
+        for wanted in asked:
             pick_column(names, wanted, (), where)
+        id = pick_column(names, options.id, [name for name in IDS if name not in asked], where)
         return cls(
             image=image,
-            id=pick_column(names, options.id, IDS, where),
+            id=id,
+            hidden=frozenset({image} | ({id} - set(asked))),
             others=[name for name in names if name != image],
             classes=_class_names(schema),
         )
 
     def row(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """A row without the picture and the id, class numbers as names."""
-        row = {name: value for name, value in values.items() if name not in (self.image, self.id)}
+        row = {name: value for name, value in values.items() if name not in self.hidden}
         for name, classes in self.classes.items():
             if isinstance(number := row.get(name), int):  # -1 says that there is none
                 row[name] = classes[number] if 0 <= number < len(classes) else None
@@ -66,7 +72,7 @@ class Columns:
 def _holds_pictures(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return any(kind.field(i).name == "bytes" for i in range(kind.num_fields))
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
 
 
 def _has_path(kind: pa.DataType) -> bool:
@@ -151,7 +157,7 @@ class ParquetSource:
                 raise AtollError(f"{file}: no column {', '.join(sorted(missing))}, which {self.files[0].name} has")
             wanted = self._light_columns(table.schema_arrow)
             for group in range(table.num_row_groups):
-                rows = _rows(table.read_row_group(group, columns=wanted), self.columns)
+                rows = _rows(_read_group(file, table, group, wanted), self.columns)
                 for place, values in enumerate(rows):
                     read = partial(_read_cell, str(file), self.columns.image, group, place)
                     yield _table_sample(values, self.columns, ids, read, self.options)
@@ -166,8 +172,19 @@ class ParquetSource:
 def _open(file: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(file, memory_map=True)
-    except pa.ArrowInvalid as error:
-        raise AtollError(f"{file}: not a parquet file: {error}") from error
+    except _DAMAGE as error:
+        raise AtollError(f"{file}: not a parquet file, or damaged: {_short(error)}") from error
+
+
+def _read_group(file: Path, table: pq.ParquetFile, group: int, columns: list[str]) -> pa.Table:
+    try:
+        return table.read_row_group(group, columns=columns)
+    except _DAMAGE as error:
+        raise AtollError(f"{file}: row group {group} is damaged: {_short(error)}; restore the file") from error
+
+
+def _short(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 _lock = threading.Lock()
@@ -175,8 +192,11 @@ _lock = threading.Lock()
 
 def _read_cell(file: str, column: str, group: int, place: int) -> bytes:
     """One picture. Parquet is read by the row group, so the latest ones are kept for the rows that follow."""
-    with _lock:
-        cells = _row_group(file, column, group)
+    try:
+        with _lock:
+            cells = _row_group(file, column, group)
+    except _DAMAGE as error:
+        raise BadPicture(f"row group {group} of {Path(file).name} is damaged: {_short(error)}") from error
     return picture_bytes(cells[place].as_py())
 
 
@@ -230,9 +250,8 @@ def _load(spec: str, split: str) -> Any:
     try:
         data = datasets.load_from_disk(str(folder)) if folder.is_dir() else datasets.load_dataset(spec, split=split)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
         raise AtollError(
-            f"{spec}: neither a file or folder here, nor a data set that could be loaded ({reason}); "
+            f"{spec}: neither a file or folder here, nor a data set that could be loaded ({_short(error)}); "
             "give a path, a Hugging Face datasets name, or emoji"
         ) from error
     if isinstance(data, datasets.DatasetDict):
