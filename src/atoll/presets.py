@@ -162,6 +162,7 @@ PRESETS: dict[str, dict[str, Any]] = {
                 "caption_projection_dim": 1792,
                 "pooled_projection_dim": 768,
                 "pos_embed_max_size": 96,
+                "null_tokens": 77,
             }
         },
         "train": {

@@ -112,6 +112,13 @@ def test_as_weightings_measure_the_error_on_the_other_prediction(name: str, pred
     torch.testing.assert_close(objective.loss(wrong, noised).double(), expected, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("weighting", ["constant", "min-snr", "as-x0"])
+def test_one_time_for_the_whole_batch_may_come_without_an_axis(weighting: str) -> None:
+    objective = flow.objective("ddpm", weighting=weighting)
+    one, each = (objective.corrupt(BATCH, seed=0, t=t) for t in (torch.tensor(0.3), torch.full((64,), 0.3)))
+    torch.testing.assert_close(objective.loss(BATCH, one), objective.loss(BATCH, each))
+
+
 def test_weights_stay_finite_at_the_ends() -> None:
     ends = torch.tensor([0.0, 1.0])
     for schedule in ("linear", "cosine", "edm"):

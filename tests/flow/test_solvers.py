@@ -1,3 +1,5 @@
+from typing import Any
+
 import diffusers
 import pytest
 import torch
@@ -18,8 +20,8 @@ def exact_end() -> torch.Tensor:
 END = exact_end()
 
 
-def error(solver: str, steps: int) -> float:
-    x = flow.solve(MIXTURE.velocity, NOISE, steps=steps, solver=solver)
+def error(solver: str, steps: int, shift: float = 1.0) -> float:
+    x = flow.solve(MIXTURE.velocity, NOISE, steps=steps, solver=solver, shift=shift)
     return (x - END).norm(dim=1).median().item()
 
 
@@ -37,6 +39,54 @@ def test_every_solver_reaches_the_data(solver: str) -> None:
 @pytest.mark.parametrize("solver", ["heun", "flow-heun", "dpm++", "unipc"])
 def test_higher_order_solvers_beat_euler_at_equal_steps(solver: str) -> None:
     assert error(solver, 40) < error("euler", 40)
+
+
+class Asked(list[float]):
+    """A velocity that notes the times it is asked at."""
+
+    def __call__(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        self.append(t[0].item())
+        return torch.zeros_like(x)
+
+
+@pytest.mark.parametrize(("solver", "bound"), [("unipc", 1e-4), ("dpm++", 1e-3)])
+def test_multistep_solvers_ask_at_the_times_they_step_by(solver: str, bound: float) -> None:
+    """Times cut to whole timesteps leave an error of about 0.002 at any number of steps."""
+    assert error(solver, 160) < bound
+
+
+@pytest.mark.parametrize(("solver", "steps", "shift"), [("unipc", 100, 12), ("unipc", 250, 5), ("dpm++", 100, 12)])
+def test_first_timesteps_may_coincide(solver: str, steps: int, shift: float) -> None:
+    assert error(solver, steps, shift) < 0.03
+
+
+@pytest.mark.parametrize("solver", ["flow-euler", "flow-heun"])
+@pytest.mark.parametrize("shift", [1.0, 3.0, 12.0])
+def test_the_shift_is_applied_once(solver: str, shift: float) -> None:
+    asked = Asked()
+    flow.solve(asked, NOISE, steps=20, solver=solver, shift=shift)
+    assert list(dict.fromkeys(asked)) == pytest.approx(flow.solver_times(20, shift)[:-1], abs=1e-6)
+
+
+def test_flow_heun_converges_like_heun_at_a_large_shift() -> None:
+    assert error("flow-heun", 160, 12) == pytest.approx(error("heun", 160, 12), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_karras_sigmas=True),
+        diffusers.EulerDiscreteScheduler(),
+        diffusers.DDIMScheduler(),
+    ],
+    ids=["flow sigmas of Karras", "sigmas that are no times", "no sigmas"],
+)
+def test_a_scheduler_with_settings_of_its_own_keeps_its_times(scheduler: Any) -> None:
+    scheduler.set_timesteps(10)
+    own = scheduler.timesteps / 1000
+    asked = Asked()
+    flow.run_scheduler(scheduler, asked, NOISE.float(), 10)
+    assert asked == pytest.approx(own.tolist(), abs=1e-6)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
@@ -58,6 +108,7 @@ def test_euler_is_the_step_of_diffusers(shift: float) -> None:
 def test_solver_times() -> None:
     assert flow.solver_times(4) == [1.0, 0.75, 0.5, 0.25, 0.0]
     assert flow.solver_times(2, shift=3.0) == [1.0, 0.75, 0.0]
+    assert [flow.solver_times(1, shift) for shift in (0.1, 0.2, 0.45)] == 3 * [[1.0, 0.0]]
     with pytest.raises(ValueError, match="steps >= 1"):
         flow.solver_times(0)
 

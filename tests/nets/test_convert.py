@@ -6,10 +6,10 @@ from dit_release import release_forward, release_state
 
 from atoll.cli import main
 from atoll.errors import AtollError
-from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, load_network, save_network
+from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, build, load_network, save_network
 from atoll.nets.convert import convert, read_source
 from atoll.nets.fold import STEPS, FlowMatchingOptions, activated_embeddings, time_table
-from atoll.nets.weights import sha256
+from atoll.nets.weights import sha256, write_weights
 
 WIDTH, HEADS, CLASSES = 48, 2, 10
 
@@ -179,3 +179,33 @@ def test_differences_of_arithmetic_are_listed(release, tmp_path):
     conversion = convert(file, tmp_path / "out", "diffusers-dit", heads=HEADS)
     assert [change.what for change in conversion.changes if change.action == "changed"] == ["frequency_shift"]
     assert [change.what for change in conversion.changes if change.action == "left out"] == ["positions"]
+
+
+@torch.no_grad()
+def test_the_null_condition_of_a_wrapped_pixart_comes_along(tmp_path):
+    torch.manual_seed(0)
+    fields = {
+        "num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 2, "sample_size": 16, "in_channels": 4,
+        "out_channels": 4, "cross_attention_dim": WIDTH, "caption_channels": 12,
+    }  # fmt: skip
+    expert = build({"_class_name": "PixArtExpert", **fields}).eval()
+    for parameter in expert.parameters():
+        parameter.normal_(std=0.1)
+    save_network(expert, tmp_path / "expert")
+    convert(tmp_path / "expert", tmp_path / "native")
+    x, time = noise()
+    torch.testing.assert_close(load_network(tmp_path / "native")(x, time), expert(x, time), atol=1e-5, rtol=0)
+    conversion = convert(tmp_path / "expert", tmp_path / "there", "diffusers-pixart")
+    assert [change.what for change in conversion.changes if change.action == "left out"] == ["null_text, positions"]
+
+
+def test_the_file_that_is_given_is_the_one_that_is_read(tmp_path):
+    folder, networks = tmp_path / "network", [DiT(DiTConfig(WIDTH, 1, HEADS, size=16)) for _ in range(2)]
+    save_network(networks[0], folder)
+    write_weights(networks[1].state_dict(), folder / "other.safetensors")
+    convert(folder / "other.safetensors", tmp_path / "out")
+    for name, tensor in load_network(tmp_path / "out").state_dict().items():
+        assert tensor.equal(networks[1].state_dict()[name]), name
+    write_weights(DiT(DiTConfig(WIDTH, 2, HEADS, size=16)).state_dict(), folder / "deeper.safetensors")
+    with pytest.raises(AtollError, match=r"not expected blocks\.1\.attention"):
+        convert(folder / "deeper.safetensors", tmp_path / "refused")

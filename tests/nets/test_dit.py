@@ -3,6 +3,7 @@ import torch
 
 from atoll.errors import AtollError
 from atoll.nets import NAMES, Condition, DiT, DiTConfig, concatenate, count_parameters, load_network, save_network
+from atoll.nets.fold import time_table
 from atoll.nets.layers import patchify, sincos_positions, time_features, unpatchify
 
 TINY = {"width": 48, "depth": 3, "heads": 2, "size": 16}
@@ -111,6 +112,18 @@ def test_prepared_condition_and_shared_time_give_the_same_answer(modulation):
     )
 
 
+def test_some_samples_of_a_prepared_condition_without_labels():
+    """The null class is one row for the whole batch, and stays it."""
+    x, _, condition = inputs()
+    network = awake(DiT(DiTConfig(**TINY, text_width=20, num_classes=5)))
+    prepared, time = network.prepare(Condition(condition.text, condition.text_mask)), torch.tensor(321.0)
+    expected = network(x, time, prepared)
+    for some in (slice(1, None), torch.tensor([2, 0])):
+        torch.testing.assert_close(network(x[some], time, prepared[some]), expected[some], atol=1e-5, rtol=1e-4)
+    nothing = network.prepare(None)
+    torch.testing.assert_close(network(x[1:], time, nothing[1:]), network(x, time)[1:], atol=1e-5, rtol=1e-4)
+
+
 def test_checkpointing_gives_the_same_gradients():
     x, time, condition = inputs()
     network = awake(DiT(DiTConfig(**TINY, text_width=20, num_classes=5)))
@@ -166,6 +179,25 @@ def test_the_time_table_is_another_clock():
     torch.testing.assert_close(
         network(x, time), plain(x, torch.tensor([0.0, (62.5 + 63.001) / 2, 1000.0])), atol=1e-4, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@torch.no_grad()
+def test_the_clock_stays_exact_in_every_precision(dtype):
+    x, time, _ = inputs()
+    network = awake(DiT(DiTConfig(**TINY, time_table=True)))
+    network.time_table.copy_(time_table("snr"))
+    clock, exact = network._clock(time), network(x, time)
+    cast = network.to(dtype)
+    assert cast.time_table.equal(time_table("snr"))
+    assert cast._clock(time).equal(clock)
+    answer = cast(x.to(dtype), time)
+    assert answer.dtype == dtype
+    assert float((answer.float() - exact).norm() / exact.norm()) < 0.1
+    with torch.device("meta"):
+        empty = DiT(DiTConfig(**TINY, time_table=True)).to(dtype)
+    assert empty.time_table.is_meta
+    assert empty.to_empty(device="cpu").time_table.dtype == torch.float32
 
 
 def test_meta_device_then_init_is_complete():

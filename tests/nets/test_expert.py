@@ -55,6 +55,19 @@ def test_diffusers_models_are_experts(kind, tmp_path):
     torch.testing.assert_close(load_network(tmp_path)(x, time, condition()), answer)
 
 
+@torch.no_grad()
+def test_no_text_has_as_many_null_tokens_as_the_texts_of_training(tmp_path):
+    description = {"_class_name": "SD3Expert", **DESCRIPTIONS["SD3Expert"]}
+    expert = build({**description, "null_tokens": 3}).eval()
+    for parameter in expert.parameters():
+        parameter.normal_(std=0.1)
+    save_network(expert, tmp_path)
+    x, time = torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0])
+    dropped = expert(x, time, condition().unconditional())
+    torch.testing.assert_close(load_network(tmp_path)(x, time), dropped, atol=1e-5, rtol=1e-4)
+    assert "null_tokens" not in build(description).describe()  # descriptions of old experts stay what they were
+
+
 @pytest.mark.parametrize("kind", DESCRIPTIONS)
 def test_the_null_condition_takes_part_in_every_training_step(kind):
     """Distributed training waits for the gradient of every weight, also where nothing is dropped."""

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from atoll.nets import Condition, Router, RouterConfig, count_parameters, load_network, save_network
+from atoll.nets.layers import sincos_positions
 
 TINY = {"experts": 3, "width": 48, "depth": 2, "heads": 2, "size": 8, "channels": 1}
 
@@ -75,6 +76,25 @@ def test_router_can_be_told_class_and_pooled_text():
     assert not answer.allclose(router(x, time), atol=1e-4)
     assert not answer.allclose(router(x, time, Condition(pooled=told.pooled)), atol=1e-4)
     torch.testing.assert_close(router(x, time, told.unconditional()), router(x, time))
+
+
+@torch.no_grad()
+def test_another_size_interpolates_a_learned_table_and_stretches_the_formula():
+    torch.manual_seed(0)
+    router, larger = (Router(RouterConfig(**TINY | {"size": size})) for size in (8, 12))
+    for parameter in router.parameters():
+        parameter.normal_(std=0.1)
+    x, time = torch.randn(2, 1, 12, 12), torch.tensor(3.0)
+    for dtype in (torch.float32, torch.bfloat16):  # a formula rounded to half precision is still the formula
+        router.positions.copy_(sincos_positions(48, 4, 4, 4).to(dtype))
+        larger.load_state_dict(router.state_dict() | {"positions": sincos_positions(48, 6, 6, 4)})
+        assert router(x, time).equal(larger(x, time))
+    router.positions.normal_()
+    image = router.positions.view(1, 4, 4, 48).permute(0, 3, 1, 2)
+    table = functional.interpolate(image, (6, 6), mode="bicubic").permute(0, 2, 3, 1).reshape(1, 36, 48)
+    larger.positions.copy_(table)
+    torch.testing.assert_close(router(x, time), larger(x, time))
+    assert router.to("meta")(x.to("meta"), time.to("meta")).shape == (2, 3)  # as costs are counted
 
 
 def test_save_and_load_keep_prior_and_calibration(tmp_path):

@@ -4,10 +4,11 @@ from diffusers import DiTTransformer2DModel, PixArtTransformer2DModel
 from dit_release import positions, release_forward, release_state
 
 from atoll.errors import AtollError
-from atoll.nets import Condition, Router, RouterConfig
-from atoll.nets.convert import read_source
-from atoll.nets.layers import sincos_positions
-from atoll.nets.weights import LAYOUTS, detect, layout, read_weights
+from atoll.nets import Condition, Router, RouterConfig, load_network
+from atoll.nets.convert import convert, read_source
+from atoll.nets.fold import FlowMatchingOptions
+from atoll.nets.layers import is_sincos, sincos_positions
+from atoll.nets.weights import LAYOUTS, detect, layout, read_weights, write_weights
 from paris_release import Paris
 
 
@@ -168,6 +169,47 @@ def test_a_diffusers_folder_is_read_with_its_configuration(tmp_path):
     torch.testing.assert_close(source.network()(x, time, Condition(text)), theirs, atol=1e-5, rtol=0)
     with pytest.raises(AtollError, match="resolution and aspect ratio"):
         native(pixart(use_additional_conditions=True).state_dict(), dict(model.config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_half_precision_is_read_as_float32(dtype, tmp_path):
+    state = release_state(width=48, depth=2, patch=2, grid=8, classes=10, seed=2)
+    half = {name: tensor.to(dtype) for name, tensor in state.items()}
+    torch.save(half, tmp_path / "half.pt")
+    source = read_source(tmp_path / "half.pt", 2)
+    assert source.config.positions == "sincos"
+    assert {tensor.dtype for tensor in source.state.values()} == {torch.float32}
+    x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(1))
+    time, label = torch.tensor([37.5, 999.0]), torch.tensor([3, 10])
+    theirs = release_forward({name: tensor.float() for name, tensor in half.items()}, x, time, label, heads=2)
+    torch.testing.assert_close(source.network()(x, time, Condition(label=label)), theirs, atol=1e-5, rtol=0)
+    options = FlowMatchingOptions(final="keep")
+    assert convert(tmp_path / "half.pt", tmp_path / "out", "flow-matching", options, heads=2).figures["residual"] > 0
+    paris = randomise(Paris(48, 2, 1, 8, text_width=20)).to(dtype)  # its null condition is not in the file
+    torch.save(paris.state_dict(), tmp_path / "paris.pt")
+    assert read_source(tmp_path / "paris.pt", 2).network()(x, time, Condition()).dtype == torch.float32
+
+
+def test_full_precision_tells_learned_positions_from_rounded_ones():
+    table = positions(48, 8)
+    assert [bool(is_sincos(kind, 8)) for kind in (table, table.half(), table.bfloat16())] == [True] * 3
+    assert not is_sincos(table * 1.001, 8)
+    assert not is_sincos((table * 1.02).bfloat16(), 8)
+
+
+@torch.no_grad()
+def test_the_null_caption_of_a_released_pixart_is_left_out(tmp_path):
+    model = pixart(use_additional_conditions=False)
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "diffusion_pytorch_model.safetensors"
+    write_weights(read_weights(file) | {"caption_projection.y_embedding": torch.randn(120, 20)}, file)
+    conversion = convert(tmp_path / "model", tmp_path / "out")
+    left = [(change.what, change.parameters) for change in conversion.changes if change.action == "left out"]
+    assert left == [("caption_projection.y_embedding", 120 * 20)]
+    x, time, text = torch.randn(1, 4, 16, 16), torch.tensor([5.0]), torch.randn(1, 3, 20)
+    theirs = model(x, encoder_hidden_states=text, timestep=time).sample
+    torch.testing.assert_close(load_network(tmp_path / "out")(x, time, Condition(text)), theirs, atol=1e-5, rtol=0)
 
 
 def test_positions_are_those_of_mae():

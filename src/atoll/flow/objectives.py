@@ -183,4 +183,5 @@ def objective(name: str | None = None, **parts: Any) -> Objective:
 
 def _x0_per_output(prediction: Prediction, t: Tensor, schedule: Schedule) -> Tensor:
     """|d x0 / d output| at each time: how an error of the prediction counts in x0."""
+    t = t.reshape(-1)  # one time for the whole batch may come without an axis
     return pair_weights(prediction, schedule.at(t, torch.empty_like(t)), torch.finfo(t.dtype).eps).x0_output.abs()

@@ -23,7 +23,7 @@ def solver_times(steps: int, shift: float = 1.0) -> list[float]:
     if steps < 1 or shift <= 0:
         raise ValueError(f"expected steps >= 1 and shift > 0, got {steps} and {shift}")
     even = [1 - i / steps for i in range(steps + 1)]
-    return [shift * t / (1 + (shift - 1) * t) for t in even]
+    return [min(1.0, shift * t / (1 + (shift - 1) * t)) for t in even]
 
 
 def solve(velocity: VelocityField, x: Tensor, *, steps: int = 50, solver: str = "euler", shift: float = 1.0) -> Tensor:
@@ -72,11 +72,34 @@ def diffusers_scheduler(solver: str, shift: float = 1.0) -> Any:
 
 def run_scheduler(scheduler: Any, velocity: VelocityField, x: Tensor, steps: int) -> Tensor:
     """Drive any diffusers scheduler that takes velocity and counts its timesteps on 0..1000."""
+    if _only_shifted(scheduler):
+        scheduler.sigma_min = 1 / steps  # its own was shifted when it was made, and would be once more
     scheduler.set_timesteps(steps, device=x.device)
-    for timestep in scheduler.timesteps:
-        v = velocity(x, _times(float(timestep) / NETWORK_TIME_SCALE, x))
-        x = scheduler.step(v, timestep, x, return_dict=False)[0]
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(0)  # it cannot be found by the first timestep if that, cut to an integer, comes twice
+    for t, timestep in zip(_exact_times(scheduler), scheduler.timesteps, strict=True):
+        x = scheduler.step(velocity(x, _times(t, x)), timestep, x, return_dict=False)[0]
     return x
+
+
+def _only_shifted(scheduler: Any) -> bool:
+    """Whether it is diffusers' flow Euler or flow Heun with nothing set but the shift: its times are `solver_times`."""
+    import diffusers
+
+    kind = type(scheduler)
+    if kind not in (diffusers.FlowMatchEulerDiscreteScheduler, diffusers.FlowMatchHeunDiscreteScheduler):
+        return False
+    plain = kind(shift=scheduler.config.shift).config
+    return all(scheduler.config[name] == plain[name] for name in plain if not name.startswith("_"))
+
+
+def _exact_times(scheduler: Any) -> list[float]:
+    """The times of the timesteps: flow sigmas, which are what it steps by, where it has them."""
+    times = scheduler.timesteps.double().cpu() / NETWORK_TIME_SCALE
+    sigmas = getattr(scheduler, "sigmas", times)[: len(times)].double().cpu()
+    # A timestep may be its sigma cut to an integer, less than 1 away; other sigmas than those of flows are far away.
+    exact = len(sigmas) == len(times) and bool((sigmas - times).abs().max() < 1.1 / NETWORK_TIME_SCALE)
+    return (sigmas if exact else times).tolist()  # type: ignore[no-any-return]
 
 
 def _times(t: float, x: Tensor) -> Tensor:

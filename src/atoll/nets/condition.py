@@ -96,9 +96,13 @@ class PreparedCondition:
     """Attention mask over the text tokens."""
 
     def __getitem__(self, samples: Tensor | slice) -> "PreparedCondition":
-        """The prepared condition of some samples of the batch."""
+        """The prepared condition of some samples of the batch; a part that is the same for all stays one row."""
+
+        def some(part: Tensor) -> Tensor:
+            return part[samples] if len(part) > 1 else part
+
         return PreparedCondition(
-            tuple(None if part is None else part[samples] for part in self.embeddings),
-            tuple((keys[samples], values[samples]) for keys, values in self.keys_values),
-            None if self.mask is None else self.mask[samples],
+            tuple(None if part is None else some(part) for part in self.embeddings),
+            tuple((some(keys), some(values)) for keys, values in self.keys_values),
+            None if self.mask is None else some(self.mask),
         )

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +14,10 @@ from atoll import __version__
 from atoll.errors import AtollError, unknown
 from atoll.nets.condition import Condition
 from atoll.nets.dit import DiT, DiTConfig
-from atoll.nets.expert import KINDS, load_network
+from atoll.nets.expert import KINDS, build
 from atoll.nets.fold import Change, FlowMatchingOptions, to_flow_matching
 from atoll.nets.router import Router, RouterConfig
-from atoll.nets.weights import LAYOUTS, detect, layout, read_weights, sha256, write_weights
+from atoll.nets.weights import LAYOUTS, Layout, check_fit, detect, layout, read_weights, sha256, write_weights
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
 
 CONVERSION_FILE = "conversion.json"
@@ -33,6 +33,8 @@ class Source:
     layout: str
     config: DiTConfig | RouterConfig
     state: dict[str, Tensor]
+    left: list[Change] = field(default_factory=list)
+    """What of the file was left out."""
 
     def network(self) -> DiT | Router:
         """The source as a network."""
@@ -59,19 +61,40 @@ def read_source(path: str | Path, heads: int | None = None) -> Source:
     """Read a checkpoint: a `.pt` or `.safetensors` file, or a folder with one and perhaps a config.json."""
     path = Path(path)
     file = _weights_in(path) if path.is_dir() else path
-    state = read_weights(file)
+    state = {name: _in_float32(tensor) for name, tensor in read_weights(file).items()}
     config_file = file.parent / CONFIG_FILE
     given = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
     kind = given.get("_class_name")
     if kind in ("DiT", "Router"):
-        network = load_network(file.parent)
-        assert isinstance(network, DiT | Router)
-        return Source(file, "atoll", network.config, network.state_dict())
+        return _native(file, given, state)
+    null: dict[str, Tensor] = {}
     if kind in KINDS:
-        given, state = _unwrapped(given, state, file)
+        given, state, null = _unwrapped(given, state, file)
     found = detect(state)
     config = found.read_config(state, given, heads)
-    return Source(file, found.name, config, found.to_native(state, config))
+    return Source(file, found.name, config, found.to_native(state, config) | null, _left_out(found, state))
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _native(file: Path, given: dict[str, Any], state: dict[str, Tensor]) -> Source:
+    """A network of Atoll's own, as its config.json describes it."""
+    with torch.device("meta"):
+        network = build(given)
+    assert isinstance(network, DiT | Router)
+    check_fit(state, network.state_dict(), f"the network of {file.parent / CONFIG_FILE}")
+    return Source(file, "atoll", network.config, state)
+
+
+def _left_out(found: Layout, state: Mapping[str, Tensor]) -> list[Change]:
+    """The tensors of a file that the native network has no place for."""
+    return [
+        Change(name, "left out", state[name].numel(), "no place in Atoll's layout")
+        for name in found.unused
+        if name in state
+    ]
 
 
 def _weights_in(folder: Path) -> Path:
@@ -84,12 +107,15 @@ def _weights_in(folder: Path) -> Path:
     return files[0]
 
 
-def _unwrapped(given: dict[str, Any], state: dict[str, Tensor], file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The diffusers model inside an expert of another kind; its learned null condition has no place elsewhere."""
+def _unwrapped(
+    given: dict[str, Any], state: dict[str, Tensor], file: Path
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """The diffusers model inside an expert of another kind, and its learned null condition as a DiT has it."""
     inside = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
     if not any(candidate.matches(inside) for candidate in LAYOUTS.values()):
         raise AtollError(f"{file}: a {given['_class_name']} stays in its own layout; known ones: {', '.join(LAYOUTS)}")
-    return given | {"_class_name": KINDS[given["_class_name"]].model_class}, inside
+    null = {name: tensor.flatten() for name, tensor in state.items() if name.startswith("null_")}
+    return given | {"_class_name": KINDS[given["_class_name"]].model_class}, inside, null
 
 
 def convert(
@@ -119,7 +145,7 @@ def convert(
         source={"file": read.file.name, "layout": read.layout, "sha256": sha256(read.file)},
         target=to,
         options=asdict(options) if to == "flow-matching" else {},
-        changes=changes,
+        changes=changes + read.left,
         figures=figures,
         files={name: sha256(destination / name) for name in (WEIGHTS_FILE, CONFIG_FILE)},
     )

@@ -3,9 +3,9 @@
 It maps (noisy image, network time, condition) to an image and knows nothing of schedules, objectives or parallelism.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from atoll.nets.layers import (
     init_linears,
     modulated_norm,
     patchify,
+    resized_positions,
     sincos_positions,
     unpatchify,
 )
@@ -217,8 +218,8 @@ class DiT(nn.Module):
         if not self.config.time_table:
             return time
         below = time.floor().clamp(0, TIME_KNOTS - 2)
-        start = below.long()
-        return torch.lerp(self.time_table[start], self.time_table[start + 1], time - below)
+        start, table = below.long(), self.time_table.float()
+        return torch.lerp(table[start], table[start + 1], time - below)
 
     def _positions_for(self, rows: int, columns: int) -> Tensor:
         """Positions of a grid; other grids than the native one stretch over the same range of coordinates."""
@@ -228,12 +229,7 @@ class DiT(nn.Module):
         if self.config.positions == "sincos":
             made = sincos_positions(self.config.width, rows, columns, grid, self.config.position_scale)
             return made.to(self.positions)
-        image = self.positions.transpose(1, 2).reshape(1, -1, grid, grid)
-        return (
-            functional.interpolate(image, (rows, columns), mode="bicubic", align_corners=False)
-            .flatten(2)
-            .transpose(1, 2)
-        )
+        return resized_positions(self.positions, grid, rows, columns)
 
     def _condition_embeddings(self, condition: Condition) -> tuple[Tensor | None, ...]:
         return tuple(
@@ -256,6 +252,14 @@ class DiT(nn.Module):
             # Its tokens are equal: whichever of them are attended to, the attention's answer is the same.
             mask = None if mask is None else mask | condition.dropped[:, None]
         return text, None if mask is None else mask[:, None, None, :]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Cast or move the network; the clock stays in float32, for bfloat16 would round times to multiples of 4."""
+        table = self.time_table if self.config.time_table else None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if table is not None and self.time_table.dtype != torch.float32:
+            self.time_table = table.to(self.time_table.device, torch.float32)
+        return self
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -61,7 +61,7 @@ class DiffusersExpert(nn.Module, ABC):
 
 
 def _with_null(given: Tensor | None, null: Tensor, dropped: Tensor | None, batch: int) -> Tensor:
-    """Replace what is missing or dropped by the null condition: one text token (1, width), or one vector (width,)."""
+    """Replace what is missing or dropped by the null condition: text tokens (tokens, width), or a vector (width,)."""
     if given is None:
         return null.expand(batch, *null.shape)
     if dropped is None:
@@ -111,21 +111,31 @@ class DiTExpert(DiffusersExpert):
 
 
 class SD3Expert(DiffusersExpert):
-    """diffusers' SD3 transformer, the MMDiT of the DDM paper, told by text tokens and pooled text."""
+    """diffusers' SD3 transformer, the MMDiT of the DDM paper, told by text tokens and pooled text.
+
+    Its joint attention counts tokens: `null_tokens` is the number of null tokens that stand for no text at all, and
+    should be the length of the texts it was trained with, for which a dropped text has that many.
+    """
 
     model_class = "SD3Transformer2DModel"
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, null_tokens: int = 1, **config: Any) -> None:
         super().__init__(**config)
+        self.null_tokens = null_tokens
         self.null_text = nn.Parameter(torch.randn(1, self.model.config.joint_attention_dim) * 0.02)
         self.null_pooled = nn.Parameter(torch.randn(self.model.config.pooled_projection_dim) * 0.02)
 
     def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
         """Text tokens and pooled text. SD3 takes no mask: padding tokens are part of its text."""
+        null = self.null_text if condition.text is not None else self.null_text.expand(self.null_tokens, -1)
         return {
-            "encoder_hidden_states": _with_null(condition.text, self.null_text, condition.dropped, len(x)),
+            "encoder_hidden_states": _with_null(condition.text, null, condition.dropped, len(x)),
             "pooled_projections": _with_null(condition.pooled, self.null_pooled, condition.dropped, len(x)),
         }
+
+    def describe(self) -> dict[str, Any]:
+        """The kind, the model's own configuration, and the number of null tokens where it was given."""
+        return super().describe() | ({"null_tokens": self.null_tokens} if self.null_tokens != 1 else {})
 
 
 class UNetExpert(DiffusersExpert):

@@ -40,6 +40,23 @@ def sincos_positions(width: int, rows: int, columns: int, base: int, scale: floa
     return torch.cat([across, down], dim=-1).reshape(1, rows * columns, width)
 
 
+def is_sincos(table: Tensor, grid: int) -> Tensor:
+    """Whether a stored table of grid × grid positions has the values of the formula, as a tensor: no branch needed."""
+    made = sincos_positions(table.shape[-1], grid, grid, grid).to(table.device)
+    table = table.float()
+    # A table that half precision holds exactly was rounded to it.
+    halves = [(table == table.to(kind)).all() * torch.finfo(kind).eps for kind in (torch.bfloat16, torch.float16)]
+    tolerance = 1e-5 + (1e-5 + torch.stack(halves).amax()) * made.abs()
+    return ((table - made).abs() <= tolerance).all()
+
+
+def resized_positions(table: Tensor, grid: int, rows: int, columns: int) -> Tensor:
+    """A learned table of grid × grid positions, interpolated to another grid."""
+    image = table.transpose(1, 2).reshape(1, -1, grid, grid)
+    resized = functional.interpolate(image, (rows, columns), mode="bicubic", align_corners=False)
+    return resized.flatten(2).transpose(1, 2)
+
+
 def patchify(images: Tensor, patch: int) -> Tensor:
     """(batch, channels, height, width) to (batch, tokens, channels · patch · patch), in the order of a convolution."""
     batch, channels, height, width = images.shape

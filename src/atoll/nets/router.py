@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll.nets.condition import Condition
-from atoll.nets.layers import Block, Embedder, LinearModulation, init_linears, patchify, sincos_positions
+from atoll.nets.layers import (
+    Block,
+    Embedder,
+    LinearModulation,
+    init_linears,
+    is_sincos,
+    patchify,
+    resized_positions,
+    sincos_positions,
+)
 from atoll.nets.named import NamedConfig
 
 
@@ -119,11 +128,15 @@ class Router(nn.Module):
         return {"_class_name": "Router", **self.config.to_dict()}
 
     def _positions_for(self, x: Tensor) -> Tensor:
+        """Positions of a grid; other grids than the native one stretch the formula, or a table learned elsewhere."""
         rows, columns = x.shape[-2] // self.config.patch, x.shape[-1] // self.config.patch
         grid = self.config.size // self.config.patch
         if (rows, columns) == (grid, grid):
             return self.positions
-        return sincos_positions(self.config.width, rows, columns, grid).to(self.positions)
+        made = sincos_positions(self.config.width, rows, columns, grid).to(self.positions)
+        return torch.where(
+            is_sincos(self.positions, grid), made, resized_positions(self.positions, grid, rows, columns)
+        )
 
     @torch.no_grad()
     def init_weights(self) -> None:

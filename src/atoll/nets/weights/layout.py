@@ -56,6 +56,8 @@ class Layout:
     optional: tuple[str, ...] = ()
     """Native tensors that this layout has no place for. When reading, the network makes them itself; a null condition
     starts at zero."""
+    unused: tuple[str, ...] = ()
+    """Foreign tensors that a file may carry and the native network has no place for."""
 
     def matches(self, state: Mapping[str, Tensor]) -> bool:
         """Whether these tensors are in this layout."""
@@ -65,7 +67,8 @@ class Layout:
         """Foreign tensors as native ones; refuses, by name, whatever is missing, surplus or of another shape."""
         with torch.device("meta"):
             template = self.build(config).state_dict()
-        check_fit(state, self._foreign(template, config), f"the {self.title} layout")
+        used = {name: tensor for name, tensor in state.items() if name not in self.unused}
+        check_fit(used, self._foreign(template, config), f"the {self.title} layout")
         native: State = {}
         for pair in self.pairs(config):
             _read_pair(pair, state, template, native)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atoll.errors import AtollError, unknown
 from atoll.nets.dit import DiT, DiTConfig
-from atoll.nets.layers import sincos_positions
+from atoll.nets.layers import is_sincos
 from atoll.nets.router import Router, RouterConfig
 from atoll.nets.weights.layout import Layout, Pair, State, block_count, heads_for, pairs_of
 
@@ -58,8 +58,7 @@ def _dit_config(state: State, given: Mapping[str, Any], heads: int | None) -> Di
 
 def _positions_kind(positions: Tensor, grid: int) -> Any:
     """Stored positions are fixed ones if they have the values of the formula, otherwise they were learned."""
-    made = sincos_positions(positions.shape[-1], grid, grid, grid)
-    return "sincos" if made.allclose(positions.float(), atol=1e-5) else "learned"
+    return "sincos" if bool(is_sincos(positions, grid)) else "learned"
 
 
 def _dit_pairs(config: DiTConfig) -> list[Pair]:
@@ -404,7 +403,7 @@ LAYOUTS: dict[str, Layout] = {
         Layout(
             "diffusers-pixart", "diffusers PixArt", ("pos_embed.proj.weight", "adaln_single.linear.weight"),
             _pixart_config, _pixart_pairs, DiT, _pixart_refuses, _pixart_fields,
-            optional=("positions", "null_text"),
+            optional=("positions", "null_text"), unused=("caption_projection.y_embedding",),
         ),
         Layout(
             "paris", "Paris expert", ("t_block.1.weight", "text_proj.weight", "patch_embed.weight"),
