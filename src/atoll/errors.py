@@ -8,6 +8,11 @@ class AtollError(Exception):
     """Bad input that a person can mend. The message names the file or key, the reason and what to do."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, without its details."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name most like `name`, if any is like it at all."""
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.5)), None)

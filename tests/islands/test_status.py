@@ -24,7 +24,6 @@ def test_watching_through_a_pipe_tells_every_look(new_run: Copy, tmp_path: Path)
     command = [sys.executable, "-m", "atoll.cli", "status", str(run), "--watch", "--every", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         assert process.stdout is not None
-        seen = 0
-        while seen < 2:
-            seen += "router" in process.stdout.readline()
+        looks = [line for line, _ in zip((line for line in process.stdout if "router" in line), range(2), strict=False)]
         process.terminate()
+    assert len(looks) == 2

@@ -91,6 +91,20 @@ def test_what_it_has_no_time_to_finish_is_told_when_to_come_again(served_run: Pa
         studio.engine.abandon()
         assert answer.result().status_code == 503
         assert "stopping" in answer.result().json()["error"]["message"]
+        assert int(answer.result().headers["retry-after"]) > 0
+
+
+def test_the_second_signal_ends_what_runs(served_run: Path, tmp_path: Path) -> None:
+    with process_of(served_run, tmp_path / "log", "--grace", "600") as (url, process), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, f"{url}/v1/images", json={"steps": 250, "n": 16})
+        wait_for(lambda: "atoll_requests_open 1.0" in http.get(f"{url}/metrics").text)
+        os.kill(process.pid or 0, signal.SIGINT)
+        wait_for(lambda: http.get(f"{url}/health").status_code == 503)
+        os.kill(process.pid or 0, signal.SIGINT)
+        assert answer.result().status_code == 503
+        process.join(60)
+        assert process.exitcode == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def serve_for_ever_opening(run: str, log: str) -> None:

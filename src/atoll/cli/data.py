@@ -53,5 +53,5 @@ class Prepare:
         describe(work.source)
         for step in plan:
             print(f"{step['stage']:<9} {step['state']:<22} {step['uses']:<28} {self.folder / step['folder']}")
-        if work.caution:
-            print(f"note: {work.caution}")
+        if caution := work.caution:
+            print(f"note: {caution}")

@@ -149,7 +149,8 @@ def _check_share(artifact: Artifact, data: Data, rejected: int, total: int) -> N
     _forget_bad(artifact)
     raise AtollError(
         f"{rejected} of {total} pictures are bad, more than data.max_rejects = {data.max_rejects:g} allows: {common}. "
-        f"The list is {artifact.path(REJECTED)}; mend them, or allow more with --data.max_rejects"
+        f"The list is {artifact.path(REJECTED)}; mend them, delete {artifact.folder} and start again, or allow "
+        "more with --data.max_rejects"
     )
 
 

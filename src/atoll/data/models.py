@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, first_line
 from atoll.run import sha256_of
 
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
@@ -25,10 +25,9 @@ def folder_of(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
         raise AtollError(
-            f"{name!r} is neither a folder nor a model that could be fetched ({reason}); give a folder that holds "
-            "config.json and *.safetensors"
+            f"{name!r} is neither a folder nor a model that could be fetched ({first_line(error)}); give a folder that "
+            "holds config.json and *.safetensors"
         ) from error
 
 

@@ -188,8 +188,8 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), share: 
             work.sweep(stage)
             print(f"{stage}: {work.unneeded(stage) or 'done before'}", flush=True)
             continue
-        if stage == "latents" and work.caution:
-            print(f"note: {work.caution}", flush=True)
+        if stage == "latents" and (caution := work.caution):
+            print(f"note: {caution}", flush=True)
         start = time.monotonic()
         finished = work.make(stage, share)
         print(f"{stage}: {_summary(work, stage, finished)} ({time.monotonic() - start:.1f} s)", flush=True)

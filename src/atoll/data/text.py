@@ -16,7 +16,7 @@ from atoll.config import Config
 from atoll.data.chunks import Share, ahead
 from atoll.data.ingest import Index
 from atoll.data.models import device, fingerprint, folder_of, repeatable
-from atoll.errors import AtollError
+from atoll.errors import AtollError, first_line
 from atoll.run import Artifact, Manifest
 
 NAME = "data/text"
@@ -83,8 +83,7 @@ def open_text_encoder(encoder: str, max_tokens: int, tokenizer: Path | None = No
     try:
         network = kind.from_pretrained(folder, use_safetensors=True)
     except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise AtollError(f"{encoder} is no text encoder ({reason}); give a CLIP, T5 or BERT") from error
+        raise AtollError(f"{encoder} is no text encoder ({first_line(error)}); give a CLIP, T5 or BERT") from error
     limit = getattr(network.config, "max_position_embeddings", None)
     if limit is not None and max_tokens > limit:
         raise AtollError(f"text.max_tokens is {max_tokens}, but {encoder} reads {limit} tokens at most; lower it")

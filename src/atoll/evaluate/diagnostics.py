@@ -25,6 +25,8 @@ from atoll.train.tasks import TIME_BINS, by_time, condition_of
 BATCH = 64
 TIME_STREAM, NOISE_SEED, DRAW_STREAM = 33, 7919, 34
 CALIBRATION_BINS = 15
+FORM = 2
+"""Of the figures: those that were stored in another form are computed anew."""
 
 
 @dataclass(frozen=True)

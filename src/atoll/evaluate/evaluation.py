@@ -190,7 +190,7 @@ class Evaluation:
                 model = group.open(how.resident)
                 return diagnostics.report(diagnostics.ask(model, shards, routings, told["samples"], told["seed"]))
 
-            made_from = {**told, "networks": digests, "routings": routings}
+            made_from = {**told, "networks": digests, "routings": routings, "form": diagnostics.FORM}
             answer["experts"] = figures(self.run, "diagnostics", "experts", made_from, asked)
         answer["dense"] = {
             subject.model: figures(

@@ -4,6 +4,7 @@ Euler and Heun are written here; the rest are diffusers schedulers with flow sig
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -72,6 +73,7 @@ def diffusers_scheduler(solver: str, shift: float = 1.0) -> Any:
 
 def run_scheduler(scheduler: Any, velocity: VelocityField, x: Tensor, steps: int) -> Tensor:
     """Drive any diffusers scheduler that takes velocity and counts its timesteps on 0..1000."""
+    scheduler = copy(scheduler)  # the caller's stays as it was
     if _only_shifted(scheduler):
         scheduler.sigma_min = 1 / steps  # its own was shifted when it was made, and would be once more
     scheduler.set_timesteps(steps, device=x.device)
@@ -95,8 +97,8 @@ def _only_shifted(scheduler: Any) -> bool:
 
 def _exact_times(scheduler: Any) -> list[float]:
     """The times of the timesteps: flow sigmas, which are what it steps by, where it has them."""
-    times = scheduler.timesteps.double().cpu() / NETWORK_TIME_SCALE
-    sigmas = getattr(scheduler, "sigmas", times)[: len(times)].double().cpu()
+    times = scheduler.timesteps.cpu().double() / NETWORK_TIME_SCALE
+    sigmas = getattr(scheduler, "sigmas", times)[: len(times)].cpu().double()
     # A timestep may be its sigma cut to an integer, less than 1 away; other sigmas than those of flows are far away.
     exact = len(sigmas) == len(times) and bool((sigmas - times).abs().max() < 1.1 / NETWORK_TIME_SCALE)
     return (sigmas if exact else times).tolist()  # type: ignore[no-any-return]

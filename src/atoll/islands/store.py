@@ -19,7 +19,7 @@ from uuid import uuid4
 from obstore import exceptions
 from obstore.store import LocalStore, MemoryStore, from_url
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, first_line
 from atoll.islands.strict import Refused
 
 Answer = TypeVar("Answer")
@@ -199,4 +199,4 @@ def _entry(meta: Any) -> Entry:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return first_line(error)[:300]

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from obstore import exceptions
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, first_line
 from atoll.islands.store import ATTEMPTS, Store, pause
 from atoll.islands.strict import MAX_JSON, Refused, strict_manifest
 from atoll.progress import progress
@@ -162,7 +162,7 @@ def _receive(store: Store, part: Part, scratch: Path) -> int:
         except FileNotFoundError as error:
             raise Refused(f"{store.url}/{part.key} is missing though a manifest lists it") from error
         except (exceptions.BaseError, OSError) as error:
-            reason = str(error).splitlines()[0][:200]
+            reason = first_line(error)[:200]
         now = file.stat().st_size
         attempt = 0 if now > done else attempt + 1
         if attempt == ATTEMPTS:

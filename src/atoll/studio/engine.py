@@ -121,7 +121,7 @@ class Engine:
         """Let all requests go: there is no time to finish them."""
         with self._changed:
             for ticket in self._open:
-                ticket.cancel(Ended(UNAVAILABLE, "the server is stopping"))
+                ticket.cancel(Ended(UNAVAILABLE, "the server is stopping", retry_after=STOPPING_SECONDS))
         self.close()
 
     @property

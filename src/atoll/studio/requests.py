@@ -193,7 +193,7 @@ async def collected(ticket: Ticket, mailbox: Mailbox, request: Request) -> Image
     if not isinstance(event, Ended) or event.status == CANCELLED:
         raise RefusalError(409, "the request was cancelled")
     if event.status != DONE:
-        raise RefusalError(event.status, event.message)
+        raise RefusalError(event.status, event.message, retry_after=event.retry_after)
     painted.sort(key=lambda each: each.index)
     return await asyncio.get_running_loop().run_in_executor(ENCODERS, _answer, ticket, painted)
 

@@ -45,10 +45,10 @@ class Server(uvicorn.Server):
         self._until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as uvicorn calls it
-        """Take no more requests and finish the others; the second signal ends it at once."""
-        self.should_exit = self.force_exit = self._until is not None
+        """Take no more requests and finish the others; the second signal ends these, the third waits for nothing."""
+        self.force_exit = self.should_exit
         self.models.cease()
-        self._until = time.monotonic() + self.grace
+        self._until = time.monotonic() + (self.grace if self._until is None else 0.0)
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end now."""

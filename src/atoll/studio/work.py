@@ -65,6 +65,8 @@ class Ended:
     status: int
     message: str = ""
     seconds: float = 0.0
+    retry_after: float | None = None
+    """Seconds after which to ask again, if that helps."""
 
 
 Event = Queued | Stepped | Painted | Ended

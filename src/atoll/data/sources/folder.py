@@ -57,9 +57,10 @@ class FolderSource:
         for folder, files in folders(self.root):
             names = {file.name for file in files}
             for file in files:
-                if (size := _size(file)) is None:
+                size = _size(file)
+                parts.append(f"{file.relative_to(self.root).as_posix()} {'nowhere' if size is None else size}")
+                if size is None:
                     continue
-                parts.append(f"{file.relative_to(self.root).as_posix()} {size}")
                 if file.name in METADATA:
                     metadata = True
                     parts.append(digest(file.read_bytes()))
@@ -113,7 +114,7 @@ class FolderSource:
 
     def _sample(self, id: str, entry: _Entry) -> Sample:
         row = dict(entry.row)
-        column = next((name for name in (self.options.caption, *CAPTIONS) if name in row), "text")
+        column = next((name for name in (self.options.caption, *CAPTIONS) if name is not None and name in row), "text")
         try:
             if entry.caption_file is not None and as_text(row.get(column)) is None:
                 row[column] = as_text(_read(str(entry.caption_file)))

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from atoll.data.pictures import BadPicture
 from atoll.data.source import Options, Sample, digest
 from atoll.data.sources.fields import IDS, Ids, fingerprint_of, key_of, make_sample, pick_column
-from atoll.errors import AtollError
+from atoll.errors import AtollError, first_line
 
 _DAMAGE = (OSError, pa.ArrowException)  # what pyarrow raises on damaged files
 IMAGES = ("image", "img", "picture", "image_bytes", "jpg", "jpeg", "png", "webp", "bytes")
@@ -173,18 +173,14 @@ def _open(file: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(file, memory_map=True)
     except _DAMAGE as error:
-        raise AtollError(f"{file}: not a parquet file, or damaged: {_short(error)}") from error
+        raise AtollError(f"{file}: not a parquet file, or damaged: {first_line(error)}") from error
 
 
 def _read_group(file: Path, table: pq.ParquetFile, group: int, columns: list[str]) -> pa.Table:
     try:
         return table.read_row_group(group, columns=columns)
     except _DAMAGE as error:
-        raise AtollError(f"{file}: row group {group} is damaged: {_short(error)}; restore the file") from error
-
-
-def _short(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+        raise AtollError(f"{file}: row group {group} is damaged: {first_line(error)}; restore the file") from error
 
 
 _lock = threading.Lock()
@@ -196,7 +192,7 @@ def _read_cell(file: str, column: str, group: int, place: int) -> bytes:
         with _lock:
             cells = _row_group(file, column, group)
     except _DAMAGE as error:
-        raise BadPicture(f"row group {group} of {Path(file).name} is damaged: {_short(error)}") from error
+        raise BadPicture(f"row group {group} of {Path(file).name} is damaged: {first_line(error)}") from error
     return picture_bytes(cells[place].as_py())
 
 
@@ -251,7 +247,7 @@ def _load(spec: str, split: str) -> Any:
         data = datasets.load_from_disk(str(folder)) if folder.is_dir() else datasets.load_dataset(spec, split=split)
     except (OSError, ValueError) as error:
         raise AtollError(
-            f"{spec}: neither a file or folder here, nor a data set that could be loaded ({_short(error)}); "
+            f"{spec}: neither a file or folder here, nor a data set that could be loaded ({first_line(error)}); "
             "give a path, a Hugging Face datasets name, or emoji"
         ) from error
     if isinstance(data, datasets.DatasetDict):

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, first_line
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 CONFIG_FILE = "config.json"
@@ -32,7 +32,7 @@ def read_weights(file: str | Path) -> dict[str, Tensor]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise AtollError(
             f"{file}: holds more than tensors, or is damaged; refused, for reading it could run code: {reason}\n"
             "save its plain state dict as .safetensors where you trust it, and convert that"
