@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from atoll.data.latents import Statistics
 from atoll.ensemble.quantise import quantise
-from atoll.ensemble.told import Told, replace_rows, take
+from atoll.ensemble.told import Told, replace_rows
 from atoll.errors import AtollError
 from atoll.nets import Condition, DiT, PreparedCondition
 from atoll.train.density import Density
@@ -79,7 +79,7 @@ class Resident:
         self._prepare(network, told, rows)
         assert self._prepared is not None
         if self._rows is None or self._taken is None or not torch.equal(self._rows, rows):
-            self._rows, self._taken = rows, take(self._prepared, rows)
+            self._rows, self._taken = rows, self._prepared[rows]
         return self._taken
 
     def _prepare(self, network: DiT, told: Told, rows: Tensor) -> None:

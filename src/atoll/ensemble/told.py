@@ -73,20 +73,6 @@ class Places:
         return Told(self.distinct, rows, self.count, True, self.versions)
 
 
-def take(prepared: PreparedCondition, rows: Tensor) -> PreparedCondition:
-    """Rows of a prepared condition; a part that is the same for all of them has one row only."""
-
-    def part(tensor: Tensor) -> Tensor:
-        return tensor[rows] if len(tensor) > 1 else tensor.expand(len(rows), *tensor.shape[1:])
-
-    return PreparedCondition(
-        # One row of an embedding stays one: a network that sees one time and one embedding has less to do.
-        tuple(None if added is None else added[rows] if len(added) > 1 else added for added in prepared.embeddings),
-        tuple((part(keys), part(values)) for keys, values in prepared.keys_values),
-        None if prepared.mask is None else part(prepared.mask),
-    )
-
-
 def replace_rows(prepared: PreparedCondition, rows: Tensor, new: PreparedCondition) -> None:
     """Write newly prepared conditions over some rows; a part that is the same for all of them stays."""
     old_parts = [*prepared.embeddings, *(part for pair in prepared.keys_values for part in pair), prepared.mask]

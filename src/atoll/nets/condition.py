@@ -96,13 +96,16 @@ class PreparedCondition:
     """Attention mask over the text tokens."""
 
     def __getitem__(self, samples: Tensor | slice) -> "PreparedCondition":
-        """The prepared condition of some samples of the batch; a part that is the same for all stays one row."""
+        """The prepared condition of some samples of the batch; a part that is the same for all has one row only."""
 
         def some(part: Tensor) -> Tensor:
-            return part[samples] if len(part) > 1 else part
+            if len(part) > 1:
+                return part[samples]
+            return part if isinstance(samples, slice) else part.expand(len(samples), *part.shape[1:])
 
         return PreparedCondition(
-            tuple(None if part is None else some(part) for part in self.embeddings),
+            # One row of an embedding stays one: a network that sees one time and one embedding has less to do.
+            tuple(part if part is None or len(part) == 1 else part[samples] for part in self.embeddings),
             tuple((some(keys), some(values)) for keys, values in self.keys_values),
             None if self.mask is None else some(self.mask),
         )
