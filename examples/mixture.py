@@ -4,12 +4,13 @@
 
 The data is a Gaussian mixture of five clusters. Each cluster has its own ideal expert with its own objective: DDPM
 under a cosine schedule, DDPM under linear betas, x0-prediction, v-prediction, flow matching. Each is carried over the
-bridge into velocity, weighed by the ideal router, and sampled. The same is done with the recipe published for mixed
-objectives. The table says how far the samples are from the data; the picture shows it.
+bridge into velocity, weighed by the ideal router, and sampled. The same is done with both readings of the conversion
+published for mixed objectives. The table says how far the samples are from the data; the picture shows it.
 """
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 import torch
 from PIL import Image, ImageDraw
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from atoll import flow
+from atoll.vocabulary import BridgeMode
 
 OBJECTIVES = ["ddpm", "ddpm-linear", "x0", "v-prediction", "flow-matching"]
 COLOURS = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377"]
@@ -80,14 +82,14 @@ def draw(mixture: flow.GaussianMixture, panels: dict[str, torch.Tensor], out: Pa
 
 
 def main() -> None:
-    """Sample three ways, print the table, draw the picture."""
+    """Sample with each bridge, print the table, draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, default=Path("runs/mixture.png"), help="where the picture goes")
     out = parser.parse_args().out
     mixture = data()
     noise = torch.randn(COUNT, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     panels = {"data": mixture.sample(COUNT, torch.Generator().manual_seed(1))}
-    for mode in ("exact", "published"):
+    for mode in get_args(BridgeMode):
         field = ensemble(mixture, mode)
         panels[f"five objectives, {mode} bridge"] = flow.solve(field, noise, steps=STEPS, solver="heun")
     table = Table("", *panels, title=f"{COUNT} samples, {STEPS} Heun steps")

@@ -15,6 +15,7 @@ from atoll.errors import AtollError
         ({"clusters": {"count": 0}}, "clusters.count: Input should be greater than or equal to 1, got 0"),
         ({"clusters": {"count": "many"}}, "clusters.count: .*got 'many'"),
         ({"experts": {"default": "flow-maching"}}, "experts.default: unknown objective .*did you mean 'flow-matching'"),
+        ({"experts": {"default": "edm"}}, "experts.default: the objective 'edm' is now called 've-x0'"),
         ({"experts": {"one": "ddpm"}}, "unknown key 'experts.one'; expected 'default' or the number of an expert"),
         ({"experts": {0: {"schedul": "cosine"}}}, "'experts.0.schedul'; did you mean 'experts.0.schedule'"),
         ({"experts": {0: {"schedule": "cosin"}}}, "experts.0.schedule: .*got 'cosin'"),

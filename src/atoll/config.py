@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from atoll.errors import AtollError, nearest, unknown
-from atoll.vocabulary import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName
+from atoll.errors import AtollError, nearest
+from atoll.vocabulary import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName, unknown_objective
 
 CONFIG_FILE = "atoll.yaml"
 
@@ -46,7 +46,7 @@ def _objective_by_name(value: object) -> object:
     if not isinstance(value, str):
         return value
     if value not in NAMED_OBJECTIVES:
-        raise ValueError(unknown("objective", value, NAMED_OBJECTIVES))
+        raise ValueError(unknown_objective(value))
     return NAMED_OBJECTIVES[value]
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from atoll.config import Section
-from atoll.errors import AtollError, unknown
+from atoll.errors import AtollError
 from atoll.run import Artifact, Manifest, to_json
-from atoll.vocabulary import OBJECTIVES
+from atoll.vocabulary import OBJECTIVES, unknown_objective
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -54,7 +54,7 @@ class Policy(Section):
     def _are_objectives(cls, names: list[str] | None) -> list[str] | None:
         for name in names or []:
             if name not in OBJECTIVES:
-                raise ValueError(unknown("objective", name, OBJECTIVES))
+                raise ValueError(unknown_objective(name))
         return names
 
     def keys(self, role: Role) -> dict[str, str]:

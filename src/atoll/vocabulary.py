@@ -2,11 +2,13 @@
 
 from typing import Any, Literal, get_args
 
+from atoll.errors import unknown
+
 ScheduleName = Literal["linear", "cosine", "ddpm-linear", "ddpm-scaled-linear", "ddpm-cosine", "edm"]
 Prediction = Literal["velocity", "epsilon", "x0", "v_prediction", "score"]
 TimesName = Literal["uniform", "logit-normal", "log-normal"]
 WeightingName = Literal["constant", "min-snr", "as-velocity", "as-epsilon", "as-x0"]
-BridgeMode = Literal["exact", "published"]
+BridgeMode = Literal["exact", "published-linear", "published-schedule"]
 SolverName = Literal["euler", "heun", "flow-euler", "flow-heun", "dpm++", "unipc"]
 
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
@@ -21,7 +23,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "ddpm-min-snr": {"schedule": "cosine", "prediction": "epsilon", "weighting": "min-snr"},
     "x0": {"schedule": "linear", "prediction": "x0", "weighting": "as-velocity"},
     "v-prediction": {"schedule": "cosine", "prediction": "v_prediction"},
-    "edm": {
+    # Denoising in the variance-exploding form with EDM's noise levels. It is not EDM: the network has no preconditioning
+    # and the weights are capped.
+    "ve-x0": {
         "schedule": "edm",
         "prediction": "x0",
         "times": "log-normal",
@@ -31,3 +35,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
 }
 """Objectives by name; what a name leaves out has the default of `atoll.flow.Objective`."""
+
+RENAMED_OBJECTIVES: dict[str, str] = {"edm": "ve-x0"}
+"""Old names of objectives and the new ones, for errors."""
+
+
+def unknown_objective(name: str) -> str:
+    """Return the sentence that refuses a name that is not an objective."""
+    if name in RENAMED_OBJECTIVES:
+        return f"the objective {name!r} is now called {RENAMED_OBJECTIVES[name]!r}"
+    return unknown("objective", name, OBJECTIVES)

@@ -8,9 +8,10 @@ from atoll import flow
 from atoll.data.latents import Statistics
 from atoll.ensemble import Memory
 from atoll.ensemble.ideal import ideal_ensemble, seen_in
+from atoll.ensemble.residency import Placement
 from atoll.errors import AtollError
 
-OBJECTIVES = ["flow-matching", "ddpm", "x0", "v-prediction", "ddpm-linear", "edm"]
+OBJECTIVES = ["flow-matching", "ddpm", "x0", "v-prediction", "ddpm-linear", "ve-x0"]
 CLUSTERS = [[0, 3], [1], [2, 4], [5]]
 
 
@@ -72,6 +73,17 @@ def test_experts_that_leave_take_only_their_own_data_with_them() -> None:
     torch.testing.assert_close(got, remaining.velocity(x, t), atol=2e-3, rtol=2e-3)
     near = rest.weights(x.float().view(*x.shape, 1, 1), t.float(), routing="nearest:full")
     torch.testing.assert_close(near.sum(1), torch.ones(300))
+
+
+def test_an_uncalibrated_bfloat16_expert_stays_bounded_near_noise() -> None:
+    """The expert's bridge must see the output in the network's own precision, not after a cast to float32."""
+    mixture = random_mixture()
+    half, whole = ideal_ensemble(mixture, [list(range(6))], ["ddpm"]), ideal_ensemble(mixture, [list(range(6))])
+    half = type(half)(half.members, placement=Placement(torch.device("cpu"), torch.bfloat16))
+    x, t = states(mixture, 2000, 0.999, 0.9999)
+    truth = answer(whole, x, t)
+    error = (answer(half, x, t) - truth).square().mean().sqrt() / truth.square().mean().sqrt()
+    assert error < 1
 
 
 SPACES = [

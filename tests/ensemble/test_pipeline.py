@@ -11,7 +11,9 @@ import torch
 
 import atoll
 from atoll.ensemble.pipeline import AtollPipeline, ExpertModel
+from atoll.ensemble.sampling import NOISE_STREAM
 from atoll.errors import AtollError
+from atoll.flow import randomness
 
 LABELS: list[str | int] = ["circle", "square", "triangle", "circle"]
 FEW: dict[str, Any] = {"num_inference_steps": 3, "output_type": "latent"}
@@ -110,6 +112,25 @@ def test_a_plain_euler_scheduler_makes_atolls_own_steps(pipe: AtollPipeline, tol
     assert not torch.equal(other(label=LABELS, **FEW).images, pipe(label=LABELS, **FEW).images)
     with pytest.raises(AtollError, match="scheduler has a shift of its own"):
         other(label=LABELS, shift=3.0, **FEW)
+
+
+def test_a_plain_scheduler_keeps_its_own_times_on_request(pipe: AtollPipeline, told_run: Path) -> None:
+    """The loop of other diffusers pipelines over the same velocity gives the same latents."""
+    ensemble, scheduler = atoll.load(told_run), diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(FEW["num_inference_steps"])
+    x = randomness.normal((4, 3, 8, 8), seed=0, stream=NOISE_STREAM, first=0)
+    condition = ensemble.encode(labels=LABELS)
+    for timestep in scheduler.timesteps:
+        v = ensemble.velocity(x, float(timestep) / 1000, condition, guidance=4.0)
+        x = scheduler.step(v, timestep, x, return_dict=False)[0]
+    got = pipe(label=LABELS, scheduler_times=True, **FEW).images
+    torch.testing.assert_close(got, x, atol=1e-4, rtol=1e-4)
+    assert (got - pipe(label=LABELS, **FEW).images).abs().max() > 1e-2
+    named = {"solver": "flow-euler", "scheduler_times": True}
+    expected = ensemble.generate(labels=LABELS, steps=3, **named)
+    torch.testing.assert_close(got, expected.latents, atol=1e-5, rtol=1e-5)
+    with pytest.raises(AtollError, match="scheduler_times needs a solver of diffusers"):
+        ensemble.generate(labels=LABELS, steps=3, scheduler_times=True)
 
 
 def test_a_generator_gives_the_seed_and_moves_on(pipe: AtollPipeline) -> None:

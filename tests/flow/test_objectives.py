@@ -66,8 +66,8 @@ def test_noise_and_times_are_distributed_as_they_say() -> None:
     logit = torch.logit(flow.objective("flow-matching", times="logit-normal", time_mean=-0.5).corrupt(many, seed=0).t)
     assert logit.mean().item() == pytest.approx(-0.5, abs=0.03)
     assert logit.std().item() == pytest.approx(1.0, abs=0.03)
-    edm = flow.objective("edm")
-    log_sigma = edm.schedule.sigma(edm.corrupt(many, seed=0).t).log()
+    exploding = flow.objective("ve-x0")
+    log_sigma = exploding.schedule.sigma(exploding.corrupt(many, seed=0).t).log()
     assert log_sigma.mean().item() == pytest.approx(-1.2, abs=0.04)
     assert log_sigma.std().item() == pytest.approx(1.2, abs=0.04)
 

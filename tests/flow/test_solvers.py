@@ -105,6 +105,30 @@ def test_euler_is_the_step_of_diffusers(shift: float) -> None:
         torch.testing.assert_close(ours, x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+@pytest.mark.parametrize("solver", ["flow-euler", "flow-heun"])
+def test_a_plain_flow_scheduler_can_keep_its_own_times(solver: str, shift: float) -> None:
+    """The loop that diffusers pipelines run, step by step: the same times and the same samples."""
+    scheduler = flow.diffusers_scheduler(solver, shift)
+    scheduler.set_timesteps(20)
+    x = NOISE.float()
+    for timestep in scheduler.timesteps:
+        t = torch.full((len(x),), float(timestep) / 1000, dtype=FLOAT)
+        x = scheduler.step(MIXTURE.velocity(x.double(), t).float(), timestep, x, return_dict=False)[0]
+    asked = Asked()
+    flow.solve(asked, NOISE.float(), steps=20, solver=solver, shift=shift, scheduler_times=True)
+    assert asked == pytest.approx((scheduler.timesteps / 1000).tolist(), abs=1e-6)
+    assert asked != pytest.approx(flow.solver_times(20, shift)[: len(asked)], abs=1e-4)
+    field = lambda x, t: MIXTURE.velocity(x.double(), t.double()).float()  # noqa: E731
+    ours = flow.solve(field, NOISE.float(), steps=20, solver=solver, shift=shift, scheduler_times=True)
+    torch.testing.assert_close(ours, x, rtol=1e-4, atol=1e-4)
+
+
+def test_atolls_own_solvers_have_no_scheduler_times() -> None:
+    with pytest.raises(ValueError, match="needs a solver of diffusers, such as flow-euler"):
+        flow.solve(MIXTURE.velocity, NOISE, solver="heun", scheduler_times=True)
+
+
 def test_solver_times() -> None:
     assert flow.solver_times(4) == [1.0, 0.75, 0.5, 0.25, 0.0]
     assert flow.solver_times(2, shift=3.0) == [1.0, 0.75, 0.0]

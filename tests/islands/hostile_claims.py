@@ -114,7 +114,7 @@ def unknown_objective(offer: Offer) -> None:
 
 
 def forbidden_objective(offer: Offer) -> None:
-    offer.facts["objective"] = flow.objective("edm").spec
+    offer.facts["objective"] = flow.objective("ve-x0").spec
 
 
 def strange_bridge(offer: Offer) -> None:

@@ -195,7 +195,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
 
         The same `seed` gives the same pictures as `atoll.load(…).sample`; a `generator` gives it if there is none.
         `output_type` is pil, np, pt, or latent. The scheduler integrates, unless a `solver` is named. Further keywords
-        are those of `atoll.ensemble.Settings`: guidance_interval, rescale, solver, shift, route_every, sticky.
+        are those of `atoll.ensemble.Settings`: guidance_interval, rescale, solver, shift, scheduler_times, route_every,
+        sticky. With `scheduler_times=True` a plain flow-matching scheduler keeps the times of its own `set_timesteps`,
+        as other diffusers pipelines do.
         """
         if output_type not in OUTPUTS:
             raise AtollError(unknown("output_type", output_type, OUTPUTS))
@@ -206,7 +208,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         if routing is not None:
             settings["routing"] = routing
         if "solver" not in settings:
-            settings = {**self._integration(ensemble), **settings}
+            settings = {**self._integration(ensemble, settings.get("scheduler_times", False)), **settings}
         if ensemble.scheduler is not None and "shift" in settings:
             raise AtollError("the pipeline's scheduler has a shift of its own; set it there, or name a solver")
         told = [_repeated(part, num_images_per_prompt) for part in (prompt, label, cluster)]
@@ -215,14 +217,14 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         images = _as(made, output_type)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
-    def _integration(self, ensemble: Ensemble) -> dict[str, Any]:
-        """Plain Euler steps are made by Atoll's own solver, on the very same times; others by the scheduler itself."""
+    def _integration(self, ensemble: Ensemble, scheduler_times: bool) -> dict[str, Any]:
+        """Plain Euler steps are made by Atoll's own solver, on even times; all others by the scheduler itself."""
         plain = FlowMatchEulerDiscreteScheduler(shift=self.scheduler.config.get("shift", 1.0))
         ours, known = _settings(self.scheduler), _settings(plain)
-        if type(self.scheduler) is type(plain) and ours == known:
+        if type(self.scheduler) is type(plain) and ours == known and not scheduler_times:
             return {"solver": "euler", "shift": self.scheduler.config.shift}
         ensemble.scheduler = self.scheduler
-        return {}
+        return {"solver": "flow-euler"} if scheduler_times else {}
 
     def _needed(self, name: str) -> Any:
         component = getattr(self, name)

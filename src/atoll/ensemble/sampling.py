@@ -42,6 +42,7 @@ class Settings:
     rescale: float = 0.0
     solver: str = "euler"
     shift: float = 1.0
+    scheduler_times: bool = False
     seed: int = 0
     route_every: int = 1
     sticky: float = 0.0
@@ -56,6 +57,11 @@ class Settings:
             raise AtollError(
                 "expected steps >= 1, shift > 0, rescale in [0, 1] and an interval of times in [0, 1], got "
                 f"{self.steps}, {self.shift}, {self.rescale} and {self.guidance_interval}"
+            )
+        if self.scheduler_times and self.solver in flow.solvers.OWN_SOLVERS:
+            raise AtollError(
+                f"scheduler_times needs a solver of diffusers, such as flow-euler, got {self.solver}: euler and heun "
+                "have no scheduler whose times could be kept"
             )
         Memory(self.route_every, self.sticky)
 
@@ -258,9 +264,13 @@ def _batch(
 
     shape = (len(rows), *ensemble.shape)
     noise = randomness.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=part.start).to(ensemble.device)
+    own = settings.scheduler_times
     if ensemble.scheduler is not None:
-        return flow.run_scheduler(ensemble.scheduler, velocity, noise, settings.steps), decisions
-    return flow.solve(velocity, noise, steps=settings.steps, solver=settings.solver, shift=settings.shift), decisions
+        made = flow.run_scheduler(ensemble.scheduler, velocity, noise, settings.steps, scheduler_times=own)
+    else:
+        how = {"steps": settings.steps, "solver": settings.solver, "shift": settings.shift}
+        made = flow.solve(velocity, noise, **how, scheduler_times=own)
+    return made, decisions
 
 
 def _joined(ensemble: "Ensemble", traces: list[list[Any]]) -> Trace:

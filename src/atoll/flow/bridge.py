@@ -16,8 +16,12 @@ Near the ends three things keep the answer finite, none of which changes an idea
  - with `prediction_error` e > 0, the RMS error of the network's output, x0 at t >= 1/2 is shrunk to the data's mean by
    the Wiener factor 1/(1 + (e dx0/doutput / data_std)²): an epsilon network's x0 is worth nothing as alpha goes to 0.
 
-Published mode is the recipe of HDDM for epsilon experts, kept to be compared with: the raw x is fed at step
-round(999 t), x0 = (x - t eps)/max(1-t, 0.01) is clamped to ±20, and v = eps - x0 with the raw eps.
+The published modes are HDDM's conversion of epsilon experts, kept for comparison. Both feed the raw x at step
+round(999 t), clamp x0 to ±20 and return v = eps - x0 with the raw eps. The paper does not state which alpha and sigma
+recover x0 from a state of the linear path, so there are two readings:
+
+    published-linear     x0 = (x - t eps) / max(1-t, 0.01)               alpha and sigma of the linear path
+    published-schedule   x0 = (x - sigma_t eps) / max(alpha_t, 0.01)     alpha and sigma of the expert's own schedule
 """
 
 from collections.abc import Callable
@@ -28,7 +32,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import unknown
-from atoll.flow.predictions import check_prediction, pair_weights
+from atoll.flow.predictions import check_prediction, coarser_resolution, pair_weights
 from atoll.flow.schedules import LINEAR, Schedule, broadcast, check_times
 from atoll.vocabulary import BridgeMode, Prediction
 
@@ -73,8 +77,8 @@ class Bridge:
         check_prediction(self.prediction)
         if self.mode not in get_args(BridgeMode):
             raise ValueError(unknown("bridge mode", self.mode, get_args(BridgeMode)))
-        if self.mode == "published" and self.prediction not in ("epsilon", "velocity"):
-            raise ValueError(f"the published recipe covers epsilon and velocity experts, not {self.prediction!r}")
+        if self.published and self.prediction not in ("epsilon", "velocity"):
+            raise ValueError(f"the published conversion covers epsilon and velocity experts, not {self.prediction!r}")
         if self.prediction_error < 0 or self.data_std <= 0 or (self.x0_bound is not None and self.x0_bound <= 0):
             raise ValueError(f"expected prediction_error >= 0, data_std > 0 and x0_bound > 0, got {self}")
 
@@ -82,6 +86,11 @@ class Bridge:
     def identity(self) -> bool:
         """Whether the network answers with the velocity on the linear path already."""
         return self.schedule == LINEAR and self.prediction == "velocity"
+
+    @property
+    def published(self) -> bool:
+        """Whether the mode is one of the two readings of HDDM's conversion."""
+        return self.mode != "exact"
 
     @property
     def exact_range(self) -> tuple[float, float]:
@@ -95,7 +104,7 @@ class Bridge:
         t = check_times(t, x)
         if self.identity:
             return Query(x, LINEAR.network_time(t), t)
-        if self.mode == "published":
+        if self.published:
             step = (PUBLISHED_STEPS * t).round()
             return Query(x, step, step / PUBLISHED_STEPS)
         time = self._matched_time(t)
@@ -103,15 +112,19 @@ class Bridge:
         return Query((broadcast(scale, x) * x).to(x.dtype), self.schedule.network_time(time), time)
 
     def velocity(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """The velocity on the linear path, from the network's answer to `query(x, t)`."""
+        """Return the velocity on the linear path, in x's dtype, from the network's output for `query(x, t)`.
+
+        Pass the output in the dtype in which the network computed: divisions near the ends are regularized at its
+        resolution.
+        """
         if output.shape != x.shape:
             raise ValueError(f"output and state must have one shape, got {tuple(output.shape)} and {tuple(x.shape)}")
         if self.identity:
-            return output
+            return output.to(x.dtype)
         t = check_times(t, x)
-        if self.mode == "published":
-            return self._published(output, x, broadcast(t, x)).to(x.dtype)
-        weights = self._affine(t, torch.finfo(x.dtype).eps)
+        if self.published:
+            return self._published(output, x, t).to(x.dtype)
+        weights = self._affine(t, coarser_resolution(output, x))
         v = broadcast(weights.state, x) * x + broadcast(weights.output, x) * output
         if self.prediction_error:
             v = v + broadcast(weights.constant, x)
@@ -159,7 +172,10 @@ class Bridge:
         return Affine(*(torch.where(t >= 0.5, a, b) for a, b in zip(noisy, clean, strict=True)))
 
     def _published(self, eps: Tensor, x: Tensor, t: Tensor) -> Tensor:
+        """HDDM's conversion of epsilon at state x and times t (batch,); a velocity expert's output is used as it is."""
         if self.prediction == "velocity":
             return eps
-        x0 = (x - t * eps) / (1 - t).clamp(min=PUBLISHED_ALPHA_FLOOR)
+        schedule = LINEAR if self.mode == "published-linear" else self.schedule
+        c = schedule.at(t, x)
+        x0 = (x - c.sigma * eps) / c.alpha.clamp(min=PUBLISHED_ALPHA_FLOOR)
         return eps - x0.clamp(-PUBLISHED_X0_CLAMP, PUBLISHED_X0_CLAMP)

@@ -18,7 +18,7 @@ from atoll.flow import randomness
 from atoll.flow.bridge import Bridge
 from atoll.flow.predictions import Pair, check_prediction, from_pair, pair_weights
 from atoll.flow.schedules import LINEAR, Schedule, broadcast, schedule
-from atoll.vocabulary import OBJECTIVES, Prediction, TimesName, WeightingName
+from atoll.vocabulary import OBJECTIVES, Prediction, TimesName, WeightingName, unknown_objective
 
 _TIME_STREAM, _NOISE_STREAM = 1, 2
 MAX_WEIGHT = 400.0
@@ -163,7 +163,7 @@ class Objective:
 def objective(name: str | None = None, **parts: Any) -> Objective:
     """An objective by name, by its parts, or by name with some parts changed: `objective("ddpm", time_shift=2.0)`."""
     if name is not None and name not in OBJECTIVES:
-        raise ValueError(unknown("objective", name, OBJECTIVES))
+        raise ValueError(unknown_objective(name))
     spec = {**(OBJECTIVES[name] if name else {}), **parts}
     noise = spec.pop("schedule", "linear")
     prediction = spec.pop("prediction", "velocity")

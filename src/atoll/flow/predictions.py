@@ -110,8 +110,16 @@ def convert(output: Tensor, x: Tensor, t: Tensor, source: Prediction, target: Pr
 def _wide_pair(output: Tensor, x: Tensor, t: Tensor, prediction: Prediction, schedule: Schedule) -> Pair:
     """The pair in at least float32, so that half-precision inputs are rounded once, at the end."""
     _check_same_shape(output, x)
-    w = pair_weights(prediction, schedule.at(t, x), torch.finfo(x.dtype).eps)
+    w = pair_weights(prediction, schedule.at(t, x), coarser_resolution(output, x))
     return Pair(w.x0_state * x + w.x0_output * output, w.eps_state * x + w.eps_output * output)
+
+
+def coarser_resolution(output: Tensor, x: Tensor) -> float:
+    """Return the larger relative rounding error of a network's output and the state.
+
+    A bfloat16 network's output carries an error of 2^-8 also where the state and the solver are float32.
+    """
+    return max(torch.finfo(output.dtype).eps, torch.finfo(x.dtype).eps)
 
 
 def _regularised_inverse(value: Tensor, resolution: float) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from atoll.errors import unknown
 from atoll.flow.schedules import NETWORK_TIME_SCALE
 from atoll.vocabulary import SOLVERS
 
+OWN_SOLVERS = ("euler", "heun")
 VelocityField = Callable[[Tensor, Tensor], Tensor]
 """velocity(x, t) with t of shape (batch,)."""
 
@@ -27,16 +28,26 @@ def solver_times(steps: int, shift: float = 1.0) -> list[float]:
     return [min(1.0, shift * t / (1 + (shift - 1) * t)) for t in even]
 
 
-def solve(velocity: VelocityField, x: Tensor, *, steps: int = 50, solver: str = "euler", shift: float = 1.0) -> Tensor:
-    """Integrate from noise x at t = 1 to t = 0 with a solver by name."""
+def solve(
+    velocity: VelocityField,
+    x: Tensor,
+    *,
+    steps: int = 50,
+    solver: str = "euler",
+    shift: float = 1.0,
+    scheduler_times: bool = False,
+) -> Tensor:
+    """Integrate from noise x at t = 1 to t = 0 with a solver by name; `scheduler_times` as in `run_scheduler`."""
     if solver not in SOLVERS:
         raise ValueError(unknown("solver", solver, SOLVERS))
+    if scheduler_times and solver in OWN_SOLVERS:
+        raise ValueError(f"scheduler_times needs a solver of diffusers, such as flow-euler; {solver!r} is Atoll's own")
     times = solver_times(steps, shift)
     if solver == "euler":
         return euler(velocity, x, times)
     if solver == "heun":
         return heun(velocity, x, times)
-    return run_scheduler(diffusers_scheduler(solver, shift), velocity, x, steps)
+    return run_scheduler(diffusers_scheduler(solver, shift), velocity, x, steps, scheduler_times=scheduler_times)
 
 
 def euler(velocity: VelocityField, x: Tensor, times: Sequence[float]) -> Tensor:
@@ -71,10 +82,17 @@ def diffusers_scheduler(solver: str, shift: float = 1.0) -> Any:
     return classes[solver](prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
 
 
-def run_scheduler(scheduler: Any, velocity: VelocityField, x: Tensor, steps: int) -> Tensor:
-    """Drive any diffusers scheduler that takes velocity and counts its timesteps on 0..1000."""
+def run_scheduler(
+    scheduler: Any, velocity: VelocityField, x: Tensor, steps: int, *, scheduler_times: bool = False
+) -> Tensor:
+    """Drive any diffusers scheduler that takes velocity and counts its timesteps on 0..1000.
+
+    A plain flow Euler or flow Heun scheduler runs on `solver_times`, so that it makes the images of Atoll's own
+    solver. With `scheduler_times` it keeps the times of its own `set_timesteps`, which end at t = 0.001 before the last
+    step: the times of diffusers pipelines, and of the published Paris samples.
+    """
     scheduler = copy(scheduler)  # the caller's stays as it was
-    if _only_shifted(scheduler):
+    if _only_shifted(scheduler) and not scheduler_times:
         scheduler.sigma_min = 1 / steps  # its own was shifted when it was made, and would be once more
     scheduler.set_timesteps(steps, device=x.device)
     if hasattr(scheduler, "set_begin_index"):

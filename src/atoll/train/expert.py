@@ -84,7 +84,7 @@ class OpenExpert:
         time = query.network_time[:1] if t.numel() == 1 else query.network_time
         output: Tensor = self.network(query.state.to(self.dtype), time, condition)
         # A learned variance beside the prediction is not used.
-        answer = bridge.velocity(output[:, : x.shape[1]].to(x.dtype), own, own_t)
+        answer = bridge.velocity(output[:, : x.shape[1]], own, own_t)
         return answer if self.change is None else self.change.velocity(answer, own, t)
 
 
