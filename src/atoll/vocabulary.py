@@ -23,8 +23,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "ddpm-min-snr": {"schedule": "cosine", "prediction": "epsilon", "weighting": "min-snr"},
     "x0": {"schedule": "linear", "prediction": "x0", "weighting": "as-velocity"},
     "v-prediction": {"schedule": "cosine", "prediction": "v_prediction"},
-    # Denoising in the variance-exploding form with EDM's noise levels. It is not EDM: the network has no preconditioning
-    # and the weights are capped.
+    # Denoising in the variance-exploding form with EDM's noise levels. It is not EDM: the network has no
+    # preconditioning, and the weights are capped.
     "ve-x0": {
         "schedule": "edm",
         "prediction": "x0",

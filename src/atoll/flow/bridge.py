@@ -16,6 +16,9 @@ Near the ends three things keep the answer finite, none of which changes an idea
  - with `prediction_error` e > 0, the RMS error of the network's output, x0 at t >= 1/2 is shrunk to the data's mean by
    the Wiener factor 1/(1 + (e dx0/doutput / data_std)²): an epsilon network's x0 is worth nothing as alpha goes to 0.
 
+A network that computes in half precision has a rounding error of its own, 2^-7 for bfloat16, however fine the state is.
+It counts as one more part of e, and as the error of eps at t < 1/2, where an x0 network divides by sigma.
+
 The published modes are HDDM's conversion of epsilon experts, kept for comparison. Both feed the raw x at step
 round(999 t), clamp x0 to ±20 and return v = eps - x0 with the raw eps. The paper does not state which alpha and sigma
 recover x0 from a state of the linear path, so there are two readings:
@@ -24,6 +27,7 @@ recover x0 from a state of the linear path, so there are two readings:
     published-schedule   x0 = (x - sigma_t eps) / max(alpha_t, 0.01)     alpha and sigma of the expert's own schedule
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
@@ -32,7 +36,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import unknown
-from atoll.flow.predictions import check_prediction, coarser_resolution, pair_weights
+from atoll.flow.predictions import check_prediction, pair_weights
 from atoll.flow.schedules import LINEAR, Schedule, broadcast, check_times
 from atoll.vocabulary import BridgeMode, Prediction
 
@@ -114,8 +118,8 @@ class Bridge:
     def velocity(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
         """Return the velocity on the linear path, in x's dtype, from the network's output for `query(x, t)`.
 
-        Pass the output in the dtype in which the network computed: divisions near the ends are regularized at its
-        resolution.
+        Pass the output in the dtype in which the network computed: near the ends it is trusted no further than its
+        rounding error allows.
         """
         if output.shape != x.shape:
             raise ValueError(f"output and state must have one shape, got {tuple(output.shape)} and {tuple(x.shape)}")
@@ -124,9 +128,10 @@ class Bridge:
         t = check_times(t, x)
         if self.published:
             return self._published(output, x, t).to(x.dtype)
-        weights = self._affine(t, coarser_resolution(output, x))
+        resolution, rounding = (torch.finfo(part.dtype).eps for part in (x, output))
+        weights = self._affine(t, resolution, rounding if rounding > resolution else 0.0)
         v = broadcast(weights.state, x) * x + broadcast(weights.output, x) * output
-        if self.prediction_error:
+        if self.data_mean:
             v = v + broadcast(weights.constant, x)
         if self.x0_bound is not None:
             t_wide = broadcast(t.clamp(min=END), x)
@@ -156,19 +161,28 @@ class Bridge:
         own = (self.schedule.alpha(time) ** 2 + self.schedule.sigma(time) ** 2).sqrt()
         return own / ((1 - t) ** 2 + t**2).sqrt()
 
-    def _affine(self, t: Tensor, resolution: float) -> Affine:
-        """v as a linear function of x and output; one set of numbers per sample."""
+    def _affine(self, t: Tensor, resolution: float, rounding: float) -> Affine:
+        """Return v as a linear function of x and output; each coefficient has shape (batch,).
+
+        `resolution` is the rounding error of the state, `rounding` that of the output where it is coarser, else 0.
+        """
         time, inner = self._matched_time(t), t.clamp(END, 1 - END)
         own = torch.empty_like(time)
         w = pair_weights(self.prediction, self.schedule.at(time, own), resolution)
         scale = self._state_scale(t, time)
-        trust = (1 + (self.prediction_error * w.x0_output / self.data_std) ** 2).reciprocal()
+        error = math.hypot(self.prediction_error, rounding)
+        trust = (1 + (error * w.x0_output / self.data_std) ** 2).reciprocal()
         noisy = Affine(
             (1 - trust * w.x0_state * scale) / inner,
             -trust * w.x0_output / inner,
             -(1 - trust) * self.data_mean / inner,
         )
-        clean = Affine((w.eps_state * scale - 1) / (1 - inner), w.eps_output / (1 - inner), torch.zeros_like(time))
+        trust_eps = (1 + (rounding * w.eps_output) ** 2).reciprocal()  # eps has mean 0 and standard deviation 1
+        clean = Affine(
+            (trust_eps * w.eps_state * scale - 1) / (1 - inner),
+            trust_eps * w.eps_output / (1 - inner),
+            torch.zeros_like(time),
+        )
         return Affine(*(torch.where(t >= 0.5, a, b) for a, b in zip(noisy, clean, strict=True)))
 
     def _published(self, eps: Tensor, x: Tensor, t: Tensor) -> Tensor:
