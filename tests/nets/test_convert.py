@@ -20,6 +20,7 @@ def release(tmp_path):
     state = release_state(width=WIDTH, depth=3, patch=2, grid=8, classes=CLASSES, seed=0)
     file = tmp_path / "DiT-tiny.pt"
     torch.save(state, file)
+    (tmp_path / "config.json").write_text(json.dumps({"num_classes": CLASSES}))
     return file, state
 
 
@@ -143,6 +144,7 @@ def test_conversion_json_tells_what_was_done_with_hashes(release, tmp_path, caps
 def test_every_layout_and_back_by_the_command(tmp_path):
     cases = {
         "dit": DiT(DiTConfig(WIDTH, 2, HEADS, size=16, modulation="zero", num_classes=5)),
+        "pixart": DiT(DiTConfig(WIDTH, 2, HEADS, size=16, text_width=12, text_projection="mlp", null_tokens=7)),
         "diffusers-dit": DiT(DiTConfig(WIDTH, 2, HEADS, size=16, modulation="zero", num_classes=5, frequency_shift=1)),
         "diffusers-pixart": DiT(DiTConfig(WIDTH, 2, HEADS, size=16, text_width=12, text_projection="mlp")),
         "paris": DiT(DiTConfig(WIDTH, 2, HEADS, size=16, text_width=12, norm_eps=1e-5, mlp_norm_eps=1e-5)),

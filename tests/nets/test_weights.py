@@ -12,9 +12,9 @@ from atoll.nets.weights import LAYOUTS, detect, layout, read_weights, write_weig
 from paris_release import Paris
 
 
-def native(state, config=None, heads=None):
+def native(state, config=None, heads=None, name=None):
     """The native network of foreign tensors, and its configuration."""
-    found = detect(state)
+    found = detect(state, name)
     translated = found.read_config(state, config or {}, heads)
     network = found.build(translated)
     network.load_state_dict(found.to_native(state, translated))
@@ -88,7 +88,7 @@ def test_diffusers_dit_answers_alike_and_survives_the_round_trip(tied):
 @torch.no_grad()
 def test_the_original_dit_layout_answers_alike_and_survives_the_round_trip():
     state = release_state(width=48, depth=3, patch=2, grid=8, classes=10, seed=2)
-    network, config = native(state, heads=2)
+    network, config = native(state, {"num_classes": 10}, heads=2, name="dit")
     assert config.positions == "sincos"
     x = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(1))
     time, label = torch.tensor([0.0, 37.5, 999.0]), torch.tensor([3, 0, 10])
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_listed_by_name():
     state["blocks.0.mlp.fc2.weight"] = torch.zeros(3, 3)
     state["surplus"] = torch.zeros(1)
     with pytest.raises(AtollError) as error:
-        native(state, heads=2)
+        native(state, {"num_classes": 10}, heads=2, name="dit")
     for line in (
         "missing blocks.1.attn.qkv.bias (144,)",
         "not expected surplus (1,)",
@@ -141,7 +141,7 @@ def test_a_layout_nobody_knows_is_refused():
         detect({"conv.weight": torch.zeros(1)})
     with pytest.raises(AtollError, match="did you mean 'paris'"):
         layout("pari")
-    assert set(LAYOUTS) == {"dit", "diffusers-dit", "diffusers-pixart", "paris", "paris-router"}
+    assert set(LAYOUTS) == {"dit", "sit", "pixart", "diffusers-dit", "diffusers-pixart", "paris", "paris-router"}
 
 
 def test_pt_files_are_read_without_running_code(tmp_path):
@@ -176,8 +176,8 @@ def test_a_diffusers_folder_is_read_with_its_configuration(tmp_path):
 def test_half_precision_is_read_as_float32(dtype, tmp_path):
     state = release_state(width=48, depth=2, patch=2, grid=8, classes=10, seed=2)
     half = {name: tensor.to(dtype) for name, tensor in state.items()}
-    torch.save(half, tmp_path / "half.pt")
-    source = read_source(tmp_path / "half.pt", 2)
+    torch.save(half, tmp_path / "half-dit.pt")
+    source = read_source(tmp_path / "half-dit.pt", 2, num_classes=10)
     assert source.config.positions == "sincos"
     assert {tensor.dtype for tensor in source.state.values()} == {torch.float32}
     x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -185,7 +185,8 @@ def test_half_precision_is_read_as_float32(dtype, tmp_path):
     theirs = release_forward({name: tensor.float() for name, tensor in half.items()}, x, time, label, heads=2)
     torch.testing.assert_close(source.network()(x, time, Condition(label=label)), theirs, atol=1e-5, rtol=0)
     options = FlowMatchingOptions(final="keep")
-    assert convert(tmp_path / "half.pt", tmp_path / "out", "flow-matching", options, heads=2).figures["residual"] > 0
+    conversion = convert(tmp_path / "half-dit.pt", tmp_path / "out", "flow-matching", options, heads=2, num_classes=10)
+    assert conversion.figures["residual"] > 0
     paris = randomise(Paris(48, 2, 1, 8, text_width=20)).to(dtype)  # its null condition is not in the file
     torch.save(paris.state_dict(), tmp_path / "paris.pt")
     assert read_source(tmp_path / "paris.pt", 2).network()(x, time, Condition()).dtype == torch.float32
@@ -199,17 +200,23 @@ def test_full_precision_tells_learned_positions_from_rounded_ones():
 
 
 @torch.no_grad()
-def test_the_null_caption_of_a_released_pixart_is_left_out(tmp_path):
-    model = pixart(use_additional_conditions=False)
+def test_the_null_caption_of_a_released_pixart_is_kept(tmp_path):
+    model, caption = pixart(use_additional_conditions=False), torch.randn(120, 20)
     model.save_pretrained(tmp_path / "model")
     file = tmp_path / "model" / "diffusion_pytorch_model.safetensors"
-    write_weights(read_weights(file) | {"caption_projection.y_embedding": torch.randn(120, 20)}, file)
+    write_weights(read_weights(file) | {"caption_projection.y_embedding": caption}, file)
     conversion = convert(tmp_path / "model", tmp_path / "out")
-    left = [(change.what, change.parameters) for change in conversion.changes if change.action == "left out"]
-    assert left == [("caption_projection.y_embedding", 120 * 20)]
-    x, time, text = torch.randn(1, 4, 16, 16), torch.tensor([5.0]), torch.randn(1, 3, 20)
+    assert [change.action for change in conversion.changes] == ["renamed"]
+    x, time, text = torch.randn(2, 4, 16, 16), torch.tensor([5.0, 700.0]), torch.randn(2, 3, 20)
+    network = load_network(tmp_path / "out")
     theirs = model(x, encoder_hidden_states=text, timestep=time).sample
-    torch.testing.assert_close(load_network(tmp_path / "out")(x, time, Condition(text)), theirs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(network(x, time, Condition(text)), theirs, atol=1e-5, rtol=0)
+    theirs[1] = model(x[1:], encoder_hidden_states=caption[None], timestep=time[1:]).sample
+    dropped = Condition(text).drop(torch.tensor([False, True]))
+    torch.testing.assert_close(network(x, time, dropped), theirs, atol=1e-5, rtol=0)
+    convert(tmp_path / "out", tmp_path / "back", "diffusers-pixart")
+    back = PixArtTransformer2DModel.from_pretrained(tmp_path / "back")  # it ignores the caption
+    torch.testing.assert_close(back(x[1:], encoder_hidden_states=caption[None], timestep=time[1:]).sample, theirs[1:])
 
 
 def test_positions_are_those_of_mae():

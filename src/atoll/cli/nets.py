@@ -12,12 +12,13 @@ class Convert:
     """Bring other people's checkpoints in, or write an expert in someone else's layout."""
 
     source: Annotated[Positional[Path], arg(metavar="SRC")]
-    """A .pt or .safetensors file, or a folder that holds one; the layout is told by the names of its tensors."""
+    """A .pt, .pth or .safetensors file, or a folder that holds one. The names of its tensors decide the layout, except
+    between DiT and SiT: see --layout."""
     destination: Annotated[Positional[Path], arg(metavar="DST")]
     """Folder to write: config.json, the weights, and conversion.json with the account."""
     to: str = "atoll"
-    """atoll, flow-matching (a DDPM DiT becomes an expert as in HDDM), dit, diffusers-dit, diffusers-pixart, paris
-    or paris-router."""
+    """atoll, flow-matching (a DDPM DiT becomes an expert as in HDDM), dit, sit, pixart, diffusers-dit,
+    diffusers-pixart, paris or paris-router."""
     fold: bool = True
     """flow-matching: fold AdaLN-Zero into AdaLN-Single by least squares."""
     text_width: int = 768
@@ -30,6 +31,12 @@ class Convert:
     """flow-matching: network time to timestep by 999 t, by equal signal-to-noise ratio, or unchanged."""
     heads: int | None = None
     """Attention heads, where neither config.json nor a known width tells them."""
+    layout: str | None = None
+    """Layout of SRC. Needed for a DiT or SiT (the same tensors, with time and sign reversed) if neither config.json nor
+    the file's name, such as DiT-XL-2-256x256.pt, names one of them: dit or sit."""
+    num_classes: int | None = None
+    """Classes of a DiT or SiT without the null class. Needed if the class table has other than the 1001 rows of
+    ImageNet with a null class, and config.json does not give them."""
     seed: int = 0
     """flow-matching: seed of the new weights."""
     force: bool = False
@@ -45,7 +52,9 @@ class Convert:
         from atoll.nets.fold import FlowMatchingOptions
 
         options = FlowMatchingOptions(self.fold, self.text_width, self.keep_labels, self.final, self.time, self.seed)
-        conversion = convert(self.source, self.destination, self.to, options, self.heads, self.force)
+        conversion = convert(
+            self.source, self.destination, self.to, options, self.heads, self.force, self.layout, self.num_classes
+        )
         if self.json:
             print((self.destination / CONVERSION_FILE).read_text(encoding="utf-8"), end="")
         else:

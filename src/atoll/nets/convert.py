@@ -17,7 +17,7 @@ from atoll.nets.dit import DiT, DiTConfig
 from atoll.nets.expert import KINDS, build
 from atoll.nets.fold import Change, FlowMatchingOptions, to_flow_matching
 from atoll.nets.router import Router, RouterConfig
-from atoll.nets.weights import LAYOUTS, Layout, check_fit, detect, layout, read_weights, sha256, write_weights
+from atoll.nets.weights import LAYOUTS, Layout, check_fit, detect, read_weights, sha256, write_weights
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
 
 CONVERSION_FILE = "conversion.json"
@@ -33,8 +33,8 @@ class Source:
     layout: str
     config: DiTConfig | RouterConfig
     state: dict[str, Tensor]
-    left: list[Change] = field(default_factory=list)
-    """What of the file was left out."""
+    changes: list[Change] = field(default_factory=list)
+    """What reading changed besides names, and what was made anew because the file lacks it."""
 
     def network(self) -> DiT | Router:
         """The source as a network."""
@@ -57,8 +57,13 @@ class Conversion:
     atoll: str = __version__
 
 
-def read_source(path: str | Path, heads: int | None = None) -> Source:
-    """Read a checkpoint: a `.pt` or `.safetensors` file, or a folder with one and perhaps a config.json."""
+def read_source(
+    path: str | Path, heads: int | None = None, layout: str | None = None, num_classes: int | None = None
+) -> Source:
+    """Read a checkpoint: a `.pt` or `.safetensors` file, or a folder with one and perhaps a config.json.
+
+    `layout` and `num_classes` are for files that do not show them; they take precedence over config.json.
+    """
     path = Path(path)
     file = _weights_in(path) if path.is_dir() else path
     state = {name: _in_float32(tensor) for name, tensor in read_weights(file).items()}
@@ -66,13 +71,23 @@ def read_source(path: str | Path, heads: int | None = None) -> Source:
     given = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
     kind = given.get("_class_name")
     if kind in ("DiT", "Router"):
+        if layout is not None or num_classes is not None:
+            raise AtollError(f"{file} is in Atoll's own layout; leave out --layout and --num-classes")
         return _native(file, given, state)
     null: dict[str, Tensor] = {}
     if kind in KINDS:
         given, state, null = _unwrapped(given, state, file)
-    found = detect(state)
-    config = found.read_config(state, given, heads)
-    return Source(file, found.name, config, found.to_native(state, config) | null, _left_out(found, state))
+    if num_classes is not None:
+        given = given | {"num_classes": num_classes}
+    found = detect(state, layout or given.get("layout"), file.name)
+    try:
+        config = found.read_config(state, given, heads)
+    except KeyError as missing:
+        raise AtollError(
+            f"{file} or its config.json lacks {missing}, which the {found.title} layout needs"
+        ) from missing
+    changes = _convention(found) + _made_anew(found, state, config)
+    return Source(file, found.name, config, found.to_native(state, config) | null, changes)
 
 
 def _in_float32(tensor: Tensor) -> Tensor:
@@ -88,12 +103,15 @@ def _native(file: Path, given: dict[str, Any], state: dict[str, Tensor]) -> Sour
     return Source(file, "atoll", network.config, state)
 
 
-def _left_out(found: Layout, state: Mapping[str, Tensor]) -> list[Change]:
-    """The tensors of a file that the native network has no place for."""
+def _convention(found: Layout) -> list[Change]:
+    return [Change("time and sign", "changed", 0, found.convention)] if found.convention else []
+
+
+def _made_anew(found: Layout, state: dict[str, Tensor], config: Any) -> list[Change]:
+    """The tensors, or rows of them, that the native network needs and a file does not have."""
     return [
-        Change(name, "left out", state[name].numel(), "no place in Atoll's layout")
-        for name in found.unused
-        if name in state
+        Change(name, "new", tensor.numel() - (state[name].numel() if name in state else 0), note)
+        for name, (tensor, note) in found.complete(state, config).items()
     ]
 
 
@@ -125,6 +143,8 @@ def convert(
     options: FlowMatchingOptions | None = None,
     heads: int | None = None,
     force: bool = False,
+    layout: str | None = None,
+    num_classes: int | None = None,
 ) -> Conversion:
     """Convert a checkpoint into the folder `destination`; nothing is written if anything does not fit."""
     if to not in TARGETS:
@@ -132,7 +152,7 @@ def convert(
     destination = Path(destination)
     if destination.exists() and any(destination.iterdir() if destination.is_dir() else [destination]) and not force:
         raise AtollError(f"{destination} exists and is not empty; choose another folder, or replace it with --force")
-    read = read_source(source, heads)
+    read = read_source(source, heads, layout, num_classes)
     options = options or FlowMatchingOptions()
     if to == "flow-matching":
         state, fields, changes, figures = _flow_matching(read, options)
@@ -145,7 +165,7 @@ def convert(
         source={"file": read.file.name, "layout": read.layout, "sha256": sha256(read.file)},
         target=to,
         options=asdict(options) if to == "flow-matching" else {},
-        changes=changes + read.left,
+        changes=changes + read.changes,
         figures=figures,
         files={name: sha256(destination / name) for name in (WEIGHTS_FILE, CONFIG_FILE)},
     )
@@ -156,23 +176,24 @@ def convert(
 def _relayout(source: Source, to: str) -> tuple[dict[str, Tensor], dict[str, Any], list[Change]]:
     """The same network in another layout. What the layout cannot say is listed."""
     total = sum(tensor.numel() for tensor in source.state.values())
+    total -= sum(change.parameters for change in source.changes if change.action == "new")
     if to == "atoll":
         kind = "DiT" if isinstance(source.config, DiTConfig) else "Router"
         changes = [Change("all tensors", "renamed", total, f"from {source.layout}")]
         return source.state, {"_class_name": kind, **source.config.to_dict()}, changes
-    chosen = layout(to)
+    chosen = LAYOUTS[to]
     if (chosen.build is Router) != isinstance(source.config, RouterConfig):
         raise AtollError(
             f"{source.file} holds {'a router' if chosen.build is DiT else 'an expert'}, which {to} is not for"
         )
     foreign, fields = chosen.from_native(source.state, source.config), chosen.write_config(source.config)
-    left = chosen.without_place(source.state)
+    left = chosen.without_place(source.state, source.config)
     gone = sum(source.state[name].numel() for name in left)
     changes = [Change("all tensors with a place in the layout", "renamed", total - gone, f"{source.layout} to {to}")]
     if left:
         changes.append(Change(", ".join(left), "left out", gone, f"no place in the {chosen.title} layout"))
     there = chosen.read_config(foreign, fields, source.config.heads)
-    changes += _differences(source.config.to_dict(), there.to_dict(), chosen.title)
+    changes += _convention(chosen) + _differences(source.config.to_dict(), there.to_dict(), chosen.title)
     return foreign, fields, changes
 
 

@@ -88,7 +88,9 @@ def _target_config(config: DiTConfig, options: FlowMatchingOptions) -> DiTConfig
             "the source is told by text already; converting to flow matching starts from a network without"
         )
     if config.time_table:
-        raise AtollError("the source has a time table already: it was converted before")
+        raise AtollError(
+            "the source is a flow-matching network already (a SiT, or converted before); leave out --to flow-matching"
+        )
     if options.fold and config.embedder_per_block:
         raise AtollError("the blocks of the source embed time differently, so they cannot be folded; use --no-fold")
     if options.keep_labels and not config.num_classes:

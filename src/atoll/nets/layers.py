@@ -40,9 +40,9 @@ def sincos_positions(width: int, rows: int, columns: int, base: int, scale: floa
     return torch.cat([across, down], dim=-1).reshape(1, rows * columns, width)
 
 
-def is_sincos(table: Tensor, grid: int) -> Tensor:
+def is_sincos(table: Tensor, grid: int, scale: float = 1.0) -> Tensor:
     """Whether a stored table of grid × grid positions has the values of the formula, as a tensor: no branch needed."""
-    made = sincos_positions(table.shape[-1], grid, grid, grid).to(table.device)
+    made = sincos_positions(table.shape[-1], grid, grid, grid, scale).to(table.device)
     table = table.float()
     # A table that half precision holds exactly was rounded to it.
     halves = [(table == table.to(kind)).all() * torch.finfo(kind).eps for kind in (torch.bfloat16, torch.float16)]

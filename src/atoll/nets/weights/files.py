@@ -13,7 +13,7 @@ from atoll.errors import AtollError, first_line
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 CONFIG_FILE = "config.json"
-WRAPPERS = ("ema", "model", "state_dict")
+WRAPPERS = ("ema", "state_dict_ema", "model", "state_dict")
 """Names under which a checkpoint may keep its weights, the averaged ones first."""
 
 

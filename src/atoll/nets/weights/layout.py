@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import AtollError
+from atoll.nets.dit import DiTConfig
+from atoll.nets.layers import is_sincos
+from atoll.nets.router import RouterConfig
 
 State = dict[str, Tensor]
 
@@ -26,6 +29,8 @@ class Pair:
     foreign_shape: tuple[int, ...] | None = None
     joined: tuple[str, ...] = ()
     """Native tensors, `native` the first of them, that along the first axis are one foreign tensor."""
+    repeats: int = 0
+    """The foreign tensor has this many rows, each equal to the native vector."""
 
 
 def pairs_of(prefix_pairs: Mapping[str, str]) -> list[Pair]:
@@ -35,6 +40,43 @@ def pairs_of(prefix_pairs: Mapping[str, str]) -> list[Pair]:
         for native, foreign in prefix_pairs.items()
         for part in ("weight", "bias")
     ]
+
+
+def patch_pair(config: DiTConfig | RouterConfig, foreign: str) -> list[Pair]:
+    """The patch projection, a convolution elsewhere and a linear layer here."""
+    shape = (config.width, config.channels, config.patch, config.patch)
+    return [
+        Pair("patch.weight", (f"{foreign}.weight",), foreign_shape=shape),
+        Pair("patch.bias", (f"{foreign}.bias",)),
+    ]
+
+
+def parts_of(native: str, *foreign: str) -> list[Pair]:
+    """One native layer whose rows are the rows of several foreign ones, in order."""
+    return [Pair(f"{native}.{part}", tuple(f"{name}.{part}" for name in foreign)) for part in ("weight", "bias")]
+
+
+def differences(config: DiTConfig, **required: object) -> str | None:
+    """Return the fields that have another value than required, as one sentence; None if there are none."""
+    wrong = [
+        f"{name} must be {value!r} and is {getattr(config, name)!r}"
+        for name, value in required.items()
+        if getattr(config, name) != value
+    ]
+    return "; ".join(wrong) or None
+
+
+POSITION_SCALES = (1.0, 0.5, 2.0)
+"""Scales of the fixed positions in released checkpoints: DiT, SiT and PixArt up to 512 px have 1; diffusers' converters
+know 0.5 and 2 as well."""
+
+
+def positions_of(positions: Tensor, grid: int, scales: tuple[float, ...] = (1.0,)) -> dict[str, Any]:
+    """Stored positions are fixed ones if they have the values of the formula, otherwise they were learned."""
+    for scale in scales:
+        if bool(is_sincos(positions, grid, scale)):
+            return {"positions": "sincos", "position_scale": scale}
+    return {"positions": "learned"}
 
 
 @dataclass(frozen=True)
@@ -56,8 +98,14 @@ class Layout:
     optional: tuple[str, ...] = ()
     """Native tensors that this layout has no place for. When reading, the network makes them itself; a null condition
     starts at zero."""
-    unused: tuple[str, ...] = ()
-    """Foreign tensors that a file may carry and the native network has no place for."""
+    complete: Callable[[State, Any], dict[str, tuple[Tensor, str]]] = lambda _state, _config: {}
+    """Foreign tensors that the file lacks, whole or in part, made anew; each with a note for the account."""
+    after_reading: Callable[[State], State] = lambda state: state
+    """A change of native tensors that were read: another convention of time or sign."""
+    before_writing: Callable[[State], State] = lambda state: state
+    """The inverse of `after_reading`."""
+    convention: str = ""
+    """What these two change, for the account."""
 
     def matches(self, state: Mapping[str, Tensor]) -> bool:
         """Whether these tensors are in this layout."""
@@ -67,19 +115,19 @@ class Layout:
         """Foreign tensors as native ones; refuses, by name, whatever is missing, surplus or of another shape."""
         with torch.device("meta"):
             template = self.build(config).state_dict()
-        used = {name: tensor for name, tensor in state.items() if name not in self.unused}
-        check_fit(used, self._foreign(template, config), f"the {self.title} layout")
+        state = state | {name: tensor for name, (tensor, _) in self.complete(state, config).items()}
+        check_fit(state, self._foreign(template, config), f"the {self.title} layout")
         native: State = {}
         for pair in self.pairs(config):
             _read_pair(pair, state, template, native)
-        return native | self._made_by_network(self.without_place(template), config)
+        return self.after_reading(native | self._made_by_network(self.without_place(template, config), config))
 
     def from_native(self, state: State, config: Any) -> State:
-        """Native tensors in this layout; the null condition, which it has no place for, stays behind."""
+        """Native tensors in this layout, without those that it has no place for."""
         reason = self.refuse(config)
         if reason:
             raise AtollError(f"this network cannot be written in the {self.title} layout: {reason}")
-        return self._foreign(state, config)
+        return self._foreign(self.before_writing(state), config)
 
     def _foreign(self, state: Mapping[str, Tensor], config: Any) -> State:
         foreign: State = {}
@@ -87,9 +135,10 @@ class Layout:
             _write_pair(pair, state, foreign)
         return foreign
 
-    def without_place(self, state: Mapping[str, Tensor]) -> list[str]:
+    def without_place(self, state: Mapping[str, Tensor], config: Any) -> list[str]:
         """The native tensors that have no place in this layout."""
-        return [name for name in state if name.endswith(self.optional)] if self.optional else []
+        placed = {name for pair in self.pairs(config) for name in (pair.native, *pair.joined)}
+        return [name for name in state if self.optional and name.endswith(self.optional) and name not in placed]
 
     def _made_by_network(self, names: list[str], config: Any) -> State:
         """Fresh buffers (positions, prior) from a network whose weights stay on the meta device; zeros for nulls."""
@@ -109,6 +158,9 @@ def _read_pair(pair: Pair, state: State, template: Mapping[str, Tensor], native:
         native.update({name: part.contiguous() for name, part in zip(pair.joined, parts, strict=True)})
         return
     tensors = [state[name] for name in pair.foreign]
+    if pair.repeats:
+        native[pair.native] = tensors[0][0].contiguous()
+        return
     if pair.copies:
         different = [name for name, tensor in zip(pair.foreign, tensors, strict=True) if not tensor.equal(tensors[0])]
         if different:
@@ -123,7 +175,9 @@ def _write_pair(pair: Pair, state: Mapping[str, Tensor], foreign: State) -> None
         foreign[pair.foreign[0]] = torch.cat([state[name] for name in pair.joined])
         return
     whole = state[pair.native]
-    if len(pair.foreign) == 1:
+    if pair.repeats:
+        foreign[pair.foreign[0]] = whole.expand(pair.repeats, -1).contiguous()
+    elif len(pair.foreign) == 1:
         foreign[pair.foreign[0]] = whole if pair.foreign_shape is None else whole.reshape(pair.foreign_shape)
     elif pair.copies:
         foreign.update({name: whole.clone() for name in pair.foreign})

@@ -1,90 +1,27 @@
-"""The layouts Atoll reads and writes: the original DiT, diffusers' DiT and PixArt-alpha, and Paris."""
+"""The layouts Atoll reads and writes: diffusers' DiT and PixArt-alpha, Paris, and the authors' own releases."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from atoll.errors import AtollError, unknown
 from atoll.nets.dit import DiT, DiTConfig
-from atoll.nets.layers import is_sincos
 from atoll.nets.router import Router, RouterConfig
-from atoll.nets.weights.layout import Layout, Pair, State, block_count, heads_for, pairs_of
-
-
-def _patch_pair(config: DiTConfig | RouterConfig, foreign: str) -> list[Pair]:
-    """The patch projection, a convolution elsewhere and a linear layer here."""
-    shape = (config.width, config.channels, config.patch, config.patch)
-    return [
-        Pair("patch.weight", (f"{foreign}.weight",), foreign_shape=shape),
-        Pair("patch.bias", (f"{foreign}.bias",)),
-    ]
-
-
-def _parts(native: str, *foreign: str) -> list[Pair]:
-    """One native layer whose rows are the rows of several foreign ones, in order."""
-    return [Pair(f"{native}.{part}", tuple(f"{name}.{part}" for name in foreign)) for part in ("weight", "bias")]
-
-
-def _differences(config: DiTConfig, **required: object) -> str | None:
-    wrong = [
-        f"{name} must be {value!r} and is {getattr(config, name)!r}"
-        for name, value in required.items()
-        if getattr(config, name) != value
-    ]
-    return "; ".join(wrong) or None
-
-
-# --- The original DiT release: DiT-XL-2-256x256.pt ------------------------------------------------------------------
-
-
-def _dit_config(state: State, given: Mapping[str, Any], heads: int | None) -> DiTConfig:
-    width, channels, patch, _ = state["x_embedder.proj.weight"].shape
-    grid = round(state["pos_embed"].shape[1] ** 0.5)
-    return DiTConfig(
-        width=width,
-        depth=block_count(state, "blocks"),
-        heads=heads_for(width, heads or given.get("heads")),
-        patch=patch,
-        channels=channels,
-        out_channels=state["final_layer.linear.weight"].shape[0] // patch**2,
-        size=grid * patch,
-        mlp_ratio=state["blocks.0.mlp.fc1.weight"].shape[0] / width,
-        modulation="zero",
-        num_classes=state["y_embedder.embedding_table.weight"].shape[0] - 1,
-        positions=_positions_kind(state["pos_embed"], grid),
-    )
-
-
-def _positions_kind(positions: Tensor, grid: int) -> Any:
-    """Stored positions are fixed ones if they have the values of the formula, otherwise they were learned."""
-    return "sincos" if bool(is_sincos(positions, grid)) else "learned"
-
-
-def _dit_pairs(config: DiTConfig) -> list[Pair]:
-    pairs = [Pair("positions", ("pos_embed",)), *_patch_pair(config, "x_embedder.proj")]
-    names = {"embedders.0.time.inner": "t_embedder.mlp.0", "embedders.0.time.outer": "t_embedder.mlp.2"}
-    pairs.append(Pair("embedders.0.labels.weight", ("y_embedder.embedding_table.weight",)))
-    for n in range(config.depth):
-        names |= {
-            f"blocks.{n}.modulation.linear": f"blocks.{n}.adaLN_modulation.1",
-            f"blocks.{n}.attention.qkv": f"blocks.{n}.attn.qkv",
-            f"blocks.{n}.attention.out": f"blocks.{n}.attn.proj",
-            f"blocks.{n}.mlp.inner": f"blocks.{n}.mlp.fc1",
-            f"blocks.{n}.mlp.outer": f"blocks.{n}.mlp.fc2",
-        }
-    names |= {"final.modulation.linear": "final_layer.adaLN_modulation.1", "final.linear": "final_layer.linear"}
-    return pairs + pairs_of(names)
-
-
-def _dit_refuses(config: DiTConfig) -> str | None:
-    if not config.num_classes:
-        return "it needs class labels"
-    return _differences(
-        config, modulation="zero", final="zero", text_width=0, pooled_width=0, qk_norm=False,
-        embedder_per_block=False, time_table=False,
-    )  # fmt: skip
-
+from atoll.nets.weights.layout import (
+    Layout,
+    Pair,
+    State,
+    block_count,
+    differences,
+    heads_for,
+    pairs_of,
+    parts_of,
+    patch_pair,
+    positions_of,
+)
+from atoll.nets.weights.releases import RELEASES
 
 # --- diffusers DiTTransformer2DModel --------------------------------------------------------------------------------
 
@@ -144,20 +81,20 @@ def _diffusers_dit_config(state: State, given: Mapping[str, Any], _: int | None)
 def _diffusers_block(n: int, text: bool) -> list[Pair]:
     """What diffusers' DiT and PixArt blocks share: attention and feed-forward."""
     here, there = f"blocks.{n}", f"transformer_blocks.{n}"
-    pairs = _parts(f"{here}.attention.qkv", *(f"{there}.attn1.to_{part}" for part in "qkv"))
+    pairs = parts_of(f"{here}.attention.qkv", *(f"{there}.attn1.to_{part}" for part in "qkv"))
     names = {
         f"{here}.attention.out": f"{there}.attn1.to_out.0",
         f"{here}.mlp.inner": f"{there}.ff.net.0.proj",
         f"{here}.mlp.outer": f"{there}.ff.net.2",
     }
     if text:
-        pairs += _parts(f"{here}.cross.key_value", f"{there}.attn2.to_k", f"{there}.attn2.to_v")
+        pairs += parts_of(f"{here}.cross.key_value", f"{there}.attn2.to_k", f"{there}.attn2.to_v")
         names |= {f"{here}.cross.query": f"{there}.attn2.to_q", f"{here}.cross.out": f"{there}.attn2.to_out.0"}
     return pairs + pairs_of(names)
 
 
 def _diffusers_dit_pairs(config: DiTConfig) -> list[Pair]:
-    pairs = _patch_pair(config, "pos_embed.proj")
+    pairs = patch_pair(config, "pos_embed.proj")
     embedder = {
         "time.inner.weight": "timestep_embedder.linear_1.weight",
         "time.inner.bias": "timestep_embedder.linear_1.bias",
@@ -180,7 +117,7 @@ def _diffusers_dit_pairs(config: DiTConfig) -> list[Pair]:
 def _diffusers_dit_refuses(config: DiTConfig) -> str | None:
     if not config.num_classes:
         return "it needs class labels"
-    return _differences(
+    return differences(
         config, modulation="zero", final="zero", text_width=0, pooled_width=0, qk_norm=False, positions="sincos",
         position_scale=1.0, time_table=False, mlp_ratio=4.0,
     )  # fmt: skip
@@ -196,6 +133,10 @@ def _diffusers_dit_fields(config: DiTConfig) -> dict[str, Any]:
 
 
 # --- diffusers PixArtTransformer2DModel -----------------------------------------------------------------------------
+
+
+_NULL_CAPTION = "caption_projection.y_embedding"
+"""The null caption of the release, which diffusers' own checkpoints carry along and its class ignores."""
 
 
 def _pixart_config(state: State, given: Mapping[str, Any], _: int | None) -> DiTConfig:
@@ -214,12 +155,15 @@ def _pixart_config(state: State, given: Mapping[str, Any], _: int | None) -> DiT
         **common,
         text_width=given["caption_channels"],
         text_projection="mlp",
+        null_tokens=len(state[_NULL_CAPTION]) if _NULL_CAPTION in state else 1,
         position_scale=given.get("interpolation_scale") or max(given["sample_size"] // 64, 1),
     )
 
 
 def _pixart_pairs(config: DiTConfig) -> list[Pair]:
-    pairs = _patch_pair(config, "pos_embed.proj")
+    pairs = patch_pair(config, "pos_embed.proj")
+    if config.null_tokens > 1:
+        pairs.append(Pair("null_text", (_NULL_CAPTION,)))
     for n in range(config.depth):
         pairs.append(Pair(f"blocks.{n}.modulation.table", (f"transformer_blocks.{n}.scale_shift_table",)))
         pairs += _diffusers_block(n, text=True)
@@ -239,7 +183,7 @@ def _pixart_pairs(config: DiTConfig) -> list[Pair]:
 def _pixart_refuses(config: DiTConfig) -> str | None:
     if not config.text_width:
         return "it needs text"
-    return _differences(
+    return differences(
         config, modulation="single", final="single", text_projection="mlp", num_classes=0, pooled_width=0,
         qk_norm=False, positions="sincos", time_table=False, mlp_ratio=4.0,
     )  # fmt: skip
@@ -274,9 +218,9 @@ def _paris_config(state: State, given: Mapping[str, Any], heads: int | None) -> 
         size=grid * patch,
         mlp_ratio=state["layers.0.mlp.0.weight"].shape[0] / width,
         text_width=state["text_proj.weight"].shape[1],
-        positions=_positions_kind(state["pos_embed"], grid),
         norm_eps=_PARIS_EPS,
         mlp_norm_eps=_PARIS_EPS,
+        **positions_of(state["pos_embed"], grid),
     )
 
 
@@ -287,7 +231,7 @@ def _torch_attention(native: str, foreign: str) -> list[Pair]:
 
 
 def _paris_pairs(config: DiTConfig) -> list[Pair]:
-    pairs = [Pair("positions", ("pos_embed",)), *_patch_pair(config, "patch_embed")]
+    pairs = [Pair("positions", ("pos_embed",)), *patch_pair(config, "patch_embed")]
     for n in range(config.depth):
         here, there = f"blocks.{n}", f"layers.{n}"
         pairs.append(Pair(f"{here}.modulation.table", (f"{there}.scale_shift_table",)))
@@ -317,7 +261,7 @@ def _paris_pairs(config: DiTConfig) -> list[Pair]:
 def _paris_refuses(config: DiTConfig) -> str | None:
     if not config.text_width:
         return "it needs text"
-    return _differences(
+    return differences(
         config, modulation="single", final="single", text_projection="linear", num_classes=0, pooled_width=0,
         qk_norm=False, time_table=False,
     )  # fmt: skip
@@ -353,7 +297,7 @@ def _paris_router_config(state: State, given: Mapping[str, Any], heads: int | No
 
 
 def _paris_router_pairs(config: RouterConfig) -> list[Pair]:
-    pairs = [Pair("positions", ("pos_embed",)), Pair("cls", ("cls_token",)), *_patch_pair(config, "patch_embed")]
+    pairs = [Pair("positions", ("pos_embed",)), Pair("cls", ("cls_token",)), *patch_pair(config, "patch_embed")]
     names = {
         "embedder.time.inner": "time_embed.mlp.0",
         "embedder.time.outer": "time_embed.mlp.2",
@@ -391,10 +335,7 @@ def _paris_router_fields(config: RouterConfig) -> dict[str, Any]:
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
-        Layout(
-            "dit", "original DiT", ("x_embedder.proj.weight", "y_embedder.embedding_table.weight"),
-            _dit_config, _dit_pairs, DiT, _dit_refuses, lambda config: {"heads": config.heads},
-        ),
+        *RELEASES,
         Layout(
             "diffusers-dit", "diffusers DiT", ("pos_embed.proj.weight", "proj_out_1.weight"),
             _diffusers_dit_config, _diffusers_dit_pairs, DiT, _diffusers_dit_refuses, _diffusers_dit_fields,
@@ -403,7 +344,7 @@ LAYOUTS: dict[str, Layout] = {
         Layout(
             "diffusers-pixart", "diffusers PixArt", ("pos_embed.proj.weight", "adaln_single.linear.weight"),
             _pixart_config, _pixart_pairs, DiT, _pixart_refuses, _pixart_fields,
-            optional=("positions", "null_text"), unused=("caption_projection.y_embedding",),
+            optional=("positions", "null_text"),
         ),
         Layout(
             "paris", "Paris expert", ("t_block.1.weight", "text_proj.weight", "patch_embed.weight"),
@@ -425,10 +366,30 @@ def layout(name: str) -> Layout:
     return LAYOUTS[name]
 
 
-def detect(state: Mapping[str, Tensor]) -> Layout:
-    """The layout these tensors are in, told by their names."""
-    for candidate in LAYOUTS.values():
-        if candidate.matches(state):
-            return candidate
-    first = ", ".join(sorted(state)[:5])
-    raise AtollError(f"these tensors are in no layout known here ({', '.join(LAYOUTS)}); the first are: {first}")
+def detect(state: Mapping[str, Tensor], wanted: str | None = None, file_name: str = "") -> Layout:
+    """Return the layout these tensors are in.
+
+    The names of the tensors decide, except between DiT and SiT, which share them: there `wanted` decides (an option, or
+    config.json), or else the name of the file, as in DiT-XL-2-256x256.pt and SiT-XL-2-256x256.pt.
+    """
+    matching = {candidate.name: candidate for candidate in LAYOUTS.values() if candidate.matches(state)}
+    if not matching:
+        first = ", ".join(sorted(state)[:5])
+        raise AtollError(f"these tensors are in no layout known here ({', '.join(LAYOUTS)}); the first are: {first}")
+    if wanted is not None:
+        if layout(wanted).name not in matching:
+            raise AtollError(f"these tensors are not in the layout {wanted}; their names are those of {_or(matching)}")
+        return matching[wanted]
+    if len(matching) > 1:
+        named = [name for name in matching if re.search(f"(?<![a-z]){name}(?![a-z])", file_name.lower())]
+        matching = {name: matching[name] for name in named} if len(named) == 1 else matching
+    if len(matching) > 1:
+        raise AtollError(
+            f"{file_name or 'this file'} may hold a DiT or a SiT: their tensors have the same names, and time and sign "
+            f"another meaning; give --layout {_or(matching)}"
+        )
+    return next(iter(matching.values()))
+
+
+def _or(names: Iterable[str]) -> str:
+    return " or ".join(names)
