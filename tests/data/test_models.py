@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from atoll.data import efficientnet
 from atoll.data.features import open_extractor
 from atoll.data.latents import Statistics, open_codec
-from atoll.data.models import fingerprint, folder_of
+from atoll.data.models import device, fingerprint, folder_of
 from atoll.data.text import open_text_encoder
 from atoll.errors import AtollError
 from shapes import draw
@@ -28,6 +28,29 @@ def save_vision_model(folder: Path, network: object, size: dict[str, int]) -> No
     network.save_pretrained(folder)  # type: ignore[attr-defined]
     settings = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.5], "size": size, "rescale_factor": 1 / 255}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+# Where networks run
+
+
+def test_without_a_driver_a_cuda_build_runs_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend the ordinary wheel of torch on a machine without a GPU: the build has CUDA, and using it fails."""
+
+    def no_driver() -> int:
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch._C, "_accelerator_getDeviceIndex", no_driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    assert device() == torch.device("cpu")
+
+
+def test_an_accelerator_that_can_be_used_is_named_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch._C, "_accelerator_getDeviceIndex", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device() == torch.device("cuda", 1)
 
 
 # EfficientNet-Lite0
