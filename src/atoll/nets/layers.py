@@ -1,6 +1,7 @@
 """The layers of expert and router. Shapes are (batch, tokens, width) for everything in a block."""
 
 import math
+import platform
 
 import torch
 from torch import Tensor, nn
@@ -181,8 +182,17 @@ class LinearModulation(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
 
-EMULATES_BFLOAT16 = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_bf16_supported()
-"""An x86 processor without bfloat16 instructions."""
+def _emulates_bfloat16() -> bool:
+    """Return whether this is an x86 processor without bfloat16 instructions."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    if hasattr(torch.cpu, "get_capabilities"):
+        return not torch.cpu.get_capabilities().get("avx512_bf16", False)
+    # Older torch, from 2.9 on, has only this private function.
+    return not torch.cpu._is_avx512_bf16_supported()
+
+
+EMULATES_BFLOAT16 = _emulates_bfloat16()
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
