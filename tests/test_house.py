@@ -4,7 +4,12 @@ import ast
 import importlib.metadata
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import atoll
 
@@ -74,6 +79,40 @@ def test_the_torchvision_check_sees_what_is_required(tmp_path: Path) -> None:
 def test_torch_is_the_one_that_constraints_pin() -> None:
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     assert importlib.metadata.version("torch").split("+")[0] == pinned["torch"]
+
+
+def requirements() -> dict[str, list[Requirement]]:
+    """Return what each list of pyproject.toml requires: "" is what everybody installs, the others are the extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {name: [Requirement(line) for line in lines] for name, lines in lists.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "lists", "too_old"),
+    [
+        # The checkpoint writer's HuggingFaceStorageWriter(save_distributed=True) works from 2.9 on.
+        ("torch", [""], "2.8.0"),
+        # CVE-2026-44513 is fixed in 0.38.
+        ("diffusers", [""], "0.37.1"),
+        # CVE-2025-62727 is fixed in 0.49.1. FastAPI asks for starlette, but permits older ones.
+        ("starlette", ["studio", "dev"], "0.49.0"),
+    ],
+)
+def test_releases_that_do_not_work_or_are_not_safe_are_not_installed(name: str, lists: list[str], too_old: str) -> None:
+    for extra in lists:
+        found = [requirement for requirement in requirements()[extra] if requirement.name == name]
+        assert len(found) == 1, f"{name} is not required by {extra or 'dependencies'}"
+        assert not found[0].specifier.contains(too_old)
+
+
+def test_the_pinned_releases_are_among_those_required() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {name.lower(): Version(version) for name, version in (line.split("==") for line in lines if "==" in line)}
+    for extra, required in requirements().items():
+        for requirement in required:
+            if version := pinned.get(requirement.name.lower()):
+                assert requirement.specifier.contains(version), f"{extra}: {requirement} against {version}"
 
 
 def test_the_package_is_typed_and_reads_no_pickle() -> None:
