@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ALL    := $(VENV)/.ready-all
 
-.PHONY: demo test test-all lint format bench clean
+.PHONY: demo test test-all test-portable test-cuda-wheel lint format bench clean
 
 $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/models.txt scripts/check_environment.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer; set PYTHON=…")'
@@ -37,6 +37,12 @@ test-all: $(ALL)
 	@bash scripts/install_debian.sh ceph
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m ''
 
+test-portable: $(READY)
+	@PYTHON=$(BIN)/python bash scripts/test_portable.sh
+
+test-cuda-wheel:
+	@PYTHON=$(PYTHON) bash scripts/test_cuda_wheel.sh
+
 lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -52,4 +58,4 @@ bench: $(READY)
 		echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-cuda .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
