@@ -87,6 +87,20 @@ def test_dropped_samples_see_the_learned_null_condition():
     assert network.null_text.grad.abs().max() > 0
 
 
+@pytest.mark.parametrize("tokens", [3, 7, 9])
+@torch.no_grad()
+def test_a_null_caption_is_a_text_of_its_own_length(tokens):
+    """The texts have 7 tokens, of which a mask hides some; a dropped one has all of the null caption's."""
+    x, time, condition = inputs()
+    network = awake(DiT(DiTConfig(**TINY, text_width=20, null_tokens=tokens)))
+    caption = Condition(network.null_text.expand(3, tokens, 20))
+    nothing, dropped = network(x, time, caption), torch.tensor([True, False, True])
+    torch.testing.assert_close(network(x, time), nothing, atol=1e-5, rtol=1e-4)
+    for text in (Condition(condition.text, condition.text_mask), Condition(condition.text)):
+        expected = torch.where(dropped[:, None, None, None], nothing, network(x, time, text))
+        torch.testing.assert_close(network(x, time, text.drop(dropped)), expected, atol=1e-5, rtol=1e-4)
+
+
 def test_guided_and_unguided_halves_in_one_batch():
     x, time, condition = inputs()
     network = awake(DiT(DiTConfig(**TINY, text_width=20)))

@@ -54,6 +54,8 @@ class DiTConfig(NamedConfig):
     text_width: int = 0
     """Width of the text tokens; 0 for a network without text."""
     text_projection: Literal["linear", "mlp"] = "linear"
+    null_tokens: int = 1
+    """Text tokens of the null condition: one learned token, or a whole null caption (120 tokens in PixArt-alpha)."""
     num_classes: int = 0
     pooled_width: int = 0
     qk_norm: bool = False
@@ -131,7 +133,8 @@ class DiT(nn.Module):
         )
         self.shared_modulation = nn.Linear(width, 6 * width) if single else None
         self.text = _text_projection(config)
-        self.null_text = nn.Parameter(torch.empty(config.text_width)) if config.text_width else None
+        shape = (config.text_width,) if config.null_tokens == 1 else (config.null_tokens, config.text_width)
+        self.null_text = nn.Parameter(torch.empty(shape)) if config.text_width else None
         self.blocks = nn.ModuleList(
             Block(
                 width,
@@ -241,16 +244,12 @@ class DiT(nn.Module):
         """Projected text with the null condition in place, (batch or 1, length, width), and the attention mask."""
         if self.text is None or self.null_text is None:
             return None, None
-        # One token here; a network from elsewhere may know the null condition as a whole empty caption.
         null = self.text(self.null_text.view(1, -1, self.null_text.shape[-1]))
         if condition.text is None:
             return null, None
         text, mask = self.text(condition.text.to(self.null_text.dtype)), condition.text_mask
         if condition.dropped is not None:
-            # The null replaces projected tokens, so that no gradient is taken with respect to the text itself.
-            text = torch.where(condition.dropped[:, None, None], null, text)
-            # Its tokens are equal: whichever of them are attended to, the attention's answer is the same.
-            mask = None if mask is None else mask | condition.dropped[:, None]
+            text, mask = _with_null(text, mask, null, condition.dropped)
         return text, None if mask is None else mask[:, None, None, :]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -285,6 +284,28 @@ class DiT(nn.Module):
             for block in self.blocks:  # text starts without influence, as in PixArt-alpha
                 nn.init.zeros_(block.cross.out.weight)  # type: ignore[union-attr,arg-type]
         nn.init.zeros_(self.final.linear.weight)
+
+
+def _with_null(text: Tensor, mask: Tensor | None, null: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Put the null condition in place of the dropped texts; return the projected tokens and their mask.
+
+    It replaces projected tokens, so that no gradient is taken with respect to the text itself. One null token is
+    repeated over the length of the texts: equal tokens give the same attention output, however many there are. A null
+    caption keeps its own length: the shorter of it and the texts is padded, and the mask hides the padding.
+
+    Shapes: text (batch, length, width), mask (batch, length), null (1, null tokens, width), dropped (batch,).
+    """
+    length, tokens = text.shape[1], null.shape[1]
+    if tokens == 1:
+        return torch.where(dropped[:, None, None], null, text), None if mask is None else mask | dropped[:, None]
+    longest = max(length, tokens)
+    if mask is None and length != tokens:
+        mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+    text, null = (functional.pad(part, (0, 0, 0, longest - part.shape[1])) for part in (text, null))
+    if mask is not None:
+        null_mask = torch.arange(longest, device=text.device) < tokens
+        mask = torch.where(dropped[:, None], null_mask, functional.pad(mask, (0, longest - length)))
+    return torch.where(dropped[:, None, None], null, text), mask
 
 
 def _text_projection(config: DiTConfig) -> nn.Module | None:
