@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from atoll.errors import AtollError, nearest
 from atoll.vocabulary import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName, unknown_objective
@@ -50,8 +50,23 @@ def _objective_by_name(value: object) -> object:
     return NAMED_OBJECTIVES[value]
 
 
+def _checked(kind: Literal["DiT", "Router"]) -> AfterValidator:
+    """Check a network's name, fields and values when the configuration is read, not when the network is built."""
+
+    def check(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+        try:
+            networks.check_choice(choice, kind)
+        except AtollError as error:
+            raise ValueError(str(error)) from error
+        return choice
+
+    return AfterValidator(check)
+
+
 ExpertKey = Literal["default"] | int
 NetworkChoice = str | dict[str, Any]
+ExpertNetwork = Annotated[NetworkChoice, _checked("DiT")]
+RouterNetwork = Annotated[NetworkChoice, _checked("Router")]
 NamedObjective = Annotated[Objective, BeforeValidator(_objective_by_name)]
 
 
@@ -162,7 +177,7 @@ class Train(Section):
 class Router(Section):
     """The router's training, where it differs from `train`."""
 
-    network: NetworkChoice = Field("DiT-B/2", description="a named size or its parts")
+    network: RouterNetwork = Field("DiT-B/2", description="a named size or its parts")
     told: Literal["nothing", "pooled", "label", "auto"] = Field(
         "nothing", description="besides the noisy latent; auto is the caption if there is, else the label if there is"
     )
@@ -175,7 +190,7 @@ class Router(Section):
 class Student(Section):
     """The distilled dense model's training, where it differs from `train`."""
 
-    network: NetworkChoice | None = Field(None, description="null is networks.default")
+    network: ExpertNetwork | None = Field(None, description="null is networks.default")
     samples: int | None = Field(None, ge=1, description="null is train.samples")
     batch: int | None = Field(None, ge=1, description="null is train.batch")
     lr: float | None = Field(None, gt=0, description="null is train.lr")
@@ -211,7 +226,7 @@ class Config(Section):
         description="objective of every expert (default) and of single ones by number; a name or its parts",
     )
 
-    networks: dict[ExpertKey, NetworkChoice] = Field(
+    networks: dict[ExpertKey, ExpertNetwork] = Field(
         {"default": "DiT-XS/2"},
         description="network of every expert (default) and of single ones by number; a named size or its parts",
     )

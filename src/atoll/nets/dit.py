@@ -4,8 +4,7 @@ It maps (noisy image, network time, condition) to an image and knows nothing of 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,67 +26,10 @@ from atoll.nets.layers import (
     sincos_positions,
     unpatchify,
 )
-from atoll.nets.named import NamedConfig
+from atoll.networks import DiTConfig
 
 TIME_KNOTS = 1001
 """Knots of the optional time table: network times 0, 1, …, 1000."""
-
-
-@dataclass(frozen=True)
-class DiTConfig(NamedConfig):
-    """Everything that fixes the shape and the arithmetic of a DiT."""
-
-    width: int = 384
-    depth: int = 12
-    heads: int = 6
-    patch: int = 2
-    channels: int = 4
-    out_channels: int = 4
-    """Twice `channels` if a learned variance is kept beside the prediction."""
-    size: int = 32
-    """Side of the image or latent for which the positions are native; others are reached by resizing them."""
-    mlp_ratio: float = 4.0
-    modulation: Literal["single", "zero"] = "single"
-    """AdaLN-Single (one shared block and a table per block) or the original AdaLN-Zero (a projection per block)."""
-    final_modulation: Literal["single", "zero"] | None = None
-    """The same choice for the final layer; None follows `modulation`."""
-    text_width: int = 0
-    """Width of the text tokens; 0 for a network without text."""
-    text_projection: Literal["linear", "mlp"] = "linear"
-    null_tokens: int = 1
-    """Text tokens of the null condition: one learned token, or a whole null caption (120 tokens in PixArt-alpha)."""
-    num_classes: int = 0
-    pooled_width: int = 0
-    qk_norm: bool = False
-    positions: Literal["sincos", "learned"] = "sincos"
-    position_scale: float = 1.0
-    """Divides the coordinates of the positions (diffusers calls it interpolation scale)."""
-    frequency_shift: Literal[0, 1] = 0
-    """1 spreads the time frequencies down to exactly 1/10000, as diffusers does for DiT."""
-    embedder_per_block: bool = False
-    """One time-and-label embedder for every block, as diffusers keeps them for DiT."""
-    time_table: bool = False
-    """Stored table from the network time to the time that is embedded, for weights that learned another clock."""
-    norm_eps: float = 1e-6
-    mlp_norm_eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads or self.width % 4:
-            raise ValueError(f"width {self.width} must be a multiple of 4 and of heads {self.heads}")
-        if self.size % self.patch:
-            raise ValueError(f"size {self.size} is not a multiple of patch {self.patch}")
-        if self.embedder_per_block and self.modulation != "zero":
-            raise ValueError("an embedder per block needs modulation 'zero': AdaLN-Single shares one by definition")
-
-    @property
-    def grid(self) -> int:
-        """Tokens along one side at the native size."""
-        return self.size // self.patch
-
-    @property
-    def final(self) -> Literal["single", "zero"]:
-        """The modulation of the final layer."""
-        return self.final_modulation or self.modulation
 
 
 class FinalLayer(nn.Module):

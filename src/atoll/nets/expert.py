@@ -8,12 +8,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from atoll.errors import AtollError, unknown
+from atoll.errors import AtollError, first_line, unknown
 from atoll.nets.condition import Condition
-from atoll.nets.dit import DiT, DiTConfig
-from atoll.nets.router import Router, RouterConfig
+from atoll.nets.dit import DiT
+from atoll.nets.router import Router
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE, read_weights, write_weights
 from atoll.nets.weights.layout import check_fit
+from atoll.networks import DiTConfig, RouterConfig
 
 
 @runtime_checkable
@@ -164,7 +165,10 @@ def build(description: dict[str, Any]) -> DiT | Router | DiffusersExpert:
         return Router(RouterConfig.from_dict(fields))
     if kind not in KINDS:
         raise AtollError(unknown("kind of network", kind, ["DiT", "Router", *KINDS]))
-    return KINDS[kind](**fields)
+    try:
+        return KINDS[kind](**fields)
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise AtollError(f"{kind} cannot be built from its fields: {first_line(error)}") from error
 
 
 def save_network(network: DiT | Router | DiffusersExpert, folder: str | Path) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from atoll.errors import AtollError
-from atoll.nets.dit import TIME_KNOTS, DiT, DiTConfig
+from atoll.nets.dit import TIME_KNOTS, DiT
 from atoll.nets.layers import time_features
+from atoll.networks import DiTConfig
 
 State = dict[str, Tensor]
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,26 +19,7 @@ from atoll.nets.layers import (
     resized_positions,
     sincos_positions,
 )
-from atoll.nets.named import NamedConfig
-
-
-@dataclass(frozen=True)
-class RouterConfig(NamedConfig):
-    """Everything that fixes the shape and the arithmetic of a router; the default is the DiT-B/2 of DDM and Paris."""
-
-    experts: int = 8
-    width: int = 768
-    depth: int = 12
-    heads: int = 12
-    patch: int = 2
-    channels: int = 4
-    size: int = 32
-    mlp_ratio: float = 4.0
-    num_classes: int = 0
-    """Classes the router is told about; 0 if it sees the noisy image and the time alone."""
-    pooled_width: int = 0
-    """Width of the pooled text the router is told; 0 without."""
-    norm_eps: float = 1e-6
+from atoll.networks import RouterConfig
 
 
 class Head(nn.Module):

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from atoll.errors import AtollError, unknown
-from atoll.nets.dit import DiT, DiTConfig
-from atoll.nets.router import Router, RouterConfig
+from atoll.nets.dit import DiT
+from atoll.nets.router import Router
 from atoll.nets.weights.layout import (
     Layout,
     Pair,
@@ -22,6 +22,7 @@ from atoll.nets.weights.layout import (
     positions_of,
 )
 from atoll.nets.weights.releases import RELEASES
+from atoll.networks import DiTConfig, RouterConfig
 
 # --- diffusers DiTTransformer2DModel --------------------------------------------------------------------------------
 

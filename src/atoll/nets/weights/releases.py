@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import AtollError
-from atoll.nets.dit import TIME_KNOTS, DiT, DiTConfig
+from atoll.nets.dit import TIME_KNOTS, DiT
 from atoll.nets.layers import sincos_positions
 from atoll.nets.weights.layout import (
     POSITION_SCALES,
@@ -26,6 +26,7 @@ from atoll.nets.weights.layout import (
     patch_pair,
     positions_of,
 )
+from atoll.networks import DiTConfig
 
 # --- DiT: DiT-XL-2-256x256.pt ---------------------------------------------------------------------------------------
 

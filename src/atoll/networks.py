@@ -1,0 +1,191 @@
+"""Network specifications: every field that fixes a DiT or a router, checked by pydantic, and the named sizes.
+
+No torch here: the configuration of a run is checked with these before anything is built.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from atoll.errors import AtollError, unknown
+
+SIZES: dict[str, dict[str, int]] = {
+    "XS": {"width": 256, "depth": 8, "heads": 4},
+    "S": {"width": 384, "depth": 12, "heads": 6},
+    "B": {"width": 768, "depth": 12, "heads": 12},
+    "L": {"width": 1024, "depth": 24, "heads": 16},
+    "XL": {"width": 1152, "depth": 28, "heads": 16},
+}
+NAMES: dict[str, dict[str, int]] = {
+    f"DiT-{size}/{patch}": {**shape, "patch": patch} for size, shape in SIZES.items() for patch in (2, 4, 8)
+}
+"""The named sizes: DiT-XS/2, …, DiT-XL/8."""
+DEFAULT_NAME = "DiT-XS/2"
+DIFFUSERS_EXPERTS = ("PixArtExpert", "DiTExpert", "SD3Expert", "UNetExpert")
+"""Experts that wrap a diffusers model; their fields are those of the model and are checked when it is built."""
+_ADDED = {"null_tokens": 1}
+"""Fields newer than the first manifests. They are left out at these defaults, so that older runs resume."""
+
+_CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Ratio = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, config=_CHECKED)
+class NamedConfig:
+    """A specification that can start from a named size and is stored as plain values."""
+
+    @classmethod
+    def named(cls, name: str, **changes: Any) -> Self:
+        """Return a named size (`DiT-XL/2`), with any other field given by keyword."""
+        if name not in NAMES:
+            raise AtollError(unknown("network size", name, NAMES))
+        return cls.from_dict({**NAMES[name], **changes})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read the output of `to_dict`; an unknown field or a wrong value is refused by name."""
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        for name in values:
+            if name not in known:
+                raise AtollError(unknown(f"field of {cls.__name__}", name, known))
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise AtollError("; ".join(_sentence(item) for item in error.errors())) from error
+        except ValueError as error:
+            raise AtollError(str(error)) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the specification as plain values for a manifest."""
+        values = asdict(self)  # type: ignore[call-overload]
+        return {name: value for name, value in values.items() if name not in _ADDED or value != _ADDED[name]}
+
+
+@dataclass(frozen=True, config=_CHECKED)
+class DiTConfig(NamedConfig):
+    """Everything that fixes the shape and the arithmetic of a DiT."""
+
+    width: Positive = 384
+    depth: Positive = 12
+    heads: Positive = 6
+    patch: Positive = 2
+    channels: Positive = 4
+    out_channels: Positive = 4
+    """Twice `channels` if a learned variance is kept beside the prediction."""
+    size: Positive = 32
+    """Side of the image or latent for which the positions are native; others are reached by resizing them."""
+    mlp_ratio: Ratio = 4.0
+    modulation: Literal["single", "zero"] = "single"
+    """AdaLN-Single (one shared block and a table per block) or the original AdaLN-Zero (a projection per block)."""
+    final_modulation: Literal["single", "zero"] | None = None
+    """The same choice for the final layer; None follows `modulation`."""
+    text_width: Count = 0
+    """Width of the text tokens; 0 for a network without text."""
+    text_projection: Literal["linear", "mlp"] = "linear"
+    null_tokens: Positive = 1
+    """Text tokens of the null condition: one learned token, or a whole null caption (120 tokens in PixArt-alpha)."""
+    num_classes: Count = 0
+    pooled_width: Count = 0
+    qk_norm: bool = False
+    positions: Literal["sincos", "learned"] = "sincos"
+    position_scale: Ratio = 1.0
+    """Divides the coordinates of the positions (diffusers calls it interpolation scale)."""
+    frequency_shift: Literal[0, 1] = 0
+    """1 spreads the time frequencies down to exactly 1/10000, as diffusers does for DiT."""
+    embedder_per_block: bool = False
+    """One time-and-label embedder for every block, as diffusers keeps them for DiT."""
+    time_table: bool = False
+    """Stored table from the network time to the time that is embedded, for weights that learned another clock."""
+    norm_eps: Ratio = 1e-6
+    mlp_norm_eps: Ratio = 1e-6
+
+    def __post_init__(self) -> None:
+        """Check what no single field shows."""
+        _check_width(self.width, self.heads)
+        _check_patch(self.size, self.patch)
+        if self.embedder_per_block and self.modulation != "zero":
+            raise ValueError("an embedder per block needs modulation 'zero': AdaLN-Single shares one by definition")
+
+    @property
+    def grid(self) -> int:
+        """Tokens along one side at the native size."""
+        return self.size // self.patch
+
+    @property
+    def final(self) -> Literal["single", "zero"]:
+        """The modulation of the final layer."""
+        return self.final_modulation or self.modulation
+
+
+@dataclass(frozen=True, config=_CHECKED)
+class RouterConfig(NamedConfig):
+    """Everything that fixes the shape and the arithmetic of a router; the default is the DiT-B/2 of DDM and Paris."""
+
+    experts: Positive = 8
+    width: Positive = 768
+    depth: Positive = 12
+    heads: Positive = 12
+    patch: Positive = 2
+    channels: Positive = 4
+    size: Positive = 32
+    mlp_ratio: Ratio = 4.0
+    num_classes: Count = 0
+    """Classes that the router is conditioned on; 0 if it sees the noisy image and the time alone."""
+    pooled_width: Count = 0
+    """Width of the pooled text that the router is conditioned on; 0 without."""
+    norm_eps: Ratio = 1e-6
+
+    def __post_init__(self) -> None:
+        """Check what no single field shows."""
+        _check_width(self.width, self.heads)
+        _check_patch(self.size, self.patch)
+
+
+def check_choice(choice: str | Mapping[str, Any], kind: Literal["DiT", "Router"]) -> None:
+    """Refuse a network of the configuration that no data could be trained with: a wrong name, field or value."""
+    parts = {"name": choice} if isinstance(choice, str) else dict(choice)
+    own = parts.pop("_class_name", kind)
+    if own != kind:
+        known = (kind,) if kind == "Router" else (kind, *DIFFUSERS_EXPERTS)
+        if own not in known:
+            raise AtollError(unknown("kind of network", own, known))
+        return
+    name = parts.pop("name", DEFAULT_NAME)
+    if name not in NAMES:
+        raise AtollError(unknown("network size", name, NAMES))
+    spec = {**NAMES[name], **parts}
+    # The size comes from the data: a size that fits any patch stands in for it.
+    spec.setdefault("size", spec["patch"])
+    (DiTConfig if kind == "DiT" else RouterConfig).from_dict(spec)
+
+
+def check_fits_data(choice: Mapping[str, Any], needed: Mapping[str, Any]) -> None:
+    """Refuse fields of a network, given by hand, that disagree with the data it is to be trained on.
+
+    The size may differ: positions are resized. The output may have twice the channels, for a learned variance.
+    """
+    for name, value in needed.items():
+        given = choice.get(name, value)
+        allowed: Iterable[Any] = (value, 2 * value) if name == "out_channels" else (value,)
+        if name != "size" and given not in allowed:
+            raise AtollError(f"{name} is {given}, but the prepared data needs {value}; leave {name} out")
+
+
+def _check_width(width: int, heads: int) -> None:
+    if width % heads or width % 4:
+        raise ValueError(f"width {width} must be a multiple of 4 and of heads {heads}")
+
+
+def _check_patch(size: int, patch: int) -> None:
+    if size % patch:
+        raise ValueError(f"size {size} is not a multiple of patch {patch}")
+
+
+def _sentence(error: Any) -> str:
+    where, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}, got {error['input']!r}" if where else message
