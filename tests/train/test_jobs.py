@@ -195,6 +195,26 @@ def test_experts_of_other_kinds_train_too(new_run: Copy) -> None:
     assert facts(run, "experts/000")["held_out_loss"] > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "field", "needed"), [("UNetExpert", "num_class_embeds", 4), ("DiTExpert", "num_embeds_ada_norm", 3)]
+)
+def test_a_class_table_without_a_row_for_the_null_class_is_refused(
+    kind: str, field: str, needed: int, new_run: Copy
+) -> None:
+    """The last class of the data would be taken for the null class."""
+    for rows in (needed, needed - 1):
+        run = new_run(
+            str(rows), only=[0], networks={0: {"_class_name": kind, field: rows}}, train={"condition": "label"}
+        )
+        job = Job(run, config.load(run), "expert", 0)
+        job.__dict__["facts"] = {**job.facts, "labels": ["a", "b", "c"]}
+        if rows == needed:
+            assert job.description[field] == needed
+        else:
+            with pytest.raises(AtollError, match=f"{field} is {rows}, but 3 classes and the null class need {needed}"):
+                _ = job.description
+
+
 def test_a_pixart_trains_to_its_end(new_run: Copy) -> None:
     """It makes its positions by itself, and they are no part of what it saves."""
     pixart = {

@@ -140,7 +140,10 @@ class SD3Expert(DiffusersExpert):
 
 
 class UNetExpert(DiffusersExpert):
-    """diffusers' UNet2D, told by class labels or by nothing; its last class embedding is the null class."""
+    """diffusers' UNet2D, told by class labels or by nothing; its last class embedding is the null class.
+
+    So `num_class_embeds` is one more than the number of classes.
+    """
 
     model_class = "UNet2DModel"
 

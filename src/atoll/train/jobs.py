@@ -136,9 +136,10 @@ class Job:
         fitting["out_channels"] = channels
         if "text" in self.told:
             fitting["text_width"] = facts["text"]["dimensions"]
-        if self.config.train.init is not None:
-            return _adopted(self.config.train.init, fitting)
-        return _named("DiT", self._choice, fitting)
+        init = self.config.train.init
+        described = _named("DiT", self._choice, fitting) if init is None else _adopted(init, fitting)
+        _check_classes(described, fitting.get("num_classes", 0))
+        return described
 
     @property
     def _choice(self) -> NetworkChoice:
@@ -296,6 +297,17 @@ def _named(kind: str, choice: NetworkChoice, fitting: dict[str, Any]) -> dict[st
         raise AtollError(unknown("network size", name, NAMES))
     with torch.device("meta"):
         return build({"_class_name": kind, **NAMES[name], **fitting, **parts}).describe()
+
+
+def _check_classes(described: dict[str, Any], classes: int) -> None:
+    """Refuse a diffusers network whose class table is too small: its null class would be the last class of the data."""
+    rows = {"UNetExpert": ("num_class_embeds", classes + 1), "DiTExpert": ("num_embeds_ada_norm", classes)}
+    field, needed = rows.get(described.get("_class_name", "DiT"), ("", 0))
+    given = described.get(field)
+    if classes and given is not None and given < needed:
+        raise AtollError(
+            f"{described['_class_name']}: {field} is {given}, but {classes} classes and the null class need {needed}"
+        )
 
 
 def _takes_pooled(choice: NetworkChoice) -> bool:
