@@ -11,8 +11,18 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from atoll import networks
 from atoll.errors import AtollError, nearest
 from atoll.vocabulary import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName, unknown_objective
 

@@ -123,6 +123,7 @@ class Ensemble(nn.Module):
         Times t and `guidance` are one number, or one for each sample. `cluster` is what routing by oracle needs, `draw`
         what drawn and sample-1 need; `memory` carries routing from one evaluation to the next.
         """
+        self._check_batch(x, {"guidance": guidance, "cluster": cluster, "draw": draw})
         t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
         told = condition if isinstance(condition, Told) else self.tell(condition, len(x))
         guided = self._guided(guidance, told, x)
@@ -149,9 +150,21 @@ class Ensemble(nn.Module):
         draw: Tensor | None = None,
     ) -> Tensor:
         """The weights (batch, experts) that routing gives each expert."""
-        t = torch.as_tensor(t, dtype=torch.float32, device=x.device).reshape(-1)
+        self._check_batch(x, {"cluster": cluster, "draw": draw})
+        t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
         told = condition if isinstance(condition, Told) else self.tell(condition, len(x))
         return self._weights(x, t, told, parse(routing or self.routing), cluster, draw, Memory())[: len(x)]
+
+    def _check_batch(self, x: Tensor, options: Mapping[str, Any]) -> None:
+        """Refuse states of other latents, and options of another batch size."""
+        if x.ndim != 4 or x.shape[1] != self.shape[0]:
+            raise AtollError(
+                f"got states of shape {tuple(x.shape)}, expected (batch, {self.shape[0]}, height, width) in the latent "
+                "space of these experts"
+            )
+        for name, value in options.items():
+            if isinstance(value, Tensor) and value.numel() not in (1, len(x)):
+                raise AtollError(f"{name} has shape {tuple(value.shape)}, expected ({len(x)},): one for each state")
 
     def encode(self, prompts: Sequence[str] | None = None, labels: Sequence[str | int] | None = None) -> Condition:
         """The condition of prompts, of classes (names or numbers), or of both, one row for each."""

@@ -22,6 +22,24 @@ class Condition:
     dropped: Tensor | None = None
     """True for samples whose whole condition is replaced by the null condition, (batch,)."""
 
+    def __post_init__(self) -> None:
+        """Check shapes and dtypes; nothing here waits for an accelerator."""
+        if torch.compiler.is_compiling():
+            return
+        _check_part("text", self.text, 3, "floating point of shape (batch, length, width)", float)
+        _check_part("text_mask", self.text_mask, 2, "bool of shape (batch, length), True for tokens", bool)
+        _check_part("pooled", self.pooled, 2, "floating point of shape (batch, width)", float)
+        _check_part("label", self.label, 1, "integers of shape (batch,)", int)
+        _check_part("dropped", self.dropped, 1, "bool of shape (batch,)", bool)
+        if self.text is not None and self.text_mask is not None and self.text.shape[:2] != self.text_mask.shape:
+            raise ValueError(
+                f"text_mask has shape {tuple(self.text_mask.shape)}, expected {tuple(self.text.shape[:2])} for text of "
+                f"shape {tuple(self.text.shape)}"
+            )
+        rows = {name: len(part) for name, part in self._parts().items() if part is not None}
+        if len(set(rows.values())) > 1:
+            raise ValueError(f"all parts of a condition must have one batch size, got {rows}")
+
     def drop(self, samples: Tensor) -> "Condition":
         """Replace the condition of the marked samples by the null condition, as training does for guidance."""
         return replace(self, dropped=samples if self.dropped is None else self.dropped | samples)
@@ -49,6 +67,32 @@ class Condition:
 
     def _parts(self) -> dict[str, Tensor | None]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def _check_part(name: str, part: Tensor | None, dimensions: int, expected: str, kind: type) -> None:
+    """Refuse a part of the wrong dtype or number of dimensions. Attention would add an integer mask to its scores."""
+    if part is None:
+        return
+    found = float if part.is_floating_point() else bool if part.dtype == torch.bool else int
+    if part.ndim != dimensions or found is not kind:
+        hint = "; convert it with .bool()" if kind is bool and found is int else ""
+        raise ValueError(f"{name} must be {expected}, got {part.dtype} of shape {tuple(part.shape)}{hint}")
+
+
+def check_rows(condition: Condition, batch: int) -> None:
+    """Refuse a condition of another batch size than the images; one row serves a whole batch."""
+    given = next((part for part in condition._parts().values() if part is not None), None)
+    if given is not None and len(given) not in (1, batch):
+        raise ValueError(f"the condition has {len(given)} rows for a batch of {batch} images")
+
+
+def check_labels(label: Tensor, classes: int) -> None:
+    """Refuse class labels that the network has no embedding for; -1 means no label."""
+    # On an accelerator this comparison would stall the stream, so only host tensors are checked.
+    if label.device.type == "cpu" and label.numel() and not torch.compiler.is_compiling():
+        largest = int(label.max())
+        if largest >= classes:
+            raise ValueError(f"label {largest} is out of range: the network has {classes} classes, 0 to {classes - 1}")
 
 
 def concatenate(conditions: Sequence[Condition]) -> Condition:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from atoll.nets.condition import Condition, PreparedCondition
+from atoll.nets.condition import Condition, PreparedCondition, check_rows
 from atoll.nets.layers import (
     Block,
     Embedder,
@@ -19,6 +19,8 @@ from atoll.nets.layers import (
     Mlp,
     TableModulation,
     Text,
+    check_input,
+    check_width,
     init_linears,
     modulated_norm,
     patchify,
@@ -97,7 +99,7 @@ class DiT(nn.Module):
 
         `time` is on the 0..1000 scale, (batch,), or one value for the whole batch (shape () or (1,)), which costs less.
         """
-        rows, columns = self._grid_of(x)
+        rows, columns = check_input(x, time, self.config.channels, self.config.patch)
         tokens, embedding = self._trunk(x, time, condition)
         return unpatchify(self.final(tokens, embedding), self.config.patch, rows, columns)
 
@@ -118,8 +120,9 @@ class DiT(nn.Module):
 
     def _trunk(self, x: Tensor, time: Tensor, condition: Condition | PreparedCondition | None) -> tuple[Tensor, Tensor]:
         """Everything before the final layer: its tokens and the embedding that modulates it."""
+        rows, columns = check_input(x, time, self.config.channels, self.config.patch)
         tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype))
-        tokens = tokens + self._positions_for(*self._grid_of(x))
+        tokens = tokens + self._positions_for(rows, columns)
         added, texts, mask = self._read(condition, len(x))
         clock = self._clock(time)
         embeddings = [embedder(clock, extra) for embedder, extra in zip(self.embedders, added, strict=True)]
@@ -141,21 +144,13 @@ class DiT(nn.Module):
         if isinstance(condition, PreparedCondition):
             return condition.embeddings, condition.keys_values or (None,), condition.mask
         condition = condition or Condition()
+        check_rows(condition, batch)
         if self.training:
             condition = condition.marked()
         text, mask = self._text_tokens(condition)
         if text is not None and len(text) == 1:
             text = text.expand(batch, -1, -1)
         return self._condition_embeddings(condition), (text,), mask
-
-    def _grid_of(self, x: Tensor) -> tuple[int, int]:
-        height, width = x.shape[-2:]
-        if x.shape[1] != self.config.channels or height % self.config.patch or width % self.config.patch:
-            raise ValueError(
-                f"got an image of shape {tuple(x.shape)}, expected (batch, {self.config.channels}, height, width) "
-                f"with sides that are multiples of the patch, {self.config.patch}"
-            )
-        return height // self.config.patch, width // self.config.patch
 
     def _clock(self, time: Tensor) -> Tensor:
         """The time to embed, (batch or 1,): the network time, or its image in the stored table, interpolated."""
@@ -189,6 +184,7 @@ class DiT(nn.Module):
         null = self.text(self.null_text.view(1, -1, self.null_text.shape[-1]))
         if condition.text is None:
             return null, None
+        check_width("text", condition.text, self.config.text_width)
         text, mask = self.text(condition.text.to(self.null_text.dtype)), condition.text_mask
         if condition.dropped is not None:
             text, mask = _with_null(text, mask, null, condition.dropped)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import AtollError, first_line, unknown
-from atoll.nets.condition import Condition
+from atoll.nets.condition import Condition, check_labels
 from atoll.nets.dit import DiT
 from atoll.nets.router import Router
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE, read_weights, write_weights
@@ -73,6 +73,7 @@ def _with_null(given: Tensor | None, null: Tensor, dropped: Tensor | None, batch
 def _labels(label: Tensor | None, null: int, dropped: Tensor | None, x: Tensor) -> Tensor:
     if label is None:
         return torch.full((len(x),), null, device=x.device)
+    check_labels(label, null)
     label = torch.where(label < 0, null, label)  # a sample without a label has -1
     return label if dropped is None else torch.where(dropped, null, label)
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from atoll.nets.condition import check_labels
+
 FREQUENCIES = 256
 """Features of the sinusoidal time embedding, half of them cosines, half sines."""
 
@@ -56,6 +58,24 @@ def resized_positions(table: Tensor, grid: int, rows: int, columns: int) -> Tens
     image = table.transpose(1, 2).reshape(1, -1, grid, grid)
     resized = functional.interpolate(image, (rows, columns), mode="bicubic", align_corners=False)
     return resized.flatten(2).transpose(1, 2)
+
+
+def check_input(x: Tensor, time: Tensor, channels: int, patch: int) -> tuple[int, int]:
+    """Check an image batch and its times; return the rows and columns of the token grid."""
+    if x.ndim != 4 or x.shape[1] != channels or x.shape[2] % patch or x.shape[3] % patch:
+        raise ValueError(
+            f"got an image of shape {tuple(x.shape)}, expected (batch, {channels}, height, width) with sides that are "
+            f"multiples of the patch, {patch}"
+        )
+    if time.numel() not in (1, len(x)):
+        raise ValueError(f"got times of shape {tuple(time.shape)}, expected ({len(x)},) or one time for the batch")
+    return x.shape[2] // patch, x.shape[3] // patch
+
+
+def check_width(name: str, part: Tensor, width: int) -> None:
+    """Check the last dimension of a part of the conditioning."""
+    if part.shape[-1] != width:
+        raise ValueError(f"{name} has width {part.shape[-1]}, expected {width}: it comes from another text encoder")
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
@@ -113,14 +133,17 @@ class Embedder(nn.Module):
             null = self.labels.num_embeddings - 1
             if label is None:
                 label = torch.full((1,), null, device=self.labels.weight.device)
-            elif dropped is not None:
-                label = torch.where(dropped, null, label)
+            else:
+                check_labels(label, null)
+                label = label if dropped is None else torch.where(dropped, null, label)
             total = self.labels(torch.where(label < 0, null, label))  # a sample without a label has -1
         if self.pooled is not None and self.null_pooled is not None:
             if pooled is None:
                 pooled = self.null_pooled[None]
-            elif dropped is not None:
-                pooled = torch.where(dropped[:, None], self.null_pooled.to(pooled.dtype), pooled)
+            else:
+                check_width("pooled", pooled, self.pooled.in_features)
+                if dropped is not None:
+                    pooled = torch.where(dropped[:, None], self.null_pooled.to(pooled.dtype), pooled)
             projected = self.pooled(pooled.to(self.pooled.weight.dtype))
             total = projected if total is None else total + projected
         return total

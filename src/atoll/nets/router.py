@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.nets.condition import Condition
+from atoll.nets.condition import Condition, check_rows
 from atoll.nets.layers import (
     Block,
     Embedder,
     LinearModulation,
+    check_input,
     init_linears,
     is_sincos,
     patchify,
@@ -76,6 +77,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
         """Logits (batch, experts) under the frequencies of the training batches; `time` as for the experts."""
         condition = condition or Condition()
+        check_input(x, time, self.config.channels, self.config.patch)
+        check_rows(condition, len(x))
         if self.training:
             condition = condition.marked()
         tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype)) + self._positions_for(x)

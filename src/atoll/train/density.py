@@ -22,6 +22,7 @@ from torch import Tensor
 
 from atoll.data.reader import Shards
 from atoll.nets import Condition
+from atoll.nets.condition import check_labels
 
 RANK, CAPTION_RANK = 64, 16
 CAPTION_WEIGHT = 1 / 16
@@ -66,6 +67,11 @@ class Density:
 
     def log_density(self, x: Tensor, t: Tensor) -> Tensor:
         """log p_t(x | cluster) + log of the number of its samples: shape (batch,). On the CPU, in double precision."""
+        if x.ndim < 2 or x[0].numel() != self.mean.numel() or t.shape not in ((1,), (len(x),)):
+            raise ValueError(
+                f"got states of shape {tuple(x.shape)} at times of shape {tuple(t.shape)}; the density is of "
+                f"{self.mean.numel()} values, and needs one time for each state or one for all"
+            )
         alpha, sigma = (1 - t).double(), t.double()
         offset = x.flatten(1).double() - alpha[:, None] * self.mean
         along = offset @ self.directions.T.double()
@@ -83,7 +89,9 @@ class Density:
             told = CAPTION_WEIGHT * self.caption.log_density(pooled, torch.zeros(len(pooled)))
         elif condition.label is not None and self.classes is not None:
             # Each class once more than it was seen: one that was not is improbable, not impossible.
-            told = ((self.classes + 1) / (self.classes + 1).sum()).double().log()[condition.label.cpu()]
+            label = condition.label.cpu()
+            check_labels(label, len(self.classes))
+            told = ((self.classes + 1) / (self.classes + 1).sum()).double().log()[label]
         else:
             return None
         return told if condition.dropped is None else told.masked_fill(condition.dropped.cpu(), 0.0)

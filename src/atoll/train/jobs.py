@@ -24,9 +24,10 @@ from atoll.config import Config, NetworkChoice, Train
 from atoll.data.models import device as pick_device
 from atoll.data.reader import Shards
 from atoll.data.shards import name as shards_name
-from atoll.errors import AtollError, unknown
+from atoll.errors import AtollError
 from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
 from atoll.nets.expert import DiffusersExpert
+from atoll.networks import DEFAULT_NAME, check_fits_data
 from atoll.run import Artifact, Manifest
 from atoll.train import density
 from atoll.train.checkpoints import Checkpoints
@@ -132,14 +133,24 @@ class Job:
             fitting["experts"] = self.config.clusters.count
             if "pooled" in self.told:
                 fitting["pooled_width"] = facts["text"]["pooled"]
-            return _named("Router", self.config.router.network, fitting)
+            return _named("Router", self.config.router.network, fitting, "router.network")
         fitting["out_channels"] = channels
         if "text" in self.told:
             fitting["text_width"] = facts["text"]["dimensions"]
         init = self.config.train.init
-        described = _named("DiT", self._choice, fitting) if init is None else _adopted(init, fitting)
+        if init is not None:
+            described = _adopted(init, fitting)
+        else:
+            described = _named("DiT", self._choice, fitting, self._choice_key)
         _check_classes(described, fitting.get("num_classes", 0))
         return described
+
+    @property
+    def _choice_key(self) -> str:
+        """The key of the configuration that `_choice` comes from."""
+        if self.kind == "expert" and self.expert in self.config.networks:
+            return f"networks.{self.expert}"
+        return "student.network" if self.kind == "student" and self.config.student.network else "networks.default"
 
     @property
     def _choice(self) -> NetworkChoice:
@@ -287,16 +298,24 @@ def expert_flops(run: Path) -> int:
     return int(sum(spent))
 
 
-def _named(kind: str, choice: NetworkChoice, fitting: dict[str, Any]) -> dict[str, Any]:
-    """A full description from a named size or its parts, fitted to the data."""
+def _named(kind: str, choice: NetworkChoice, fitting: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return a full description from a named size or its fields, fitted to the data; `key` is its name in the file."""
     parts = {"name": choice} if isinstance(choice, str) else dict(choice)
-    if "_class_name" in parts:
-        return parts
-    name = parts.pop("name", "DiT-XS/2")
-    if name not in NAMES:
-        raise AtollError(unknown("network size", name, NAMES))
-    with torch.device("meta"):
-        return build({"_class_name": kind, **NAMES[name], **fitting, **parts}).describe()
+    try:
+        if parts.get("_class_name", kind) != kind:
+            # Where a diffusers model names its channels, they must be those of the latents.
+            latents = {"in_channels": fitting["channels"], "out_channels": fitting["channels"]}
+            check_fits_data(parts, latents)
+            with torch.device("meta"):
+                build(parts)
+            return parts
+        check_fits_data(parts, fitting)
+        given = {name: value for name, value in parts.items() if name not in ("name", "_class_name")}
+        spec = {**NAMES[parts.get("name", DEFAULT_NAME)], **fitting, **given}
+        with torch.device("meta"):
+            return build({"_class_name": kind, **spec}).describe()
+    except AtollError as error:
+        raise AtollError(f"{key}: {error}") from error
 
 
 def _check_classes(described: dict[str, Any], classes: int) -> None:
