@@ -303,7 +303,7 @@ def check_loss(offered: Contribution, artifact: Artifact, data: Artifact) -> Non
     network = load_network(artifact.folder).eval()
     objective, told = flow.objective(**facts["objective"]), frozenset(facts["told"])
     task = ExpertTask(offered.name, network, held_out, held_out, _seed(offered), objective, told, 0.0)
-    velocity = objective.bridge(**facts["bridge"]).wrap(task.answer)
+    velocity = objective.bridge(**facts["bridge"], **held_out.statistics.bridge_options).wrap(task.answer)
     loss = held_out_velocity(task, velocity, told)["held_out_loss"]
     if not math.isfinite(loss) or (bar is not None and loss > bar):
         raise Refused(f"its held-out loss on cluster {offered.expert} is {loss:.4g}; the bar is {bar}")

@@ -11,6 +11,7 @@ from atoll.errors import AtollError
 from atoll.nets.dit import DiTConfig
 from atoll.nets.layers import is_sincos
 from atoll.nets.router import RouterConfig
+from atoll.networks import STABLE_DIFFUSION, LatentScale
 
 State = dict[str, Tensor]
 
@@ -106,6 +107,8 @@ class Layout:
     """The inverse of `after_reading`."""
     convention: str = ""
     """What these two change, for the account."""
+    normalization: LatentScale = STABLE_DIFFUSION
+    """How the latents of the released networks were scaled, for files that have nothing beside them that tells."""
 
     def matches(self, state: Mapping[str, Tensor]) -> bool:
         """Whether these tensors are in this layout."""
