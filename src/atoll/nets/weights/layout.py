@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import AtollError
-from atoll.nets.dit import DiTConfig
 from atoll.nets.layers import is_sincos
-from atoll.nets.router import RouterConfig
-from atoll.networks import STABLE_DIFFUSION, LatentScale
+from atoll.nets.layers import is_sincos
+from atoll.networks import STABLE_DIFFUSION, DiTConfig, LatentScale, RouterConfig
 
 State = dict[str, Tensor]
 
