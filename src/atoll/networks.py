@@ -46,19 +46,29 @@ class LatentScale:
     scaling_factor: Ratio
     shift_factor: float = 0.0
 
+    def __str__(self) -> str:
+        shifted = f"(z - {self.shift_factor:g})" if self.shift_factor else "z"
+        return f"{shifted} * {self.scaling_factor:g}"
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], source: object) -> Self:
+        """Read the two factors; `source` names their file in errors."""
+        try:
+            return cls(**values)
+        except (TypeError, ValidationError) as error:
+            wrong = error.errors() if isinstance(error, ValidationError) else []
+            raise AtollError(f"{source}: {'; '.join(map(_sentence, wrong)) or error}") from error
+
     @classmethod
     def of_autoencoder(cls, settings: Mapping[str, Any], source: object) -> Self:
-        """Read the factors from an autoencoder's config.json; `source` names it in errors."""
+        """Read the factors from an autoencoder's config.json."""
         scaling = settings.get("scaling_factor", AUTOENCODER_SCALES.get(settings.get("_class_name", "")))
         if scaling is None:
             raise AtollError(
                 f"{source} has no scaling_factor, so its latents cannot be normalized by it; "
                 "set latents.normalization: per-channel, or write the factor into that file"
             )
-        try:
-            return cls(scaling, settings.get("shift_factor") or 0.0)
-        except ValidationError as error:
-            raise AtollError(f"{source}: {'; '.join(_sentence(item) for item in error.errors())}") from error
+        return cls.read({"scaling_factor": scaling, "shift_factor": settings.get("shift_factor") or 0.0}, source)
 
 
 STABLE_DIFFUSION = LatentScale(AUTOENCODER_SCALES["AutoencoderKL"])

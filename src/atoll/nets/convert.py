@@ -89,8 +89,7 @@ def read_source(
         raise AtollError(
             f"{file} or its config.json lacks {missing}, which the {found.title} layout needs"
         ) from missing
-    scale = LatentScale(**given[NORMALIZATION]) if given.get(NORMALIZATION) else None
-    config = replace(config, normalization=scale if NORMALIZATION in given else _scale_beside(file, found, kind))
+    config = replace(config, normalization=_normalization(file, given, found))
     changes = _convention(found) + _made_anew(found, state, config)
     return Source(file, found.name, config, found.to_native(state, config) | null, changes)
 
@@ -108,15 +107,16 @@ def _native(file: Path, given: dict[str, Any], state: dict[str, Tensor]) -> Sour
     return Source(file, "atoll", network.config, state)
 
 
-def _scale_beside(file: Path, found: Layout, kind: str | None) -> LatentScale | None:
-    """Return how a network's latents were scaled, where its own config.json does not declare it.
+def _normalization(file: Path, given: Mapping[str, Any], found: Layout) -> LatentScale | None:
+    """Return how a network's latents were scaled; None if that is not known.
 
-    The autoencoder of the pipeline that it is a part of decides, or else the layout, whose releases all have one scale.
-    Nothing is known of an expert that was trained here and came in a diffusers class: a run declares it elsewhere.
+    Its config.json decides, or else the autoencoder of the pipeline that it is a part of, or else the layout, whose
+    releases all have one scale. An export of Atoll is no such pipeline: its experts have declarations of their own.
     """
     folder = file.resolve().parent
-    if kind in KINDS or (folder / "declaration.json").is_file():
-        return None
+    if NORMALIZATION in given or (folder / "declaration.json").is_file():
+        values = given.get(NORMALIZATION)
+        return None if values is None else LatentScale.read(values, file.parent / CONFIG_FILE)
     autoencoder = folder.parent / "vae" / CONFIG_FILE
     if (folder.parent / "model_index.json").is_file() and autoencoder.is_file():
         return LatentScale.of_autoencoder(json.loads(autoencoder.read_text(encoding="utf-8")), autoencoder)
@@ -153,7 +153,9 @@ def _unwrapped(
     if not any(candidate.matches(inside) for candidate in LAYOUTS.values()):
         raise AtollError(f"{file}: a {given['_class_name']} stays in its own layout; known ones: {', '.join(LAYOUTS)}")
     null = {name: tensor.flatten() for name, tensor in state.items() if name.startswith("null_")}
-    return given | {"_class_name": KINDS[given["_class_name"]].model_class}, inside, null
+    # It was trained here, so no layout's release tells how its latents were scaled.
+    described = {NORMALIZATION: None} | given | {"_class_name": KINDS[given["_class_name"]].model_class}
+    return described, inside, null
 
 
 def convert(

@@ -149,19 +149,19 @@ class Job:
 
     def _check_normalization(self, described: dict[str, Any]) -> None:
         """Refuse a network that declares another normalization of its latents than the run has."""
-        declared = described.get("normalization")
-        if declared is None:
+        if described.get("normalization") is None:
             return
-        own, same = "the run's settings", self.config.latents.normalization == "scale"
+        where = self.config.train.init or self._choice_key
+        scale = LatentScale.read(described["normalization"], where)
+        same = self.config.latents.normalization == "scale"
         if "statistics" in self.facts:  # else the data is not prepared yet, and only the setting is known
-            own, channels = "the prepared data", self.facts["latents"]["shape"][0]
-            same = Statistics.from_facts(self.facts) == Statistics.of_scale(LatentScale(**declared), channels)
+            channels = self.facts["latents"]["shape"][0]
+            same = Statistics.from_facts(self.facts) == Statistics.of_scale(scale, channels)
         if not same:
             raise AtollError(
-                f"{self.config.train.init or self._choice_key}: this network was trained on latents z normalized as "
-                f"(z - {declared.get('shift_factor', 0.0):g}) * {declared['scaling_factor']:g}, and {own} normalize "
-                "them otherwise; set latents.normalization: scale, with the autoencoder of its release, and prepare "
-                "again. To start from it all the same, remove normalization from its config.json"
+                f"{where}: this network was trained on latents normalized as {scale}, and this run normalizes them "
+                "otherwise; set latents.normalization: scale, with the autoencoder that the network was trained with, "
+                "and prepare the shards again. To start from it all the same, remove normalization from its config.json"
             )
 
     @property

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from atoll.errors import AtollError
 from atoll.nets.layers import is_sincos
-from atoll.nets.layers import is_sincos
 from atoll.networks import STABLE_DIFFUSION, DiTConfig, LatentScale, RouterConfig
 
 State = dict[str, Tensor]
