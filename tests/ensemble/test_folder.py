@@ -316,7 +316,7 @@ def test_a_released_expert_joins_one_that_was_trained_here_by_scale(release: Pat
     other = {"mean": [0.4] * 4, "std": [2.0] * 4, "data_mean": [0.1] * 4, "data_std": [2.2] * 4}
     Ensemble([released, write_expert(tmp_path / "other", other)])  # another scale: converted exactly
     per_channel = {"mean": [5.8, 1.1, 0.5, -1.6], "std": [3.3, 4.6, 4.0, 3.9]}
-    with pytest.raises(AtollError, match="experts/001 scales its latent channels .* strength in each channel"):
+    with pytest.raises(AtollError, match=r"experts/001 scales its latent channels .* strength in each channel"):
         Ensemble([released, write_expert(tmp_path / "per-channel", per_channel)])
 
 

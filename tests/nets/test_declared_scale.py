@@ -2,17 +2,17 @@
 
 import json
 
-import dit_release
 import pixart_release
 import pytest
 import torch
-from paris_release import Paris
 
+import dit_release
 from atoll.errors import AtollError
 from atoll.nets import DiT, DiTConfig, build, load_network, save_network
 from atoll.nets.convert import convert, read_source
 from atoll.nets.weights import write_weights
 from atoll.networks import STABLE_DIFFUSION, LatentScale
+from paris_release import Paris
 
 WIDTH, HEADS, CLASSES, TEXT = 48, 2, 10, 12
 RELEASED = {"scaling_factor": 0.18215, "shift_factor": 0.0}

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import dit_release
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import atoll
+import dit_release
 from atoll import config, flow
 from atoll.data.prepare import prepare
 from atoll.data.reader import Shards
@@ -150,7 +150,7 @@ def test_a_run_that_normalizes_otherwise_refuses_a_converted_network(
 
 
 def test_the_bridge_of_an_expert_has_the_moments_of_its_data(tmp_path: Path, shapes: Path) -> None:
-    """Pixels from -1 to 1 on white: their mean is far from 0. Calibration, previews and the result shrink towards it."""
+    """Pixels from -1 to 1 on white have a mean far from 0. Calibration, previews and the result shrink towards it."""
     run = tmp_path / "run"
     changes: dict[str, Any] = {
         **TINY,
