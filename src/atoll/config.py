@@ -130,6 +130,9 @@ class Latents(Section):
     autoencoder: str = Field(
         "emoji", description="emoji (shipped), pixels (none), or a diffusers AutoencoderKL or AutoencoderTiny"
     )
+    normalization: Literal["per-channel", "scale"] = Field(
+        "per-channel", description="mean 0 and std 1 in each channel, or the autoencoder's own shift and scaling factor"
+    )
     batch: int = Field(32, ge=1, description="pictures in one forward pass")
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="as stored")
 

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.data import shards as shard_files
+from atoll.data.latents import Statistics
 from atoll.data.reader import Shards
 from atoll.errors import AtollError
 from atoll.islands.store import Store
 from atoll.islands.strict import Refused, safetensors_header, strict_json
 from atoll.islands.transfer import fetch, read_manifest, signature_key
-from atoll.nets import build, load_network
+from atoll.nets import DiT, build, load_network
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
 from atoll.run import Artifact, Manifest
 from atoll.train.density import CAPTION_RANK, RANK
@@ -204,6 +205,9 @@ def declared_tensors(offered: Contribution) -> dict[str, Tensor]:
             network = build(dict(description))
     except _BUILDING as error:
         raise Refused(f"its network cannot be built: {error}") from error
+    scale = network.config.normalization if isinstance(network, DiT) else None
+    if scale is not None and Statistics.of_scale(scale, shape[0]) != Statistics.from_facts(offered.shards.facts):
+        raise Refused(f"its network is for latents normalized as {scale}; this run normalizes them otherwise")
     count = sum(parameter.numel() for parameter in network.parameters())
     if count > offered.policy.max_parameters:
         raise Refused(f"its network has {count:,} parameters; the policy allows {offered.policy.max_parameters:,}")
@@ -303,7 +307,7 @@ def check_loss(offered: Contribution, artifact: Artifact, data: Artifact) -> Non
     network = load_network(artifact.folder).eval()
     objective, told = flow.objective(**facts["objective"]), frozenset(facts["told"])
     task = ExpertTask(offered.name, network, held_out, held_out, _seed(offered), objective, told, 0.0)
-    velocity = objective.bridge(**facts["bridge"]).wrap(task.answer)
+    velocity = objective.bridge(**facts["bridge"], **held_out.statistics.bridge_options).wrap(task.answer)
     loss = held_out_velocity(task, velocity, told)["held_out_loss"]
     if not math.isfinite(loss) or (bar is not None and loss > bar):
         raise Refused(f"its held-out loss on cluster {offered.expert} is {loss:.4g}; the bar is {bar}")

@@ -21,13 +21,14 @@ from torch import nn
 
 from atoll import flow
 from atoll.config import Config, NetworkChoice, Train
+from atoll.data.latents import Statistics
 from atoll.data.models import device as pick_device
 from atoll.data.reader import Shards
 from atoll.data.shards import name as shards_name
 from atoll.errors import AtollError
 from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
 from atoll.nets.expert import DiffusersExpert
-from atoll.networks import DEFAULT_NAME, check_fits_data
+from atoll.networks import DEFAULT_NAME, LatentScale, check_fits_data
 from atoll.run import Artifact, Manifest
 from atoll.train import density
 from atoll.train.checkpoints import Checkpoints
@@ -143,7 +144,25 @@ class Job:
         else:
             described = _named("DiT", self._choice, fitting, self._choice_key)
         _check_classes(described, fitting.get("num_classes", 0))
+        self._check_normalization(described)
         return described
+
+    def _check_normalization(self, described: dict[str, Any]) -> None:
+        """Refuse a network that declares another normalization of its latents than the run has."""
+        if described.get("normalization") is None:
+            return
+        where = self.config.train.init or self._choice_key
+        scale = LatentScale.read(described["normalization"], where)
+        same = self.config.latents.normalization == "scale"
+        if "statistics" in self.facts:  # else the data is not prepared yet, and only the setting is known
+            channels = self.facts["latents"]["shape"][0]
+            same = Statistics.from_facts(self.facts) == Statistics.of_scale(scale, channels)
+        if not same:
+            raise AtollError(
+                f"{where}: this network was trained on latents normalized as {scale}, and this run normalizes them "
+                "otherwise; set latents.normalization: scale, with the autoencoder that the network was trained with, "
+                "and prepare the shards again. To start from it all the same, remove normalization from its config.json"
+            )
 
     @property
     def _choice_key(self) -> str:

@@ -121,7 +121,8 @@ class ExpertTask(Task):
 
     def calibrated(self, limit: int) -> flow.Bridge:
         """The bridge with the prediction error that fits held-out samples best."""
-        return calibrate(self.objective.bridge(), self.answer, self, self.told, limit)
+        bridge = self.objective.bridge(**self.shards.statistics.bridge_options)
+        return calibrate(bridge, self.answer, self, self.told, limit)
 
     def facts(self) -> dict[str, Any]:
         """Objective and conditioning."""
