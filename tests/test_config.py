@@ -19,6 +19,25 @@ from atoll.errors import AtollError
         ({"experts": {"one": "ddpm"}}, "unknown key 'experts.one'; expected 'default' or the number of an expert"),
         ({"experts": {0: {"schedul": "cosine"}}}, "'experts.0.schedul'; did you mean 'experts.0.schedule'"),
         ({"experts": {0: {"schedule": "cosin"}}}, "experts.0.schedule: .*got 'cosin'"),
+        (
+            {"networks": {"default": {"modulation": "Single"}}},
+            "networks.default: modulation: .*'single' or 'zero', got 'Single'",
+        ),
+        ({"networks": {0: {"text_projection": "MLP"}}}, "networks.0: text_projection: .*'linear' or 'mlp', got 'MLP'"),
+        ({"networks": {"default": {"positions": "rope"}}}, "networks.default: positions: .*got 'rope'"),
+        ({"networks": {"default": {"patch": 0}}}, "networks.default: patch: .*greater than 0, got 0"),
+        ({"networks": {"default": {"width": 50}}}, "networks.default: width 50 must be a multiple of 4 and of heads 4"),
+        ({"networks": {"default": {"widht": 64}}}, "unknown field of DiTConfig 'widht' .did you mean 'width'"),
+        ({"networks": {"default": "DiT-XS/3"}}, "networks.default: unknown network size 'DiT-XS/3'"),
+        (
+            {"networks": {"default": {"_class_name": "UNet"}}},
+            "unknown kind of network 'UNet' .did you mean 'UNetExpert'",
+        ),
+        (
+            {"router": {"network": {"modulation": "single"}}},
+            "router.network: unknown field of RouterConfig 'modulation'",
+        ),
+        ({"student": {"network": {"modulation": "Zero"}}}, "student.network: modulation: .*got 'Zero'"),
         (["clusters"], "expected sections with keys, got list"),
     ],
 )

@@ -1,4 +1,4 @@
-"""An expert of one run as an expert of another, over another bridge: redeclare.py FROM TO EXPERT exact|published."""
+"""Copy an expert from one run to another and change its bridge: redeclare.py FROM TO EXPERT BRIDGE."""
 
 import sys
 from pathlib import Path

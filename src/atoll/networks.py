@@ -49,7 +49,7 @@ class NamedConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read the output of `to_dict`; an unknown field or a wrong value is refused by name."""
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
                 raise AtollError(unknown(f"field of {cls.__name__}", name, known))
@@ -62,7 +62,7 @@ class NamedConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the specification as plain values for a manifest."""
-        values = asdict(self)  # type: ignore[call-overload]
+        values = asdict(self)
         return {name: value for name, value in values.items() if name not in _ADDED or value != _ADDED[name]}
 
 

@@ -202,3 +202,23 @@ def test_impossible_routings_are_refused(run: Path, how: dict, says: str) -> Non
     with pytest.raises(AtollError) as error:
         atoll.load(run).velocity(batch()["x"], 0.5, **how)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"x": torch.zeros(B, 4, 8, 8)}, r"states of shape \(9, 4, 8, 8\), expected \(batch, 3, height, width\)"),
+        ({"x": torch.zeros(3, 8, 8)}, r"states of shape \(3, 8, 8\)"),
+        ({"t": torch.zeros(4)}, "4"),
+        ({"cluster": torch.zeros(4, dtype=torch.int64)}, r"cluster has shape \(4,\), expected \(9,\)"),
+        ({"draw": torch.zeros(4)}, r"draw has shape \(4,\), expected \(9,\)"),
+        ({"guidance": torch.zeros(4)}, r"guidance has shape \(4,\), expected \(9,\)"),
+    ],
+)
+def test_tensors_of_another_batch_are_refused(changes: dict[str, Tensor], words: str, run: Path) -> None:
+    ensemble = atoll.load(run)
+    with pytest.raises((AtollError, ValueError), match=words):
+        ensemble.velocity(**{**batch(), **changes})
+    if "guidance" not in changes:
+        with pytest.raises((AtollError, ValueError), match=words):
+            ensemble.weights(**{**batch(), **changes})

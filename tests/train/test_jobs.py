@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,6 +214,32 @@ def test_a_class_table_without_a_row_for_the_null_class_is_refused(
         else:
             with pytest.raises(AtollError, match=f"{field} is {rows}, but 3 classes and the null class need {needed}"):
                 _ = job.description
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        ({"patch": 3}, "networks.0: size 32 is not a multiple of patch 3"),
+        ({"channels": 4}, "networks.0: channels is 4, but the prepared data needs 3; leave channels out"),
+        ({"out_channels": 4}, "networks.0: out_channels is 4, but the prepared data needs 3; leave out_channels out"),
+        ({"text_width": 100}, "networks.0: text_width is 100, but the prepared data needs 384"),
+        (
+            {"_class_name": "UNetExpert", "in_channels": 4},
+            "networks.0: in_channels is 4, but the prepared data needs 3",
+        ),
+    ],
+)
+def test_a_network_that_does_not_fit_the_data_is_refused_by_its_key(
+    network: dict[str, Any], words: str, new_run: Copy
+) -> None:
+    run = new_run(only=[0], networks={0: network})
+    with pytest.raises(AtollError, match=words):
+        _ = Job(run, config.load(run), "expert", 0).description
+
+
+def test_a_learned_variance_may_stand_beside_the_prediction(new_run: Copy) -> None:
+    run = new_run(only=[0], networks={0: {"out_channels": 6}})
+    assert Job(run, config.load(run), "expert", 0).description["out_channels"] == 6
 
 
 def test_a_pixart_trains_to_its_end(new_run: Copy) -> None:

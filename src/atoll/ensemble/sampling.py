@@ -269,8 +269,9 @@ def _batch(
     if ensemble.scheduler is not None:
         made = flow.run_scheduler(ensemble.scheduler, velocity, noise, settings.steps, scheduler_times=own)
     else:
-        how = {"steps": settings.steps, "solver": settings.solver, "shift": settings.shift}
-        made = flow.solve(velocity, noise, **how, scheduler_times=own)
+        made = flow.solve(
+            velocity, noise, steps=settings.steps, solver=settings.solver, shift=settings.shift, scheduler_times=own
+        )
     return made, decisions
 
 

@@ -113,8 +113,14 @@ def _solve(
         bar.update(1)
         return v
 
-    how = {"solver": settings.solver, "shift": settings.shift}
-    return flow.solve(velocity, noise, steps=steps, **how, scheduler_times=settings.scheduler_times)
+    return flow.solve(
+        velocity,
+        noise,
+        steps=steps,
+        solver=settings.solver,
+        shift=settings.shift,
+        scheduler_times=settings.scheduler_times,
+    )
 
 
 def expert_use(samples: Samples) -> dict[str, Any] | None:

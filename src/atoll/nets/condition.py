@@ -87,12 +87,15 @@ def check_rows(condition: Condition, batch: int) -> None:
 
 
 def check_labels(label: Tensor, classes: int) -> None:
-    """Refuse class labels that the network has no embedding for; -1 means no label."""
+    """Refuse class labels that the network has no embedding for; -1 and, as in DiT, `classes` mean the null class."""
     # On an accelerator this comparison would stall the stream, so only host tensors are checked.
     if label.device.type == "cpu" and label.numel() and not torch.compiler.is_compiling():
         largest = int(label.max())
-        if largest >= classes:
-            raise ValueError(f"label {largest} is out of range: the network has {classes} classes, 0 to {classes - 1}")
+        if largest > classes:
+            raise ValueError(
+                f"label {largest} is out of range: there are {classes} classes, 0 to {classes - 1}, and {classes} or "
+                "-1 for the null class"
+            )
 
 
 def concatenate(conditions: Sequence[Condition]) -> Condition:

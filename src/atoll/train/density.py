@@ -91,7 +91,9 @@ class Density:
             # Each class once more than it was seen: one that was not is improbable, not impossible.
             label = condition.label.cpu()
             check_labels(label, len(self.classes))
-            told = ((self.classes + 1) / (self.classes + 1).sum()).double().log()[label]
+            null = (label < 0) | (label == len(self.classes))
+            told = ((self.classes + 1) / (self.classes + 1).sum()).double().log()[label.masked_fill(null, 0)]
+            told = told.masked_fill(null, 0.0)  # the null class is equally probable in every cluster
         else:
             return None
         return told if condition.dropped is None else told.masked_fill(condition.dropped.cpu(), 0.0)

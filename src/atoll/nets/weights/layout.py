@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import AtollError
-from atoll.nets.dit import DiTConfig
 from atoll.nets.layers import is_sincos
-from atoll.nets.router import RouterConfig
+from atoll.networks import DiTConfig, RouterConfig
 
 State = dict[str, Tensor]
 
