@@ -12,7 +12,8 @@ the commit. The manifest names the kind, what the artifact was made from, free f
 Whoever makes an artifact says what it is made from before the first file is written; a folder that was made, or half
 made, from something else is refused with a message that says what changed. Names that start with a dot are scratch:
 they are no part of the artifact and are gone after the commit. There is no clock and no host name in a manifest, so
-the same inputs give the same bytes, and an artifact made after ten interruptions equals one made in a single go.
+on one machine the same inputs give the same bytes, and an artifact made after ten interruptions equals one made in a
+single go. (Another processor, or number of threads, rounds in another order.)
 """
 
 import hashlib

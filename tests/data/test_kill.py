@@ -1,4 +1,4 @@
-"""Kill -9 at random moments of `atoll prepare`: what is there in the end is the same, byte for byte."""
+"""Kill -9 at random moments of `atoll prepare`: on one machine, the end is the same, byte for byte."""
 
 import json
 import os

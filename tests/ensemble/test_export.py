@@ -38,7 +38,7 @@ assert numpy.array_equal(pixels, expected["pixels"].numpy())
 
 
 def test_a_new_process_makes_the_same_pictures(run: Path, exported: Path, tmp_path: Path) -> None:
-    """Bit for bit, through the pipeline class, with text encoder and tokenizer of the folder."""
+    """Bit for bit on one machine, through the pipeline class, with text encoder and tokenizer of the folder."""
     import numpy as np
     from safetensors.torch import save_file
 

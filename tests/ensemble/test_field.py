@@ -39,11 +39,17 @@ def condition(seed: int = 0) -> Condition:
     return Condition(text, mask, torch.randn(B, 384, generator=generator), torch.arange(B) % 3)
 
 
+# Samples are grouped into batches of other sizes, which are rounded in another order. One rounding of a time near 1000
+# is 6e-5 and shifts the phases of its features by as much; with an error of one rounding added to every kernel the
+# velocities differed by up to 5e-5. A sample in a wrong group is off by its whole size.
+ROUNDING = 2e-4
+
+
 def assert_alike(got: Tensor, expected: Tensor) -> None:
-    """Within 1e-5 of the velocity's size in every sample."""
+    """Check that every sample is within float32 rounding, relative to the size of its velocity."""
     size = expected.flatten(1).square().mean(1).sqrt()
     error = (got - expected).flatten(1).square().mean(1).sqrt()
-    assert float((error / size).max()) < 1e-5
+    assert float((error / size).max()) < ROUNDING
 
 
 def naive(ensemble: Ensemble, given: dict[str, Tensor], told: Condition, routing: str, guidance: Tensor) -> Tensor:

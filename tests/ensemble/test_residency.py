@@ -18,13 +18,18 @@ from ensemble.runs import SMALL, write_run
 PROMPTS = ["a red circle", "a green square", "nothing at all"]
 
 
-def test_pictures_do_not_depend_on_how_many_experts_are_in_memory(run: Path) -> None:
-    """Bit for bit."""
-    how = {"routing": "top-2", "steps": 4, "n": 7, "guidance": 3.0}
+@pytest.mark.parametrize("routing", ["top-2", "full"])
+def test_pictures_do_not_depend_on_how_many_experts_are_in_memory(run: Path, routing: str) -> None:
+    """Experts run in another order, on batches of equal shapes."""
+    how = {"routing": routing, "steps": 4, "n": 7, "guidance": 3.0}
     everything = atoll.load(run).generate(PROMPTS, **how)
     for resident in (1, 2):
         few = atoll.load(run, resident=resident)
-        assert torch.equal(few.generate(PROMPTS, **how).latents, everything.latents)
+        latents = few.generate(PROMPTS, **how).latents
+        if routing == "top-2":
+            assert torch.equal(latents, everything.latents)
+        else:  # accelerators add three terms in no fixed order
+            torch.testing.assert_close(latents, everything.latents, atol=1e-4, rtol=1e-4)
         assert len(few.residents._here) <= resident
         assert few.residents.loads > 3
 

@@ -20,6 +20,9 @@ from ensemble.runs import write_run
 
 PROMPTS = ["a red circle", "a green square"]
 QUICK = {"steps": 4, "guidance": 3.0}
+# Batches of other sizes are rounded in another order: with an error of one rounding added to every kernel, latents of
+# these four guided steps differed by up to 2e-4. Those of another seed differ by more than 0.05 on average.
+ROUNDING = {"atol": 1e-3, "rtol": 1e-3}
 
 
 @pytest.mark.parametrize("routing", ["top-1", "top-2", "drawn", "sample-1", "nearest"])
@@ -27,9 +30,9 @@ def test_the_same_seed_is_the_same_picture_whatever_the_batch(run: Path, routing
     ensemble = atoll.load(run)
     whole = ensemble.generate(PROMPTS, n=7, routing=routing, **QUICK)
     parts = ensemble.generate(PROMPTS, n=7, routing=routing, batch=3, **QUICK)
-    torch.testing.assert_close(parts.latents, whole.latents, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(parts.latents, whole.latents, **ROUNDING)
     fewer = ensemble.generate(PROMPTS, n=4, routing=routing, **QUICK)
-    torch.testing.assert_close(fewer.latents, whole.latents[:4], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(fewer.latents, whole.latents[:4], **ROUNDING)
     other = ensemble.generate(PROMPTS, n=7, routing=routing, seed=1, **QUICK)
     assert (other.latents - whole.latents).flatten(1).abs().mean(1).min() > 0.05
 
@@ -59,7 +62,7 @@ def test_conditions_are_prepared_by_the_batch(run: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(DiT, "prepare", counted)
     made = atoll.load(run).generate(many, batch=3, **QUICK).latents
     assert set(rows) <= {2, 4}
-    torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(made, expected, **ROUNDING)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -157,7 +157,8 @@ def test_a_set_that_was_interrupted_continues_to_the_same_pictures(
     (whole.artifact.folder / "manifest.json").unlink()
     (whole.artifact.folder / "000001.safetensors").unlink()
     again = draw(subject, prompts, settings, "whole", 3, None)
-    assert np.array_equal(np.concatenate(list(again.chunks())), pictures)
+    # The missing images were made in batches of another size, whose rounding may change a pixel by one.
+    assert np.abs(np.concatenate(list(again.chunks())).astype(int) - pictures.astype(int)).max() <= 1
     kept = "000002.safetensors"
     assert sha256_of(tmp_path / "kept" / kept) == sha256_of(again.artifact.path(kept))
 

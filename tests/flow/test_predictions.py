@@ -55,7 +55,8 @@ def test_times_broadcast_by_sample_and_never_by_the_last_dimension() -> None:
         together = schedule.add_noise(x0, eps, t)
         for i in range(3):
             alone = schedule.add_noise(x0[i : i + 1], eps[i : i + 1], t[i : i + 1])
-            assert torch.equal(together[i : i + 1], alone), name
+            # A cosine of three times and one of a single time may be computed by different instructions.
+            torch.testing.assert_close(together[i : i + 1], alone, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

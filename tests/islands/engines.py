@@ -129,14 +129,25 @@ def attempts(run: Path, step: str) -> list[int]:
 
 def trainers(run: Path, step: str) -> list[int]:
     """The processes that work on a step."""
-    wanted = f"ATOLL_STEP={run}:{step}".encode()
-    found = []
+    return list(environments(run, step))
+
+
+def ranks(run: Path, step: str) -> set[str]:
+    """Return the ranks, as "0 of 2", of the processes that torchrun has started for a step."""
+    found = [dict(word.split("=", 1) for word in words if "=" in word) for words in environments(run, step).values()]
+    return {f"{known['RANK']} of {known['WORLD_SIZE']}" for known in found if {"RANK", "WORLD_SIZE"} <= known.keys()}
+
+
+def environments(run: Path, step: str) -> dict[int, list[str]]:
+    """Return the environments of the processes that work on a step, by process."""
+    found = {}
     for number, _ in processes():
         try:
-            if wanted in Path(f"/proc/{number}/environ").read_bytes().split(b"\0"):
-                found.append(number)
+            words = Path(f"/proc/{number}/environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
+        if f"ATOLL_STEP={run}:{step}" in words:
+            found[number] = words
     return found
 
 
@@ -195,4 +206,4 @@ def wait_until(condition: object, process: subprocess.Popen[str], what: str, sec
         time.sleep(0.01)
 
 
-__all__ = ["ENGINES", "Local", "Ray", "Slurm", "Watch", "attempts", "trainers", "wait_for", "wait_until"]
+__all__ = ["ENGINES", "Local", "Ray", "Slurm", "Watch", "attempts", "ranks", "trainers", "wait_for", "wait_until"]

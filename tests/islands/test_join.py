@@ -116,7 +116,7 @@ def test_ten_kills_on_s3(bucket: str, new_run: Copy, tmp_path: Path) -> None:
 
 
 def test_whoever_leaves_hands_over_its_last_checkpoint(new_run: Copy, tmp_path: Path) -> None:
-    """Ctrl-C publishes and gives up the lease; another goes on with the same choice, to the same bits."""
+    """Ctrl-C publishes and gives up the lease; another, on the same machine, goes on as chosen to the same bits."""
     run, place = new_run(train={"samples": 480, "save_every": 10000, "log_every": 8}), tmp_path / "shared"
     store = Store.open(place)
     push(run, store)

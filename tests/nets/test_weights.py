@@ -105,7 +105,9 @@ def test_paris_experts_answer_alike_and_survive_the_round_trip():
     generator = torch.Generator().manual_seed(1)
     x, text = torch.randn(2, 4, 16, 16, generator=generator), torch.randn(2, 7, 20, generator=generator)
     time = torch.tensor([37.5, 999.0])
-    torch.testing.assert_close(network(x, time, Condition(text)), model(x, time, text), atol=3e-5, rtol=0)
+    # A float32 time of 999 is rounded by 6e-5, and so are the phases of its features: the most that two orders of the
+    # same products may differ by. Answers go up to 3, and a wrong tensor changes them by that much.
+    torch.testing.assert_close(network(x, time, Condition(text)), model(x, time, text), atol=1e-4, rtol=0)
     assert network(torch.randn(1, 4, 24, 32), torch.tensor(5.0)).shape == (1, 4, 24, 32)
     assert_round_trip("paris", network, config, model.state_dict())
 

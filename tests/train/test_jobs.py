@@ -317,7 +317,8 @@ def test_each_process_asks_the_teachers_for_its_own_samples(
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
         part = task._compute(48)
         mine = torch.arange(48, 48 + task.block) % 8 // 4 == rank  # batches of 8, four samples for each
-        assert torch.equal(part[mine], whole[mine])
+        # A teacher's batch is smaller here, and batches of other sizes are rounded in another order.
+        torch.testing.assert_close(part[mine], whole[mine], rtol=1e-5, atol=1e-5)
         assert part[~mine].isnan().all()
 
 

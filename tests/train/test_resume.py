@@ -1,4 +1,4 @@
-"""Exact resume: whatever happens to a job, its final weights are the same, bit for bit."""
+"""Exact resume: whatever happens to a job, its final weights are the same, bit for bit, on one machine."""
 
 import os
 import random

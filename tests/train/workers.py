@@ -80,7 +80,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(first: Path, second: Path) -> None:
-    """Bit for bit."""
+    """Bit for bit: for jobs of equal batches, on one machine, with one thread each."""
     a, b = weights(first), weights(second)
     assert a.keys() == b.keys()
     assert a, f"nothing in {first}"

@@ -1,7 +1,7 @@
 """Work in chunks: the unit that is committed, resumed and shared between jobs.
 
 Chunk c is the samples c·size up to (c+1)·size of the index, cut into batches in the same way whoever works on it and
-however often they were interrupted; so the same chunk always holds the same bytes.
+however often they were interrupted; so on one machine the same chunk always holds the same bytes.
 """
 
 from collections import deque

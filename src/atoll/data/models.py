@@ -55,7 +55,7 @@ def device() -> torch.device:
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """No gradients, and no kernel picked by timing: the same batch gives the same bytes."""
+    """No gradients, and no kernel picked by timing: on one machine the same batch gives the same bytes."""
     before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     try:

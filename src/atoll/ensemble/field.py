@@ -315,7 +315,8 @@ class Ensemble(nn.Module):
             condition = resident.condition(told, rows[mine])
             answers[number] = resident.expert.velocity(x[which], t if t.numel() == 1 else t[which], condition)
             del resident, condition  # else this one would still be there while the next one comes
-        # Summed in the order of the experts, whatever order they ran in: the same to the last bit.
+        # The terms are in the order of the experts, whatever order they ran in. Two terms have one sum. Three or more
+        # have one up to float32 rounding only: on an accelerator, index_add adds rows of equal index in any order.
         parts = torch.cat([answers[number] for number in spans])
         parts = parts * broadcast(weights.T[expert, row].to(x.dtype), x)
         return torch.zeros(len(rows), *x.shape[1:], dtype=x.dtype, device=x.device).index_add(0, row, parts)

@@ -1,6 +1,7 @@
 """From prompts to pictures: noise, the solver along the ensemble's velocity, and the autoencoder.
 
-Every sample's noise is a function of (seed, its position), so the same seed gives the same picture whatever the batch.
+Every sample's noise is a function of (seed, its position), so the same seed gives the same picture whatever the batch,
+up to the rounding of float32: a batch of another size is summed in another order.
 """
 
 import sys
