@@ -61,6 +61,12 @@ class Manifest:
             {"format": _FORMAT, "kind": self.kind, "made_from": self.made_from, "facts": self.facts, "files": files}
         )
 
+    @classmethod
+    def from_values(cls, value: Mapping[str, Any]) -> "Manifest":
+        """Return the manifest with the values that `to_json` wrote."""
+        files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
+        return cls(value["kind"], value["made_from"], value["facts"], files)
+
     @property
     def digest(self) -> str:
         """Hash of the whole artifact: its manifest holds the hash of everything else."""
@@ -103,8 +109,7 @@ class Artifact:
             value = json.loads(file.read_text(encoding="utf-8"))
             if value["format"] != _FORMAT:
                 raise AtollError(f"{file} has format {value['format']}; this version of Atoll reads format {_FORMAT}")
-            files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
-            return Manifest(value["kind"], value["made_from"], value["facts"], files)
+            return Manifest.from_values(value)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:

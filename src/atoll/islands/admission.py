@@ -35,7 +35,8 @@ from atoll.run import Artifact, Manifest
 from atoll.train.density import CAPTION_RANK, RANK
 from atoll.train.density import FILE as DENSITY_FILE
 from atoll.train.expert import EXPERT_KIND
-from atoll.train.tasks import ExpertTask, held_out_velocity
+from atoll.train.tasks import ExpertTask
+from atoll.train.validation import validate
 from atoll.trust import Policy, verify
 
 FROM_THE_DATA = ("labels", "source", "fingerprint", "latents", "statistics", "text")
@@ -308,7 +309,7 @@ def check_loss(offered: Contribution, artifact: Artifact, data: Artifact) -> Non
     objective, told = flow.objective(**facts["objective"]), frozenset(facts["told"])
     task = ExpertTask(offered.name, network, held_out, held_out, _seed(offered), objective, told, 0.0)
     velocity = objective.bridge(**facts["bridge"], **held_out.statistics.bridge_options).wrap(task.answer)
-    loss = held_out_velocity(task, velocity, told)["held_out_loss"]
+    loss = validate(velocity, held_out, seed=_seed(offered), conditioning=told)["held_out_loss"]
     if not math.isfinite(loss) or (bar is not None and loss > bar):
         raise Refused(f"its held-out loss on cluster {offered.expert} is {loss:.4g}; the bar is {bar}")
     if not isinstance(claim, int | float) or abs(claim - loss) > CLAIM_TOLERANCE * loss:
