@@ -137,7 +137,8 @@ def open_codec(autoencoder: str) -> Codec | Pixel:
     name = _settings(folder)["_class_name"]
     import diffusers
 
-    return Codec(getattr(diffusers, name).from_pretrained(folder, use_safetensors=True, low_cpu_mem_usage=False))
+    options = {"use_safetensors": True, "low_cpu_mem_usage": False}
+    return Codec(getattr(diffusers, name).from_pretrained(folder, **options, trust_remote_code=False))
 
 
 def scale_of(autoencoder: str) -> LatentScale:
