@@ -27,7 +27,7 @@ from atoll.data.latents import Statistics
 from atoll.data.reader import Shards
 from atoll.errors import AtollError
 from atoll.islands.store import Store
-from atoll.islands.strict import Refused, safetensors_header, strict_json
+from atoll.islands.strict import Refused, check_bounded, safetensors_header, strict_json
 from atoll.islands.transfer import fetch, read_manifest, signature_key
 from atoll.nets import DiT, build, load_network
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
@@ -42,8 +42,6 @@ from atoll.trust import Policy, verify
 FROM_THE_DATA = ("labels", "source", "fingerprint", "latents", "statistics", "text")
 CLAIM_TOLERANCE = 0.1
 """How far the claimed held-out error may be from the one measured: other hardware rounds otherwise."""
-_MAX_NUMBER = 65536
-_LIMITS = {"depth": 512, "num_layers": 512, "layers_per_block": 64}
 _BUILDING = (AtollError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
 """What an impossible description can raise while a network is built from it."""
 _DTYPE_NAMES = {
@@ -171,7 +169,7 @@ def _check_objective(offered: Contribution) -> None:
     facts, policy = offered.facts, offered.policy
     spec, bridge, told = facts.get("objective"), facts.get("bridge"), facts.get("told")
     try:
-        _check_bounded(spec, "objective")
+        check_bounded(spec, "objective")
         if not isinstance(spec, dict) or flow.objective(**spec).spec != spec:
             raise Refused("its objective is not one that Atoll knows")
     except _BUILDING as error:
@@ -195,7 +193,7 @@ def declared_tensors(offered: Contribution) -> dict[str, Tensor]:
     kind = description.get("_class_name")
     if kind not in offered.policy.networks:
         raise Refused(f"its network is a {str(kind)[:40]!r}; the policy allows {', '.join(offered.policy.networks)}")
-    _check_bounded(description, "network")
+    check_bounded(description, "network")
     shape = offered.shards.facts["latents"]["shape"]
     side = description.get("size", description.get("sample_size", shape[-1]))
     channels = description.get("channels", description.get("in_channels"))
@@ -213,19 +211,6 @@ def declared_tensors(offered: Contribution) -> dict[str, Tensor]:
     if count > offered.policy.max_parameters:
         raise Refused(f"its network has {count:,} parameters; the policy allows {offered.policy.max_parameters:,}")
     return dict(network.state_dict())
-
-
-def _check_bounded(value: Any, key: str) -> None:
-    """Plain values of sensible size: a description must not be able to ask for a million layers."""
-    if isinstance(value, dict | list):
-        if len(value) > 64:
-            raise Refused(f"{key} has {len(value)} entries")
-        for name, item in value.items() if isinstance(value, dict) else ((key, item) for item in value):
-            _check_bounded(item, str(name)[:40])
-    elif isinstance(value, int | float) and abs(value) > _LIMITS.get(key, _MAX_NUMBER):
-        raise Refused(f"{key} is {value}; at most {_LIMITS.get(key, _MAX_NUMBER)} is taken")
-    elif isinstance(value, str) and len(value) > 200:
-        raise Refused(f"{key} is a text of {len(value)} letters")
 
 
 # In quarantine

@@ -121,7 +121,7 @@ def _judge(store: Store, run: Path, expert: int, lease: Lease, policy: Policy, s
     try:
         artifact = review(store, expert, digest, policy, run / ".quarantine" / lease.job)
     except Refused as reason:
-        lease.end("refused", why=str(reason)[:2000], manifest=None)
+        lease.end("refused", why=str(reason), manifest=None)
         return str(reason)
     manifest = artifact.open("expert")
     shutil.rmtree(run / ".quarantine" / lease.job, ignore_errors=True)
