@@ -218,9 +218,7 @@ def worker_on(store: Store, new_run: Copy, tmp_path: Path, name: str) -> Worker:
     return open_worker(store.url, tmp_path / name, **how)
 
 
-def test_a_worker_deletes_no_more_than_the_checkpoints_of_its_job(
-    store: Store, new_run: Copy, tmp_path: Path
-) -> None:
+def test_a_worker_deletes_no_more_than_the_checkpoints_of_its_job(store: Store, new_run: Copy, tmp_path: Path) -> None:
     """The attack of the review, whole: it emptied a store under a policy, from 46 objects to 7."""
     worker = worker_on(store, new_run, tmp_path, "ann")
     store.write(key_of(JOB, 0), json.dumps({**GOOD, "checkpoint": "@x"}).encode())

@@ -17,9 +17,7 @@ from atoll.train.checkpoints import KIND
 from atoll.train.jobs import Job
 from atoll.trust import Signer
 
-_OBJECT = (
-    r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json|signatures/[0-9a-f]{64}\.publish\.json)"
-)
+_OBJECT = r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json|signatures/[0-9a-f]{64}\.publish\.json)"
 """The rest of a key below the name of a checkpoint, as `atoll.islands.transfer` makes it."""
 
 
