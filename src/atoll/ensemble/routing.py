@@ -53,32 +53,32 @@ class Rule:
         """Whether it leaves the choice to chance."""
         return self.name in ("drawn", "sample")
 
-    def weights(self, p: Tensor, score: Tensor, draw: Tensor | None) -> Tensor:
-        """Weights (rows, experts) that sum to 1, from probabilities p; experts are chosen by their score."""
-        chosen = self._chosen(score, draw)
+    def weights(self, p: Tensor, draw: Tensor | None) -> Tensor:
+        """Weights (rows, experts) that sum to 1, from probabilities p."""
+        chosen = self._chosen(p, draw)
         kept = chosen.to(p.dtype) if self.equal else torch.where(chosen, p.clamp(min=1e-30), 0)
         kept = kept / kept.sum(-1, keepdim=True)
         return torch.where(kept < NEGLIGIBLE, 0, kept)
 
-    def _chosen(self, score: Tensor, draw: Tensor | None) -> Tensor:
+    def _chosen(self, p: Tensor, draw: Tensor | None) -> Tensor:
         if self.name == "full":
-            return torch.ones_like(score, dtype=torch.bool)
+            return torch.ones_like(p, dtype=torch.bool)
         if self.draws:
             if draw is None:
                 raise ValueError("drawn and sample-1 need `draw`: one number in [0, 1) for each sample")
-            cumulated = (score / score.sum(-1, keepdim=True)).cumsum(-1)
-            index = (cumulated <= draw[:, None]).sum(-1, keepdim=True).clamp(max=score.shape[-1] - 1)
+            cumulated = (p / p.sum(-1, keepdim=True)).cumsum(-1)
+            index = (cumulated <= draw[:, None]).sum(-1, keepdim=True).clamp(max=p.shape[-1] - 1)
         elif self.name == "nucleus":
-            ordered, order = score.sort(dim=-1, descending=True, stable=True)
+            ordered, order = p.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
-            keep = before < self.number * score.sum(-1, keepdim=True)
+            keep = before < self.number * p.sum(-1, keepdim=True)
             return torch.zeros_like(keep).scatter_(-1, order, keep)
         elif self.name == "threshold":
-            best = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.argmax(-1, keepdim=True), True)
-            return (score >= self.number) | best
+            best = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, p.argmax(-1, keepdim=True), True)
+            return (p >= self.number) | best
         else:
-            index = score.topk(min(int(self.number), score.shape[-1]), dim=-1).indices
-        return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, index, True)
+            index = p.topk(min(int(self.number), p.shape[-1]), dim=-1).indices
+        return torch.zeros_like(p, dtype=torch.bool).scatter_(-1, index, True)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,6 @@ class Routing:
             part = self._one(rule, probabilities[rule.source], here, memory, draw)
             weights = part if weights is None else torch.where(here, part, weights)
         assert weights is not None
-        memory.used = weights > 0
         return weights
 
     def _one(self, rule: Rule, p: Tensor, here: Tensor, memory: "Memory", draw: Tensor | None) -> Tensor:
@@ -131,14 +130,11 @@ class Routing:
             return p
         if rule.name == "drawn" and draw is not None:
             return self._drawn(rule, p, here, memory, draw)
-        score = p
-        if memory.used is not None and memory.sticky:  # with a row for the null condition too, if it has none yet
-            score = p + memory.sticky * memory.used.repeat(len(p) // len(memory.used), 1)
-        return rule.weights(p, score, None if draw is None else draw.repeat(len(p) // len(draw)))
+        return rule.weights(p, None if draw is None else draw.repeat(len(p) // len(draw)))
 
     def _drawn(self, rule: Rule, p: Tensor, here: Tensor, memory: "Memory", draw: Tensor) -> Tensor:
         """What was drawn before, else what is drawn now: one expert answers for all rows of a sample."""
-        new = rule.weights(p[: len(draw)], p[: len(draw)], draw)
+        new = rule.weights(p[: len(draw)], draw)
         before = torch.zeros_like(new) if memory.drawn is None else memory.drawn
         drawn = torch.where(before.any(-1, keepdim=True), before, new)
         memory.drawn = torch.where(here[: len(draw)], drawn, before)
@@ -152,36 +148,20 @@ class Routing:
 
 @dataclass
 class Memory:
-    """What routing remembers along a batch's way from noise to data.
+    """What routing remembers along a batch's way from noise to data."""
 
-    With `route_every` n, probabilities are computed at every n-th evaluation and kept in between. With `sticky` m, an
-    expert that was used in the evaluation before is chosen as if its probability were larger by m: experts change less
-    often, and with m = 1 never under top-1.
-    """
-
-    route_every: int = 1
-    sticky: float = 0.0
     seed: int = 0
     first: int = 0
     trace: "list[Decision] | None" = None
     evaluations: int = 0
-    used: Tensor | None = None
     kept: dict[Source, Tensor] = field(default_factory=dict)
-    null: bool = False
-    """Whether `kept` has rows for the null condition, where they differ."""
+    """The last probabilities of each source."""
     drawn: Tensor | None = None
     """The one expert that each sample has drawn (samples, experts); zeros where it has not yet."""
 
-    def __post_init__(self) -> None:
-        """Check the options."""
-        if self.route_every < 1 or not 0 <= self.sticky <= 1:
-            raise AtollError(
-                f"expected route_every >= 1 and sticky in [0, 1], got {self.route_every} and {self.sticky}"
-            )
-
     def draw(self, routing: Routing, count: int) -> Tensor:
         """The numbers of drawn and sample-1 for this evaluation: a function of seed and position, and of the step."""
-        stream = routing.stream(self.evaluations // self.route_every)
+        stream = routing.stream(self.evaluations)
         return randomness.uniform(count, seed=self.seed, stream=stream, first=self.first)
 
     def record(self, t: Tensor, probabilities: Tensor, weights: Tensor) -> None:
@@ -189,10 +169,6 @@ class Memory:
         if self.trace is not None:
             self.trace.append(Decision(t.cpu(), probabilities.cpu(), weights.cpu()))
         self.evaluations += 1
-
-    def fresh(self) -> bool:
-        """Whether probabilities are to be computed in this evaluation."""
-        return self.evaluations % self.route_every == 0
 
 
 @dataclass(frozen=True, eq=False)
