@@ -27,8 +27,7 @@ class Sample:
     model: str = "experts"
     """experts, expert:K, monolith or student."""
     routing: str = "top-1"
-    """full, top-K, top-K-equal, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or several over time:
-    top-2@0.6,top-1."""
+    """full, top-K, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or several over time: top-2@0.6,top-1."""
     clusters: tuple[int, ...] = ()
     """The clusters of the pictures, for --routing oracle."""
     steps: int = 50

@@ -3,7 +3,6 @@
 A routing is written as a few words, the same in Python and on the command line:
 
     top-1, top-2, …       the most probable experts, weighted by their probabilities
-    top-2-equal           the same experts, weighted equally (as Paris 2.0 does)
     full                  all experts
     threshold-0.2         all experts of probability 0.2 or more; the most probable one in any case
     nucleus-0.9           the fewest experts that together have probability 0.9
@@ -29,9 +28,9 @@ NEGLIGIBLE = 1e-7
 """Weights below this, the rounding of float32, are taken as 0: their experts need not run."""
 DRAW_STREAM = 1 << 20
 """Stream of the first step's draws of drawn and sample-1; later steps have the streams after it."""
-RULES = ("full", "top-K", "top-K-equal", "threshold-P", "nucleus-P", "drawn", "sample-1", "oracle", "nearest")
+RULES = ("full", "top-K", "threshold-P", "nucleus-P", "drawn", "sample-1", "oracle", "nearest")
 _EXAMPLES = (
-    *("full", "top-1", "top-2", "top-2-equal", "threshold-0.2", "nucleus-0.9", "drawn", "sample-1", "oracle"),
+    *("full", "top-1", "top-2", "threshold-0.2", "nucleus-0.9", "drawn", "sample-1", "oracle"),
     *("nearest", "nearest:top-2", "nearest:drawn", "nearest:full"),
 )
 
@@ -44,7 +43,6 @@ class Rule:
 
     name: str
     number: float = 0.0
-    equal: bool = False
     source: Source = "router"
     above: float = 0.0
 
@@ -55,8 +53,7 @@ class Rule:
 
     def weights(self, p: Tensor, draw: Tensor | None) -> Tensor:
         """Weights (rows, experts) that sum to 1, from probabilities p."""
-        chosen = self._chosen(p, draw)
-        kept = chosen.to(p.dtype) if self.equal else torch.where(chosen, p.clamp(min=1e-30), 0)
+        kept = torch.where(self._chosen(p, draw), p.clamp(min=1e-30), 0)
         kept = kept / kept.sum(-1, keepdim=True)
         return torch.where(kept < NEGLIGIBLE, 0, kept)
 
@@ -208,14 +205,13 @@ def _rule(word: str, above: float, text: str) -> Rule:
     if word == "oracle" and source == "router":
         return Rule("oracle", source="given", above=above)
     name, _, value = word.partition("-")
-    value, dash, last = value.partition("-")
     if word == "drawn":
         return Rule("drawn", source=source, above=above)
-    if name == "sample" and value == "1" and not dash:
+    if name == "sample" and value == "1":
         return Rule("sample", 1, source=source, above=above)
-    if name == "top" and value.isdecimal() and int(value) > 0 and (not dash or last == "equal"):
-        return Rule("top", int(value), equal=last == "equal", source=source, above=above)
-    if name in ("threshold", "nucleus") and value and not dash:
+    if name == "top" and value.isdecimal() and int(value) > 0:
+        return Rule("top", int(value), source=source, above=above)
+    if name in ("threshold", "nucleus") and value:
         return Rule(name, _number(value, text, 0, 1), source=source, above=above)
     guess = nearest(word, _EXAMPLES)
     raise _refused(text, f"unknown rule {word!r}" + (f" (did you mean {guess!r}?)" if guess else ""))
