@@ -222,7 +222,6 @@ class Island(Section):
     setup: list[str] = Field([], description="Slurm: lines of shell before every job, such as module load cuda")
     sbatch: list[str] = Field([], description="Slurm: further options of sbatch, such as --partition=gpu")
     resources: dict[str, float] = Field({}, description="Ray: further resources that a job takes")
-    accelerator: str | None = Field(None, description="SkyPilot: kind of GPU, such as A100; null is any machine")
 
 
 class Config(Section):

@@ -16,7 +16,7 @@ from atoll.nets import Condition
 from ensemble.runs import SPACE, write_run
 
 STRATEGIES = [
-    *("full", "top-1", "top-2", "top-2-equal", "threshold-0.3", "nucleus-0.8", "drawn", "sample-1", "oracle"),
+    *("full", "top-1", "top-2", "threshold-0.3", "nucleus-0.8", "drawn", "sample-1", "oracle"),
     *("nearest", "nearest:full", "top-2@0.5,top-1"),
 ]
 B = 9

@@ -37,14 +37,7 @@ def test_its_defaults_are_those_of_the_ensemble(pipe: AtollPipeline, told_run: P
 
 
 def test_every_setting_reaches_the_ensemble(pipe: AtollPipeline, told_run: Path) -> None:
-    how = {
-        "guidance_interval": (0.2, 0.9),
-        "rescale": 0.5,
-        "route_every": 2,
-        "sticky": 0.1,
-        "solver": "heun",
-        "shift": 2.0,
-    }
+    how = {"guidance_interval": (0.2, 0.9), "rescale": 0.5, "solver": "heun", "shift": 2.0}
     expected = atoll.load(told_run).generate(labels=LABELS, steps=3, guidance=2.0, routing="full", seed=9, **how)
     got = pipe(label=LABELS, guidance_scale=2.0, routing="full", seed=9, **how, **FEW)
     assert torch.equal(got.images, expected.latents)

@@ -101,15 +101,6 @@ def test_a_dense_model_has_a_trace_too(run: Path) -> None:
     assert torch.equal(trace.weights, torch.ones(4, 2, 1))
 
 
-def test_routing_every_few_steps_keeps_decisions_in_between(run: Path) -> None:
-    how = {"n": 6, "trace": True, "routing": "top-1", "steps": 6}
-    kept = atoll.load(run).generate(PROMPTS, route_every=3, **how).trace
-    assert kept is not None
-    for start in (0, 3):
-        assert torch.equal(kept.probabilities[start], kept.probabilities[start + 2])
-    assert not torch.equal(kept.probabilities[0], kept.probabilities[3])
-
-
 def test_missing_experts_are_reported_and_the_others_act(run: Path, tmp_path: Path, capsys) -> None:
     partial = tmp_path / "partial"
     shutil.copytree(run, partial)

@@ -3,22 +3,24 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import tyro
 import yaml
 
 from atoll import config as configuration
-from atoll.cli import main
+from atoll.cli import VERBS, main
 from atoll.data import shards
 from atoll.errors import AtollError
 from atoll.islands.launchers.base import Setting
 from atoll.islands.launchers.launch import open_launcher
 from atoll.islands.launchers.plan import SHARDS, Wish, missing_groups
-from atoll.islands.launchers.sky import task
 from atoll.islands.leases import Lease
 from atoll.islands.store import Store
 from atoll.run import Artifact
@@ -158,37 +160,33 @@ def test_gpus_are_shared_out_on_one_machine(fresh: Path, monkeypatch: pytest.Mon
         _ = open_launcher("local", Setting(fresh, two_nodes)).at_once
 
 
-def test_a_task_file_for_clouds(fresh: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = (
-        str(fresh),
-        "--on",
-        "sky",
-        "--url",
-        "s3://bucket/run",
-        "--island.gpus",
-        "1",
-        "--island.accelerator",
-        "L4",
-    )
-    written = yaml.safe_load(printed(capsys, *options))
-    assert written["resources"] == {"use_spot": True, "accelerators": "L4:1"}
-    assert written["envs"] == {"ATOLL_RUN": "s3://bucket/run"}
-    assert written["run"] == 'atoll join "$ATOLL_RUN"'
-    assert main(["launch", *options]) == 0
-    assert yaml.safe_load((fresh / "launch/sky.yaml").read_text()) == written
-    assert main(["launch", str(fresh), "--on", "sky"]) == 2
-    assert "give --url" in capsys.readouterr().err
-    with pytest.raises(AtollError, match="uses one GPU"):
-        task(configuration.load(fresh, {"island.gpus": "8"}), "s3://bucket/run")
+def documented_task() -> str:
+    """Return the SkyPilot task of docs/launch.md."""
+    text = (Path(__file__).parents[2] / "docs/launch.md").read_text(encoding="utf-8")
+    found = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert len(found) == 1
+    return found[0]
+
+
+def test_the_documented_task_for_clouds_installs_this_checkout_and_joins() -> None:
+    task = yaml.safe_load(documented_task())
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as stream:
+        extras = tomllib.load(stream)["project"]["optional-dependencies"]
+    assert task["workdir"] == "."
+    assert task["setup"] == "pip install -e '.[islands]'"
+    assert "islands" in extras
+    program, verb, *options = shlex.split(task["run"].replace("$ATOLL_RUN", task["envs"]["ATOLL_RUN"]))
+    assert (program, verb) == ("atoll", "join")
+    assert tyro.cli(VERBS[verb], args=options).url == "s3://bucket/run"
 
 
 @pytest.mark.slow
-def test_skypilot_accepts_the_task_file(fresh: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skypilot_accepts_the_documented_task(tmp_path: Path) -> None:
     sky = shutil.which("sky")
     if sky is None:
         pytest.skip("SKYPILOT IS NOT TESTED: sky is not installed")
-    file = fresh / "task.yaml"
-    file.write_text(printed(capsys, str(fresh), "--on", "sky", "--url", "s3://bucket/run"))
+    file = tmp_path / "task.yaml"
+    file.write_text(documented_task())
     python = Path(sky).parent / "python"
     check = f"import sky; print(sky.Task.from_yaml({str(file)!r}).run)"
     environment = {**os.environ, "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}

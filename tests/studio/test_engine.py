@@ -20,7 +20,7 @@ from ensemble.runs import write_run
 
 ROUTINGS = (
     "top-1",
-    "top-2-equal",
+    "top-2",
     "full",
     "threshold-0.2",
     "nucleus-0.9",

@@ -27,8 +27,7 @@ class Sample:
     model: str = "experts"
     """experts, expert:K, monolith or student."""
     routing: str = "top-1"
-    """full, top-K, top-K-equal, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or several over time:
-    top-2@0.6,top-1."""
+    """full, top-K, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or several over time: top-2@0.6,top-1."""
     clusters: tuple[int, ...] = ()
     """The clusters of the pictures, for --routing oracle."""
     steps: int = 50
@@ -47,10 +46,6 @@ class Sample:
     """Keep the scheduler's own times with --solver flow-euler or flow-heun, as diffusers pipelines and Paris do."""
     seed: int = 0
     """The same seed gives the same pictures."""
-    route_every: int = 1
-    """Ask the router at every so many evaluations only."""
-    sticky: float = 0.0
-    """How much more probable another expert must be to replace the present one."""
     batch: int = 64
     """Pictures that are made at once."""
     resident: int | None = None
@@ -94,7 +89,7 @@ class Sample:
             self.prompts or None, self.labels or None, count, clusters=self.clusters or None, batch=self.batch,
             trace=self.trace, routing=self.routing, steps=self.steps, guidance=self.guidance,
             guidance_interval=self.guidance_interval, rescale=self.rescale, solver=self.solver, shift=self.shift,
-            scheduler_times=self.scheduler_times, seed=self.seed, route_every=self.route_every, sticky=self.sticky,
+            scheduler_times=self.scheduler_times, seed=self.seed,
         )  # fmt: skip
         is_run = (self.folder / configuration.CONFIG_FILE).is_file()
         files = save(samples, self.out or (self.folder / "samples" if is_run else Path("samples")))

@@ -26,8 +26,8 @@ class Launch:
 
     folder: Annotated[Positional[Path], arg(metavar="RUN")]
     """Folder of the run."""
-    on: Literal["local", "slurm", "ray", "sky"] = "local"
-    """Where; sky writes a SkyPilot task file for machines of a cloud that join the run at --url."""
+    on: Literal["local", "slurm", "ray"] = "local"
+    """Where."""
     jobs: tuple[Literal["prepare", "experts", "router", "monolith", "student"], ...] = ("prepare", "experts", "router")
     """Which kinds of jobs."""
     experts: tuple[int, ...] = ()
@@ -42,8 +42,6 @@ class Launch:
     """Slurm and Ray: stay until everything has ended. On this machine it always does."""
     print: bool = False
     """Show exactly what would be submitted, and submit nothing."""
-    url: str | None = None
-    """sky: where the run is shared (s3://bucket/run)."""
     json: bool = False
     """Print what was submitted as JSON."""
     overrides: Overrides = field(default_factory=dict)
@@ -52,11 +50,6 @@ class Launch:
         """Submit, or show what would be."""
         run = self.folder.resolve()
         config = configuration.load(run, self.overrides)
-        if self.on == "sky":
-            from atoll.islands.launchers.sky import write_task
-
-            print(write_task(run, config, self.url, dry=self.print), end="")
-            return
         from contextlib import redirect_stdout
 
         from atoll.islands.launchers.base import Setting

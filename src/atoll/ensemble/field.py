@@ -193,7 +193,7 @@ class Ensemble(nn.Module):
 
         `n` pictures take prompts, labels and clusters (for the oracle) in turn; without `n` there is one for each.
         Further keywords are those of `Settings`: routing, steps, guidance, guidance_interval, rescale, solver, shift,
-        seed, route_every, sticky.
+        scheduler_times, seed.
         """
         chosen = sampling.Settings(**{"routing": self.routing.text, **settings})
         return sampling.generate(self, sampling.request(self, prompts, labels, n, clusters), chosen, batch, trace)
@@ -232,10 +232,9 @@ class Ensemble(nn.Module):
                 m.kept["given"] = self._given(cluster, x)
             elif (settled := routing.settled(rule, m)) is not None:  # the router need not be asked again
                 m.kept.setdefault(rule.source, settled)
-            elif rule.source not in asked and (m.fresh() or rule.source not in m.kept or (null and not m.null)):
+            elif rule.source not in asked:
                 m.kept[rule.source] = self._probabilities(rule.source, x, t, told, null)
                 asked.add(rule.source)
-        m.null = null
         rows = max(len(p) for p in m.kept.values())
         kept = {source: p.repeat(rows // len(p), 1) for source, p in m.kept.items()}
         if draw is None and routing.draws:

@@ -198,9 +198,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
 
         The same `seed` gives the same pictures as `atoll.load(…).sample`; a `generator` gives it if there is none.
         `output_type` is pil, np, pt, or latent. The scheduler integrates, unless a `solver` is named. Further keywords
-        are those of `atoll.ensemble.Settings`: guidance_interval, rescale, solver, shift, scheduler_times, route_every,
-        sticky. With `scheduler_times=True` a plain flow-matching scheduler keeps the times of its own `set_timesteps`,
-        as other diffusers pipelines do.
+        are those of `atoll.ensemble.Settings`: guidance_interval, rescale, solver, shift and
+        scheduler_times. With `scheduler_times=True` a plain flow-matching scheduler keeps the times of its own
+        `set_timesteps`, as other diffusers pipelines do.
         """
         if output_type not in OUTPUTS:
             raise AtollError(unknown("output_type", output_type, OUTPUTS))

@@ -3,7 +3,6 @@
 A routing is written as a few words, the same in Python and on the command line:
 
     top-1, top-2, …       the most probable experts, weighted by their probabilities
-    top-2-equal           the same experts, weighted equally (as Paris 2.0 does)
     full                  all experts
     threshold-0.2         all experts of probability 0.2 or more; the most probable one in any case
     nucleus-0.9           the fewest experts that together have probability 0.9
@@ -29,9 +28,9 @@ NEGLIGIBLE = 1e-7
 """Weights below this, the rounding of float32, are taken as 0: their experts need not run."""
 DRAW_STREAM = 1 << 20
 """Stream of the first step's draws of drawn and sample-1; later steps have the streams after it."""
-RULES = ("full", "top-K", "top-K-equal", "threshold-P", "nucleus-P", "drawn", "sample-1", "oracle", "nearest")
+RULES = ("full", "top-K", "threshold-P", "nucleus-P", "drawn", "sample-1", "oracle", "nearest")
 _EXAMPLES = (
-    *("full", "top-1", "top-2", "top-2-equal", "threshold-0.2", "nucleus-0.9", "drawn", "sample-1", "oracle"),
+    *("full", "top-1", "top-2", "threshold-0.2", "nucleus-0.9", "drawn", "sample-1", "oracle"),
     *("nearest", "nearest:top-2", "nearest:drawn", "nearest:full"),
 )
 
@@ -44,7 +43,6 @@ class Rule:
 
     name: str
     number: float = 0.0
-    equal: bool = False
     source: Source = "router"
     above: float = 0.0
 
@@ -53,32 +51,31 @@ class Rule:
         """Whether it leaves the choice to chance."""
         return self.name in ("drawn", "sample")
 
-    def weights(self, p: Tensor, score: Tensor, draw: Tensor | None) -> Tensor:
-        """Weights (rows, experts) that sum to 1, from probabilities p; experts are chosen by their score."""
-        chosen = self._chosen(score, draw)
-        kept = chosen.to(p.dtype) if self.equal else torch.where(chosen, p.clamp(min=1e-30), 0)
+    def weights(self, p: Tensor, draw: Tensor | None) -> Tensor:
+        """Weights (rows, experts) that sum to 1, from probabilities p."""
+        kept = torch.where(self._chosen(p, draw), p.clamp(min=1e-30), 0)
         kept = kept / kept.sum(-1, keepdim=True)
         return torch.where(kept < NEGLIGIBLE, 0, kept)
 
-    def _chosen(self, score: Tensor, draw: Tensor | None) -> Tensor:
+    def _chosen(self, p: Tensor, draw: Tensor | None) -> Tensor:
         if self.name == "full":
-            return torch.ones_like(score, dtype=torch.bool)
+            return torch.ones_like(p, dtype=torch.bool)
         if self.draws:
             if draw is None:
                 raise ValueError("drawn and sample-1 need `draw`: one number in [0, 1) for each sample")
-            cumulated = (score / score.sum(-1, keepdim=True)).cumsum(-1)
-            index = (cumulated <= draw[:, None]).sum(-1, keepdim=True).clamp(max=score.shape[-1] - 1)
+            cumulated = (p / p.sum(-1, keepdim=True)).cumsum(-1)
+            index = (cumulated <= draw[:, None]).sum(-1, keepdim=True).clamp(max=p.shape[-1] - 1)
         elif self.name == "nucleus":
-            ordered, order = score.sort(dim=-1, descending=True, stable=True)
+            ordered, order = p.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
-            keep = before < self.number * score.sum(-1, keepdim=True)
+            keep = before < self.number * p.sum(-1, keepdim=True)
             return torch.zeros_like(keep).scatter_(-1, order, keep)
         elif self.name == "threshold":
-            best = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.argmax(-1, keepdim=True), True)
-            return (score >= self.number) | best
+            best = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, p.argmax(-1, keepdim=True), True)
+            return (p >= self.number) | best
         else:
-            index = score.topk(min(int(self.number), score.shape[-1]), dim=-1).indices
-        return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, index, True)
+            index = p.topk(min(int(self.number), p.shape[-1]), dim=-1).indices
+        return torch.zeros_like(p, dtype=torch.bool).scatter_(-1, index, True)
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,6 @@ class Routing:
             part = self._one(rule, probabilities[rule.source], here, memory, draw)
             weights = part if weights is None else torch.where(here, part, weights)
         assert weights is not None
-        memory.used = weights > 0
         return weights
 
     def _one(self, rule: Rule, p: Tensor, here: Tensor, memory: "Memory", draw: Tensor | None) -> Tensor:
@@ -131,14 +127,11 @@ class Routing:
             return p
         if rule.name == "drawn" and draw is not None:
             return self._drawn(rule, p, here, memory, draw)
-        score = p
-        if memory.used is not None and memory.sticky:  # with a row for the null condition too, if it has none yet
-            score = p + memory.sticky * memory.used.repeat(len(p) // len(memory.used), 1)
-        return rule.weights(p, score, None if draw is None else draw.repeat(len(p) // len(draw)))
+        return rule.weights(p, None if draw is None else draw.repeat(len(p) // len(draw)))
 
     def _drawn(self, rule: Rule, p: Tensor, here: Tensor, memory: "Memory", draw: Tensor) -> Tensor:
         """What was drawn before, else what is drawn now: one expert answers for all rows of a sample."""
-        new = rule.weights(p[: len(draw)], p[: len(draw)], draw)
+        new = rule.weights(p[: len(draw)], draw)
         before = torch.zeros_like(new) if memory.drawn is None else memory.drawn
         drawn = torch.where(before.any(-1, keepdim=True), before, new)
         memory.drawn = torch.where(here[: len(draw)], drawn, before)
@@ -152,36 +145,20 @@ class Routing:
 
 @dataclass
 class Memory:
-    """What routing remembers along a batch's way from noise to data.
+    """What routing remembers along a batch's way from noise to data."""
 
-    With `route_every` n, probabilities are computed at every n-th evaluation and kept in between. With `sticky` m, an
-    expert that was used in the evaluation before is chosen as if its probability were larger by m: experts change less
-    often, and with m = 1 never under top-1.
-    """
-
-    route_every: int = 1
-    sticky: float = 0.0
     seed: int = 0
     first: int = 0
     trace: "list[Decision] | None" = None
     evaluations: int = 0
-    used: Tensor | None = None
     kept: dict[Source, Tensor] = field(default_factory=dict)
-    null: bool = False
-    """Whether `kept` has rows for the null condition, where they differ."""
+    """The last probabilities of each source."""
     drawn: Tensor | None = None
     """The one expert that each sample has drawn (samples, experts); zeros where it has not yet."""
 
-    def __post_init__(self) -> None:
-        """Check the options."""
-        if self.route_every < 1 or not 0 <= self.sticky <= 1:
-            raise AtollError(
-                f"expected route_every >= 1 and sticky in [0, 1], got {self.route_every} and {self.sticky}"
-            )
-
     def draw(self, routing: Routing, count: int) -> Tensor:
         """The numbers of drawn and sample-1 for this evaluation: a function of seed and position, and of the step."""
-        stream = routing.stream(self.evaluations // self.route_every)
+        stream = routing.stream(self.evaluations)
         return randomness.uniform(count, seed=self.seed, stream=stream, first=self.first)
 
     def record(self, t: Tensor, probabilities: Tensor, weights: Tensor) -> None:
@@ -189,10 +166,6 @@ class Memory:
         if self.trace is not None:
             self.trace.append(Decision(t.cpu(), probabilities.cpu(), weights.cpu()))
         self.evaluations += 1
-
-    def fresh(self) -> bool:
-        """Whether probabilities are to be computed in this evaluation."""
-        return self.evaluations % self.route_every == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,14 +205,13 @@ def _rule(word: str, above: float, text: str) -> Rule:
     if word == "oracle" and source == "router":
         return Rule("oracle", source="given", above=above)
     name, _, value = word.partition("-")
-    value, dash, last = value.partition("-")
     if word == "drawn":
         return Rule("drawn", source=source, above=above)
-    if name == "sample" and value == "1" and not dash:
+    if name == "sample" and value == "1":
         return Rule("sample", 1, source=source, above=above)
-    if name == "top" and value.isdecimal() and int(value) > 0 and (not dash or last == "equal"):
-        return Rule("top", int(value), equal=last == "equal", source=source, above=above)
-    if name in ("threshold", "nucleus") and value and not dash:
+    if name == "top" and value.isdecimal() and int(value) > 0:
+        return Rule("top", int(value), source=source, above=above)
+    if name in ("threshold", "nucleus") and value:
         return Rule(name, _number(value, text, 0, 1), source=source, above=above)
     guess = nearest(word, _EXAMPLES)
     raise _refused(text, f"unknown rule {word!r}" + (f" (did you mean {guess!r}?)" if guess else ""))

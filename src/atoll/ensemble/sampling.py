@@ -45,8 +45,6 @@ class Settings:
     shift: float = 1.0
     scheduler_times: bool = False
     seed: int = 0
-    route_every: int = 1
-    sticky: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -64,7 +62,6 @@ class Settings:
                 f"scheduler_times needs a solver of diffusers, such as flow-euler, got {self.solver}: euler and heun "
                 "have no scheduler whose times could be kept"
             )
-        Memory(self.route_every, self.sticky)
 
     @property
     def evaluated_at(self) -> list[float]:
@@ -254,7 +251,7 @@ def _batch(
     told = Told.of(None if wanted.condition is None else wanted.condition[used], rows, reused=True)
     clusters = None if wanted.clusters is None else wanted.clusters[part]
     decisions: list[Any] = []
-    memory = Memory(settings.route_every, settings.sticky, settings.seed, part.start, decisions if trace else None)
+    memory = Memory(settings.seed, part.start, decisions if trace else None)
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         bar.update(1)

@@ -90,7 +90,7 @@ class Subject:
         """How often the router answers for one picture; under guidance also for the null condition, if it is told."""
         router = next(part for part in self.parts if part.name.startswith("router/"))
         once = [rule.name for rule in parse(settings.routing).rules] == ["drawn"]
-        asked = guided[:1] if once else guided[:: settings.route_every]
+        asked = guided[:1] if once else guided
         return len(asked) + (sum(asked) if router.open(ROUTER_KIND).facts["told"] else 0)
 
     def _costs(self) -> dict[str, Cost]:

@@ -100,7 +100,7 @@ def _solve(
     told = model.tell(model.encode(prompts.captions, prompts.labels if "label" in model.told else None), len(prompts))
     given = torch.tensor(prompts.clusters)
     homes = torch.tensor([expert.clusters[0] for expert in model.experts])
-    memory = Memory(settings.route_every, settings.sticky, settings.seed, 0, [])
+    memory = Memory(settings.seed, trace=[])
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         guidance = settings.guidance_at(float(t[0]))

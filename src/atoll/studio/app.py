@@ -11,14 +11,13 @@ from fastapi import Path as InPath
 from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, Response
 
 from atoll import __version__
 from atoll.errors import AtollError
 from atoll.studio import facts, wire
 from atoll.studio.engine import Engine
 from atoll.studio.guard import Guard, field_of, problem
-from atoll.studio.handbook import handbook
 from atoll.studio.models import Models
 from atoll.studio.requests import EventStream, Mailbox, checked, collected
 from atoll.studio.wire import RefusalError
@@ -79,6 +78,8 @@ def create_app(studio: Studio) -> FastAPI:
         studio.engine.join()
         studio.models.stop()
 
+    # FastAPI's own pages about the API load scripts from another host, which the content security policy forbids;
+    # /openapi.json describes the API.
     app = FastAPI(
         title="Atoll studio", version=__version__, lifespan=running, docs_url=None, redoc_url=None,
         redirect_slashes=False,
@@ -191,10 +192,6 @@ def _add_pages(app: FastAPI, studio: Studio) -> None:
     def metrics() -> Response:
         """Figures for Prometheus."""
         return Response(studio.engine.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/docs", include_in_schema=False)
-    def docs() -> HTMLResponse:
-        return HTMLResponse(handbook(app.openapi()))
 
     @app.get("/", include_in_schema=False)
     def index() -> FileResponse:
