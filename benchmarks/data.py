@@ -25,14 +25,14 @@ from PIL import Image, ImageFilter
 from sklearn.cluster import MiniBatchKMeans
 from torch import Tensor
 
-from atoll import config as configuration
+from atoll.core import config as configuration
+from atoll.core.artifacts import Artifact
 from atoll.data import clusters, features, ingest, kmeans, latents, shards
 from atoll.data.chunks import Chunks
 from atoll.data.prepare import prepare
 from atoll.data.reader import Batch, Shards
 from atoll.data.source import Source
 from atoll.nets import Condition, DiT, DiTConfig
-from atoll.run import Artifact
 from harness import Row, interleave, run
 
 Work = Callable[[ingest.Pixels], dict[str, Tensor]]

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from atoll.config import Config
+from atoll.core.artifacts import Artifact
+from atoll.core.config import Config
 from atoll.islands.join import Worker
 from atoll.islands.leases import DURATION, MARGIN, Lease
 from atoll.islands.reporter import Reporter
 from atoll.islands.shared import open_config, push
 from atoll.islands.store import Store
-from atoll.run import Artifact
 from atoll.train import Job, run_job
 from harness import Row, run
 from train import make_run

@@ -34,11 +34,11 @@ from torch import Tensor
 
 import atoll
 from atoll import flow
+from atoll.core.artifacts import Artifact
 from atoll.ensemble import Ensemble, Told
 from atoll.ensemble.sampling import NOISE_STREAM
 from atoll.flow import randomness
 from atoll.nets import build, save_network
-from atoll.run import Artifact
 from harness import Row, run
 
 CLIENTS, BATCH, EXPERTS, GUIDANCE, SIDE = 32, 32, 4, 3.0, 16

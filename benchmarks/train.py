@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from atoll import config as configuration
+from atoll.core import config as configuration
+from atoll.core.artifacts import Artifact
 from atoll.data.reader import Batch
 from atoll.nets import build
-from atoll.run import Artifact
 from atoll.train import Job
 from atoll.train.checkpoints import Checkpoints, State
 from atoll.train.compute import training_bytes

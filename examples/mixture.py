@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from atoll import flow
-from atoll.vocabulary import BridgeMode
+from atoll.core.names import BridgeMode
 
 OBJECTIVES = ["ddpm", "ddpm-linear", "x0", "v-prediction", "flow-matching"]
 COLOURS = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from atoll import config as configuration
+from atoll.core import config as configuration
 
 SETTINGS = {
     "data": {"resolution": 32, "chunk": 16, "shard_rows": 20, "held_out": 0.15, "max_rejects": 0.05},

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atoll import __version__, cli, config
+from atoll import __version__, cli
 from atoll.cli.verb import Verb
-from atoll.presets import PRESETS
+from atoll.core import config
+from atoll.core.presets import PRESETS
 
 
 def atoll(*arguments: str) -> subprocess.CompletedProcess[str]:

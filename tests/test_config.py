@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll import config
-from atoll.errors import AtollError
+from atoll.core import config
+from atoll.core.errors import AtollError
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from atoll import cli, demo
-from atoll.config import Config, load
+from atoll.core.artifacts import Artifact
+from atoll.core.config import Config, load
+from atoll.core.errors import AtollError
 from atoll.data.emoji import EmojiSource
 from atoll.data.source import Options
-from atoll.errors import AtollError
-from atoll.run import Artifact
 from atoll.train.jobs import Job
 from train.conftest import merge
 from train.workers import TINY

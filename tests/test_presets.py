@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from atoll import cli
-from atoll import config as configuration
-from atoll.presets import NOTES, PRESETS, PUBLISHED
+from atoll.core import config as configuration
+from atoll.core.presets import NOTES, PRESETS, PUBLISHED
 from atoll.train.estimate import survey
 
 

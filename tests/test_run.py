@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atoll import run
-from atoll.errors import AtollError
-from atoll.run import MANIFEST, Artifact, differences
+from atoll.core import artifacts as run
+from atoll.core.artifacts import MANIFEST, Artifact, differences
+from atoll.core.errors import AtollError
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ WRITER = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from atoll.run import Artifact
+from atoll.core.artifacts import Artifact
 artifact = Artifact(Path(sys.argv[1]), "x")
 artifact.begin("things", {"seed": 0})
 print("started", flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from atoll import demo
-from atoll.config import load
+from atoll.core.config import load
 from atoll.ensemble import Settings
 from atoll.evaluate.report.showcase import Showcase, choose
 from atoll.evaluate.subjects import Subject

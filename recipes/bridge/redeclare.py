@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from atoll.run import Artifact
+from atoll.core.artifacts import Artifact
 
 source, target, expert, bridge = sys.argv[1:]
 name = f"experts/{int(expert):03d}/final"

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from atoll.run import Artifact
+from atoll.core.artifacts import Artifact
 
 
 def main(run: Path) -> None:

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll import config as configuration
-from atoll.config import CONFIG_FILE, Config
-from atoll.errors import AtollError
-from atoll.presets import PRESETS
-from atoll.progress import progress
-from atoll.run import Artifact
+from atoll.core import config as configuration
+from atoll.core.artifacts import Artifact
+from atoll.core.config import CONFIG_FILE, Config
+from atoll.core.errors import AtollError
+from atoll.core.presets import PRESETS
+from atoll.core.progress import progress
 
 MINUTES = 15.0
 """Within these the preset's samples fit on two cores, with everything around the training."""

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from atoll.core.errors import AtollError
 from atoll.data.emoji import PACKAGES, STYLES, _package_folder, draw, every_emoji
 from atoll.data.source import Options, Sample, decode, open_source
-from atoll.errors import AtollError
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
+from atoll.core.errors import AtollError
 from atoll.data.kmeans import Floats, Integers, fine_count, fit_fine, merge, nearest_centre, separation
-from atoll.errors import AtollError
 
 
 def blobs(sizes: list[int], dimensions: int = 32, noise: float = 0.5, seed: int = 0) -> tuple[Floats, Integers]:

@@ -11,12 +11,12 @@ import torch
 from numpy.testing import assert_allclose
 from safetensors.torch import save_file
 
+from atoll.core.errors import AtollError
 from atoll.data import efficientnet
 from atoll.data.features import open_extractor
 from atoll.data.latents import Statistics, open_codec
 from atoll.data.models import device, fingerprint, folder_of, load_pretrained
 from atoll.data.text import open_text_encoder
-from atoll.errors import AtollError
 from shapes import draw
 
 

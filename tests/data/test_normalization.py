@@ -15,14 +15,14 @@ from numpy.testing import assert_allclose
 from safetensors.torch import load_file
 
 from atoll import cli
-from atoll import config as configuration
+from atoll.core import config as configuration
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
+from atoll.core.networks import AUTOENCODER_SCALES, LatentScale
 from atoll.data.latents import Statistics, scale_of
 from atoll.data.models import fingerprint
 from atoll.data.prepare import prepare
 from atoll.data.reader import Shards
-from atoll.errors import AtollError
-from atoll.networks import AUTOENCODER_SCALES, LatentScale
-from atoll.run import Artifact
 from autoencoders import write_autoencoder
 from shapes import write_run
 

@@ -11,15 +11,15 @@ from numpy.testing import assert_allclose
 from safetensors.torch import load_file, save_file
 
 from atoll import cli
-from atoll import config as configuration
+from atoll.core import config as configuration
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
+from atoll.core.presets import PRESETS
 from atoll.data import chunks
 from atoll.data.chunks import Share
 from atoll.data.clusters import Assigner
 from atoll.data.ingest import Index
 from atoll.data.prepare import STAGES, Preparation, prepare
-from atoll.errors import AtollError
-from atoll.presets import PRESETS
-from atoll.run import Artifact
 from shapes import write_run, write_shapes
 
 

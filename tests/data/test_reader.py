@@ -10,10 +10,10 @@ import torch
 from numpy.testing import assert_allclose
 from PIL import Image
 
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
 from atoll.data.reader import Batch, Shards
 from atoll.data.text import open_text_encoder
-from atoll.errors import AtollError
-from atoll.run import Artifact
 
 ALL = [0, 1, 2]
 

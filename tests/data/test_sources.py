@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from atoll.core.errors import AtollError
 from atoll.data.source import BadPicture, Options, Sample, Source, describe, open_source
 from atoll.data.sources import find_kind
 from atoll.data.sources.fields import Ids
 from atoll.data.sources.folder import folders
-from atoll.errors import AtollError
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import yaml
 from torch import nn
 
 from atoll import flow
+from atoll.core.artifacts import Artifact
 from atoll.nets import build, save_network
-from atoll.run import Artifact
 from atoll.train.density import FILE, Density
 
 SMALL = {

@@ -13,11 +13,11 @@ import torch
 
 import atoll
 from atoll import cli, flow
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
 from atoll.ensemble.card import About, card
 from atoll.ensemble.export import export
-from atoll.errors import AtollError
 from atoll.nets import Condition, load_network
-from atoll.run import Artifact
 from ensemble.runs import SMALL, SPACE, facts, write_network, write_run
 
 PROMPTS = ["a red circle", "a green square", "nothing at all"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import atoll
+from atoll.core.errors import AtollError
 from atoll.ensemble import Ensemble, Told
 from atoll.ensemble.field import OpenRouter
-from atoll.errors import AtollError
 from atoll.nets import Condition
 from ensemble.runs import SPACE, write_run
 

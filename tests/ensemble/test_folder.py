@@ -19,15 +19,15 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
 
 import atoll
 from atoll import flow
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
 from atoll.ensemble import Ensemble
 from atoll.ensemble.loading import open_member
 from atoll.ensemble.pipeline import AtollPipeline
 from atoll.ensemble.residency import Member
 from atoll.ensemble.sampling import NOISE_STREAM
-from atoll.errors import AtollError
 from atoll.flow import randomness
 from atoll.nets import Condition
-from atoll.run import Artifact
 from ensemble.runs import facts, write_network
 from paris_release import Paris
 

@@ -5,12 +5,12 @@ import torch
 from oracles import FLOAT, random_mixture
 
 from atoll import flow
+from atoll.core.errors import AtollError
+from atoll.core.networks import LatentScale
 from atoll.data.latents import Statistics
 from atoll.ensemble import Memory
 from atoll.ensemble.ideal import ideal_ensemble, seen_in
 from atoll.ensemble.residency import Placement
-from atoll.errors import AtollError
-from atoll.networks import LatentScale
 
 OBJECTIVES = ["flow-matching", "ddpm", "x0", "v-prediction", "ddpm-linear", "ve-x0"]
 CLUSTERS = [[0, 3], [1], [2, 4], [5]]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import atoll
+from atoll.core.errors import AtollError
 from atoll.ensemble.pipeline import AtollPipeline, ExpertModel
 from atoll.ensemble.sampling import NOISE_STREAM
-from atoll.errors import AtollError
 from atoll.flow import randomness
 
 LABELS: list[str | int] = ["circle", "square", "triangle", "circle"]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import atoll
+from atoll.core.errors import AtollError
 from atoll.ensemble.plan import peak_bytes
 from atoll.ensemble.residency import Resident, Residents
-from atoll.errors import AtollError
 from ensemble.runs import SMALL, write_run
 
 PROMPTS = ["a red circle", "a green square", "nothing at all"]

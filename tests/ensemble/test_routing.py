@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from atoll.core.errors import AtollError
 from atoll.ensemble.routing import Memory, parse
-from atoll.errors import AtollError
 
 
 def weights(text: str, p: list[list[float]], t: float | list[float] = 0.5, **memory: object) -> Tensor:

@@ -11,9 +11,9 @@ from PIL import Image
 
 import atoll
 from atoll import cli
+from atoll.core.errors import AtollError
 from atoll.ensemble.pictures import read_settings
 from atoll.ensemble.quantise import Int8Linear, quantise
-from atoll.errors import AtollError
 from atoll.flow import SOLVERS
 from atoll.nets import Condition, DiT, PreparedCondition, load_network
 from ensemble.runs import write_run

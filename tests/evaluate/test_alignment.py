@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 from atoll.evaluate.extractors import open_alignment, open_vision
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

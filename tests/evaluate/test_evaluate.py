@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from atoll import cli
-from atoll import config as configuration
+from atoll.core import config as configuration
+from atoll.core.artifacts import Artifact, sha256_of
+from atoll.core.errors import AtollError
 from atoll.ensemble import Settings, load
-from atoll.errors import AtollError
 from atoll.evaluate import Options, diagnostics, evaluate
 from atoll.evaluate.distances import Gaussian, frechet, kernel_distance
 from atoll.evaluate.features import of_reference, of_samples
 from atoll.evaluate.samples import draw, prompts_of
 from atoll.evaluate.subjects import Subject, subjects
-from atoll.run import Artifact, sha256_of
 
 EXTRACTOR = "efficientnet-lite0"
 SMALL = ["--samples", "12", "--steps", "3", "--references", "24", "--extractors", EXTRACTOR, "--diversity", "2", "2"]

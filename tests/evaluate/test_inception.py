@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 from atoll.evaluate import inception
 from atoll.evaluate.extractors import open_vision
 

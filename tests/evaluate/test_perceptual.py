@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from atoll.core.errors import AtollError
 from atoll.data.ingest import Pixels
-from atoll.errors import AtollError
 from atoll.evaluate.extractors import Vision
 from atoll.evaluate.perceptual import Lpips, open_perceptual
 

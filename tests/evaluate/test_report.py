@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from atoll import cli
-from atoll.config import load
+from atoll.core.config import load
+from atoll.core.errors import AtollError
 from atoll.data.reader import Shards
-from atoll.errors import AtollError
 from atoll.evaluate.report import Options, report
 from atoll.evaluate.report.charts import Line, lines, ticks
 from atoll.evaluate.report.html import SMALL, lookup, picture, power

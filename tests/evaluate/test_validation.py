@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from atoll import cli
-from atoll import config as configuration
 from atoll.cli.evaluate import Evaluate
+from atoll.core import config as configuration
+from atoll.core.artifacts import Artifact
 from atoll.ensemble import Settings
 from atoll.evaluate import Options, diagnostics, evaluate
-from atoll.run import Artifact
 from atoll.train.validation import IMAGES
 from train.conftest import merge
 from train.posterior import give_posterior

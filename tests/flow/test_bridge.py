@@ -6,8 +6,8 @@ from oracles import FLOAT, random_mixture
 from torch import Tensor
 
 from atoll import flow
+from atoll.core.names import PREDICTIONS, SCHEDULES, BridgeMode, Prediction
 from atoll.flow.schedules import broadcast
-from atoll.vocabulary import PREDICTIONS, SCHEDULES, BridgeMode, Prediction
 
 CONTINUOUS = ("linear", "cosine", "edm")
 

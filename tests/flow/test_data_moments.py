@@ -6,7 +6,7 @@ from oracles import FLOAT, ScaledGaussian
 from torch import Tensor
 
 from atoll import flow
-from atoll.vocabulary import Prediction
+from atoll.core.names import Prediction
 
 SCALED = ScaledGaussian((1.06, -0.3, 0.0, 0.5), (0.60, 0.84, 0.7, 0.65))
 """The range of mean and std that Stable Diffusion's latents have after multiplication by 0.18215."""

@@ -5,9 +5,9 @@ import torch
 from oracles import FLOAT
 
 from atoll import flow
-from atoll.config import NAMED_OBJECTIVES
+from atoll.core.config import NAMED_OBJECTIVES
+from atoll.core.names import OBJECTIVES
 from atoll.flow.objectives import MAX_WEIGHT
-from atoll.vocabulary import OBJECTIVES
 
 BATCH = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

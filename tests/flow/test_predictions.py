@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from oracles import FLOAT
 
 from atoll import flow
+from atoll.core.names import PREDICTIONS, SCHEDULES, Prediction
 from atoll.flow.predictions import Pair
-from atoll.vocabulary import PREDICTIONS, SCHEDULES, Prediction
 
 SCHEDULE_OBJECTS = {name: flow.schedule(name) for name in SCHEDULES}
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(lambda inner: (3, *inner))

@@ -6,7 +6,7 @@ import torch
 from oracles import FLOAT
 
 from atoll import flow
-from atoll.vocabulary import SCHEDULES
+from atoll.core.names import SCHEDULES
 
 INNER = torch.linspace(0.003, 0.997, 777, dtype=FLOAT)
 DIFFUSERS = {"ddpm-linear": "linear", "ddpm-scaled-linear": "scaled_linear", "ddpm-cosine": "squaredcos_cap_v2"}

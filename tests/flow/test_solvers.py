@@ -6,7 +6,7 @@ import torch
 from oracles import FLOAT, separated_mixture
 
 from atoll import flow
-from atoll.vocabulary import SOLVERS
+from atoll.core.names import SOLVERS
 
 MIXTURE = separated_mixture()
 NOISE = torch.randn(500, 2, generator=torch.Generator().manual_seed(0), dtype=FLOAT)

@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 import yaml
 
-from atoll import config
+from atoll.core import config
 from atoll.islands.store import Store
 from atoll.train import Job, run_job
 from islands.ceph import ceph, obstacle

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load, save
 
 from atoll import flow
-from atoll.run import FileEntry
+from atoll.core.artifacts import FileEntry
 from islands.hostile_files import WEIGHTS, Offer
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from atoll.core.artifacts import FileEntry, Manifest
+from atoll.core.policy import Signer
 from atoll.islands.store import Store
 from atoll.islands.transfer import parts_of, signature_key
-from atoll.run import FileEntry, Manifest
-from atoll.trust import Signer
 
 NAME = "experts/001/final"
 WEIGHTS = "diffusion_pytorch_model.safetensors"

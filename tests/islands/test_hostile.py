@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import atoll
+from atoll.core.artifacts import Artifact, sha256_of, to_json
+from atoll.core.policy import Policy, Signer
+from atoll.core.untrusted import Refused, safetensors_header
 from atoll.data.prepare import prepare
 from atoll.islands.admission import DENSITY_FILE, Contribution, _check_density, review
 from atoll.islands.shared import pull, push
 from atoll.islands.store import Store
-from atoll.islands.strict import Refused, safetensors_header
 from atoll.islands.transfer import fetch, read_manifest
-from atoll.run import Artifact, sha256_of, to_json
 from atoll.train import Job, run_job
-from atoll.trust import Policy, Signer
 from islands.hostile_claims import CLAIMS
 from islands.hostile_files import FILES, NAME, WEIGHTS, Offer, not_a_number
 from shapes import write_run

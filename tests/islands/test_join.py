@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 
 import atoll
-from atoll import cli, config
-from atoll.errors import AtollError
+from atoll import cli
+from atoll.core import config
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
+from atoll.core.policy import Signer
 from atoll.islands.leases import Lease, look, survey
 from atoll.islands.shared import admit, pull, push
 from atoll.islands.status import status
 from atoll.islands.store import Store
 from atoll.islands.transfer import read_manifest
-from atoll.run import Artifact
 from atoll.train import Job, run_job
-from atoll.trust import Signer
 from islands.servers import access, new_bucket, proxy
 from islands.workers import end, start
 from train.conftest import Copy

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 from atoll.islands import leases
 from atoll.islands.leases import KEPT, Lease, LeaseLost, key_of, look, survey
 from atoll.islands.store import Store

@@ -9,17 +9,17 @@ from uuid import uuid4
 
 import pytest
 
-from atoll.errors import AtollError
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
+from atoll.core.policy import Signer
 from atoll.islands import admission, join, leases
 from atoll.islands.join import Worker, open_worker
 from atoll.islands.leases import Lease, look
 from atoll.islands.reporter import Reporter
 from atoll.islands.shared import admit, push
 from atoll.islands.store import Store
-from atoll.run import Artifact
 from atoll.train import Job
 from atoll.train.loop import stop_signals
-from atoll.trust import Signer
 from train.conftest import Copy
 from train.workers import wait_for
 

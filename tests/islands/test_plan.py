@@ -14,16 +14,16 @@ import pytest
 import tyro
 import yaml
 
-from atoll import config as configuration
 from atoll.cli import VERBS, main
+from atoll.core import config as configuration
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
 from atoll.data import shards
-from atoll.errors import AtollError
 from atoll.islands.launchers.base import Setting
 from atoll.islands.launchers.launch import open_launcher
 from atoll.islands.launchers.plan import SHARDS, Wish, missing_groups
 from atoll.islands.leases import Lease
 from atoll.islands.store import Store
-from atoll.run import Artifact
 from shapes import write_run
 
 WORK = ("prepare", "experts", "router", "monolith", "student")

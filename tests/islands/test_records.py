@@ -9,8 +9,10 @@ from uuid import uuid4
 
 import pytest
 
-from atoll import config
-from atoll.errors import AtollError
+from atoll.core import config
+from atoll.core.artifacts import Artifact, to_json
+from atoll.core.errors import AtollError
+from atoll.core.policy import Signer
 from atoll.islands import leases
 from atoll.islands.join import Worker, open_worker
 from atoll.islands.leases import KEPT, MAX_WHY, Lease, key_of, look, survey
@@ -18,9 +20,7 @@ from atoll.islands.reporter import Reporter, is_checkpoint_key
 from atoll.islands.shared import push
 from atoll.islands.status import status
 from atoll.islands.store import Store
-from atoll.run import Artifact, to_json
 from atoll.train import Job
-from atoll.trust import Signer
 from train.conftest import Copy
 
 JOB, OTHER = "experts/001", "experts/002"

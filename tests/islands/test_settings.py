@@ -7,8 +7,9 @@ from uuid import uuid4
 import pytest
 import yaml
 
-from atoll import cli, config
-from atoll.errors import AtollError
+from atoll import cli
+from atoll.core import config
+from atoll.core.errors import AtollError
 from atoll.islands.join import open_worker
 from atoll.islands.settings import read_shared, shared_part
 from atoll.islands.shared import open_config, pull, push

@@ -8,12 +8,12 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
-from atoll.errors import AtollError
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.errors import AtollError
+from atoll.core.untrusted import Refused
 from atoll.islands import transfer
 from atoll.islands.store import Store
-from atoll.islands.strict import Refused
 from atoll.islands.transfer import fetch, parts_of, publish, read_manifest, upload
-from atoll.run import Artifact, Manifest
 from islands.servers import forgetful, proxy
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atoll.cli import main
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, build, load_network, save_network
 from atoll.nets.convert import convert, read_source
 from atoll.nets.fold import STEPS, FlowMatchingOptions, activated_embeddings, time_table

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 from atoll.nets import NAMES, Condition, DiT, DiTConfig, concatenate, count_parameters, load_network, save_network
 from atoll.nets.fold import time_table
 from atoll.nets.layers import patchify, sincos_positions, time_features, unpatchify

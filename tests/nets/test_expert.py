@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 from atoll.nets import Condition, DiT, DiTConfig, Expert, build, load_network, save_network
 
 SMALL = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "sample_size": 8, "in_channels": 4}

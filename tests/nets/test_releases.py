@@ -10,8 +10,8 @@ from pixart_release import NULL_TOKENS
 import dit_release
 from atoll import flow
 from atoll.cli import main
+from atoll.core.errors import AtollError
 from atoll.ensemble.told import Places, replace_rows
-from atoll.errors import AtollError
 from atoll.nets import Condition, DiT, DiTConfig, concatenate, load_network, save_network
 from atoll.nets.convert import convert, read_source
 from atoll.nets.fold import FlowMatchingOptions

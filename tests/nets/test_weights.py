@@ -2,7 +2,7 @@ import pytest
 import torch
 from diffusers import DiTTransformer2DModel, PixArtTransformer2DModel
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 from atoll.nets import Condition, Router, RouterConfig, load_network
 from atoll.nets.convert import convert, read_source
 from atoll.nets.fold import FlowMatchingOptions

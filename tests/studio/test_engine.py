@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import atoll
+from atoll.core.errors import AtollError
 from atoll.ensemble import Settings
-from atoll.errors import AtollError
 from atoll.nets import DiT
 from atoll.studio.engine import Engine
 from atoll.studio.models import Edition, Models, Opening

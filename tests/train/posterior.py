@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save
 
-from atoll.run import Artifact
+from atoll.core.artifacts import Artifact
 
 
 def give_posterior(source: Path, target: Path, std: float = 0.5) -> None:

@@ -72,7 +72,7 @@ def impatient(run: Path, rank: int, *, phase: str) -> None:
     """In one phase the main process hashes for two seconds, and the group of training waits for half a second."""
     import torch.distributed as dist
 
-    from atoll import run as artifacts
+    from atoll.core import artifacts
     from atoll.train import jobs
     from atoll.train.checkpoints import Checkpoints
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from atoll import config
-from atoll.run import Artifact
+from atoll.core import config
+from atoll.core.artifacts import Artifact
 from atoll.train import Job, jobs, run_job
 from atoll.train.world import STEP_TIMEOUT, WAIT_TIMEOUT, group_options
 from train.conftest import Copy

@@ -14,14 +14,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from atoll import cli, config, flow
+from atoll import cli, flow
+from atoll.core import config
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
 from atoll.data.prepare import prepare
 from atoll.data.reader import Batch, Shards
-from atoll.errors import AtollError
 from atoll.evaluate.report import Options, report
 from atoll.evaluate.report.showcase import choose
 from atoll.nets import Condition, load_network, save_network
-from atoll.run import Artifact
 from atoll.train import Job, run_job
 from atoll.train.density import FILE, Density, of_shards
 from atoll.train.expert import open_expert

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll import config
+from atoll.core import config
+from atoll.core.artifacts import Artifact
 from atoll.data.prepare import prepare
 from atoll.nets import load_network
-from atoll.run import Artifact
 from atoll.train.tasks import best_temperature, by_time
 from shapes import write_run
 from train.conftest import Copy

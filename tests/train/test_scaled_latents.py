@@ -13,11 +13,12 @@ from torch import Tensor
 
 import atoll
 import dit_release
-from atoll import config, flow
+from atoll import flow
+from atoll.core import config
+from atoll.core.errors import AtollError
 from atoll.data.prepare import prepare
 from atoll.data.reader import Shards
 from atoll.ensemble.loading import open_member
-from atoll.errors import AtollError
 from atoll.nets import Condition
 from atoll.nets.convert import convert
 from atoll.train import Job, run_job

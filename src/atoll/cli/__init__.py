@@ -10,7 +10,7 @@ import tyro
 from atoll import __version__
 from atoll.cli import data, ensemble, evaluate, islands, nets, runs, studio, train
 from atoll.cli.verb import Configured, Verb
-from atoll.errors import AtollError, unknown
+from atoll.core.errors import AtollError, unknown
 
 VERBS: dict[str, type[Verb]] = {
     "demo": runs.Demo,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from atoll import config as configuration
 from atoll.cli.verb import Overrides
+from atoll.core import config as configuration
 
 if TYPE_CHECKING:
     from atoll.data.prepare import Preparation

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from atoll import config as configuration
 from atoll.cli.verb import Overrides
-from atoll.vocabulary import SOLVERS
+from atoll.core import config as configuration
+from atoll.core.names import SOLVERS
 
 
 @dataclass

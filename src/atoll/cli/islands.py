@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from atoll import config as configuration
 from atoll.cli.verb import Overrides
-from atoll.errors import AtollError
+from atoll.core import config as configuration
+from atoll.core.errors import AtollError
 
 if TYPE_CHECKING:
-    from atoll.trust import Signer
+    from atoll.core.policy import Signer
 
 KeyFile = Annotated[Path | None, arg(metavar="FILE")]
 
@@ -83,9 +83,9 @@ class Push:
 
     def run(self) -> None:
         """Send what is not there yet."""
+        from atoll.core.policy import policy_of
         from atoll.islands.shared import push
         from atoll.islands.store import Store
-        from atoll.trust import policy_of
 
         signer = open_signer(self.key) if policy_of(self.folder) else None
         for name in push(self.folder, Store.open(self.url), signer):
@@ -246,7 +246,7 @@ def check_place(url: str) -> None:
 
 def open_signer(file: Path | None) -> "Signer":
     """One's own private key."""
-    from atoll.trust import Signer, default_key_file
+    from atoll.core.policy import Signer, default_key_file
 
     try:
         return Signer.open(file or default_key_file())

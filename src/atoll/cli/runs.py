@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 import yaml
 from tyro.conf import Positional, arg
 
-from atoll import config as configuration
 from atoll.cli.verb import Overrides
-from atoll.errors import AtollError
-from atoll.presets import NOTES, PRESETS
+from atoll.core import config as configuration
+from atoll.core.errors import AtollError
+from atoll.core.presets import NOTES, PRESETS
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 
 TOKEN = "ATOLL_TOKEN"
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, cast
 
 from tyro.conf import Positional, arg
 
-from atoll import config as configuration
 from atoll.cli.verb import Overrides
-from atoll.errors import AtollError
+from atoll.core import config as configuration
+from atoll.core.errors import AtollError
 
 
 @dataclass

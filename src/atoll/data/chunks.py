@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from atoll.errors import AtollError
-from atoll.progress import progress
-from atoll.run import Artifact
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
+from atoll.core.progress import progress
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -18,7 +18,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from atoll.config import Clusters, Config
+from atoll.core.artifacts import Artifact, Manifest, to_json
+from atoll.core.config import Clusters, Config
+from atoll.core.errors import AtollError
+from atoll.core.progress import progress
 from atoll.data import features
 from atoll.data.chunks import Chunks, read_rows
 from atoll.data.contact import contact_sheets
@@ -26,9 +29,6 @@ from atoll.data.ingest import Index
 from atoll.data.kmeans import Floats, Integers, Part, fine_count, fit_fine, merge, nearest_centre, separation
 from atoll.data.order import shuffled
 from atoll.data.source import Source
-from atoll.errors import AtollError
-from atoll.progress import progress
-from atoll.run import Artifact, Manifest, to_json
 
 NAME = "data/clusters"
 KIND = "clusters"

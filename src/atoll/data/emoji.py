@@ -15,8 +15,8 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from atoll.core.errors import AtollError, unknown
 from atoll.data.source import Options, Sample, digest, split_of
-from atoll.errors import AtollError, unknown
 
 SIDE = 128
 """Pixels on a side of every picture."""

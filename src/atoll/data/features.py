@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.config import Config
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.config import Config
+from atoll.core.errors import AtollError
 from atoll.data import efficientnet
 from atoll.data.chunks import Chunks, Share
 from atoll.data.ingest import Index, Pixels, picture_batches
 from atoll.data.models import device, fingerprint, folder_of, load_pretrained, repeatable
 from atoll.data.source import Source
-from atoll.errors import AtollError
-from atoll.run import Artifact, Manifest
 
 NAME = "data/features"
 KIND = "features"

@@ -16,12 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from atoll.config import Config, Data
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.config import Config, Data
+from atoll.core.errors import AtollError
+from atoll.core.progress import progress
 from atoll.data.chunks import Chunks, ahead, read_rows
 from atoll.data.source import BadPicture, Options, Sample, Source, decode, describe, open_source
-from atoll.errors import AtollError
-from atoll.progress import progress
-from atoll.run import Artifact, Manifest
 
 NAME = "data/ingest"
 KIND = "ingest"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from atoll.config import Config
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.config import Config
+from atoll.core.errors import AtollError, unknown
+from atoll.core.networks import LatentScale
 from atoll.data import autoencoder as shipped
 from atoll.data.chunks import Chunks, Share
 from atoll.data.ingest import Index, Pixels, picture_batches
 from atoll.data.models import device, fingerprint, folder_of, repeatable
 from atoll.data.source import Source
-from atoll.errors import AtollError, unknown
-from atoll.networks import LatentScale
-from atoll.run import Artifact, Manifest
 
 NAME = "data/latents"
 KIND = "latents"

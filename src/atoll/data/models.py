@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from atoll.errors import AtollError, first_line
-from atoll.run import sha256_of
+from atoll.core.artifacts import sha256_of
+from atoll.core.errors import AtollError, first_line
 
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
 

@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from atoll.config import Config
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.config import Config
+from atoll.core.errors import AtollError
 from atoll.data import clusters, features, ingest, latents, shards, text
 from atoll.data.chunks import Share
 from atoll.data.source import Source
 from atoll.data.sources import find_kind
-from atoll.errors import AtollError
-from atoll.run import Artifact, Manifest
 
 StageName = Literal["ingest", "features", "clusters", "latents", "text", "shards"]
 STAGES: tuple[StageName, ...] = get_args(StageName)

@@ -21,13 +21,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.errors import AtollError
 from atoll.data import shards, text
 from atoll.data.chunks import ahead
 from atoll.data.latents import Statistics
 from atoll.data.order import shuffled
-from atoll.errors import AtollError
 from atoll.flow import randomness
-from atoll.run import Artifact, Manifest
 
 LATENT_STREAM = 11
 """The stream of random numbers for samples of the autoencoder's posterior; each use of randomness has its own."""

@@ -23,12 +23,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from atoll.config import Config
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.config import Config
+from atoll.core.errors import AtollError
+from atoll.core.progress import progress
 from atoll.data import clusters, latents, text
 from atoll.data.ingest import Index
-from atoll.errors import AtollError
-from atoll.progress import progress
-from atoll.run import Artifact, Manifest
 
 KIND = "shards"
 SPLITS = ("train", "held-out")

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from atoll.core.errors import AtollError, unknown
 from atoll.data.pictures import BadPicture, decode
-from atoll.errors import AtollError, unknown
 
 __all__ = ["BadPicture", "Options", "Sample", "Source", "decode", "describe", "open_source"]
 

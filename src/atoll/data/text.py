@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.config import Config
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.config import Config
+from atoll.core.errors import AtollError, first_line
 from atoll.data.chunks import Share, ahead
 from atoll.data.ingest import Index
 from atoll.data.models import device, fingerprint, folder_of, load_pretrained, repeatable
-from atoll.errors import AtollError, first_line
-from atoll.run import Artifact, Manifest
 
 NAME = "data/text"
 KIND = "text"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from atoll import __version__
+from atoll.core.artifacts import Artifact
 from atoll.nets import build, count_parameters
-from atoll.run import Artifact
 
 CARD_FILE = "README.md"
 EVALUATION = "evaluation/latest.json"

@@ -13,6 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.errors import AtollError
+from atoll.core.progress import progress
 from atoll.data.latents import Codec
 from atoll.ensemble import stored
 from atoll.ensemble.card import CARD_FILE, About, card
@@ -27,9 +30,6 @@ from atoll.ensemble.folder import (
     forget_paths,
 )
 from atoll.ensemble.loading import load
-from atoll.errors import AtollError
-from atoll.progress import progress
-from atoll.run import Artifact, Manifest
 from atoll.train.expert import EXPERT_KIND
 from atoll.train.jobs import ROUTER_KIND
 

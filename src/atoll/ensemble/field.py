@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from atoll.core.errors import AtollError
 from atoll.data.latents import Statistics
 from atoll.ensemble import sampling
 from atoll.ensemble.plan import Plan
@@ -20,7 +21,6 @@ from atoll.ensemble.plan import plan as make_plan
 from atoll.ensemble.residency import Member, Placement, Residents
 from atoll.ensemble.routing import Memory, Routing, Source, parse
 from atoll.ensemble.told import Told
-from atoll.errors import AtollError
 from atoll.flow import LINEAR
 from atoll.flow.schedules import broadcast, check_times
 from atoll.nets import Condition, Router

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from atoll.core.artifacts import MANIFEST, Artifact
+from atoll.core.errors import AtollError
 from atoll.data.latents import Codec, Pixel, open_codec
 from atoll.data.models import folder_of
 from atoll.data.text import TextEncoder, open_text_encoder
@@ -15,9 +17,7 @@ from atoll.ensemble.paris import Paris
 from atoll.ensemble.residency import Placement
 from atoll.ensemble.sampling import Models
 from atoll.ensemble.stored import Stored, weights_of
-from atoll.errors import AtollError
 from atoll.nets import Router
-from atoll.run import MANIFEST, Artifact
 
 PIPELINE_KIND = "pipeline"
 PIPELINE_CLASS = "AtollPipeline"

@@ -6,19 +6,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from atoll.config import CONFIG_FILE
+from atoll.core.artifacts import Artifact
+from atoll.core.config import CONFIG_FILE
+from atoll.core.errors import AtollError, unknown
+from atoll.core.policy import open_trusted
 from atoll.data.models import device as pick_device
 from atoll.ensemble.field import Ensemble, OpenRouter
 from atoll.ensemble.folder import is_folder, load_folder
 from atoll.ensemble.residency import Member, Placement
-from atoll.errors import AtollError, unknown
 from atoll.nets import Router, load_network
 from atoll.nets.weights.files import WEIGHTS_FILE
-from atoll.run import Artifact
 from atoll.train.density import FILE, Density
 from atoll.train.expert import EXPERT_KIND, Declaration
 from atoll.train.jobs import ROUTER_KIND
-from atoll.trust import open_trusted
 
 MODELS = ("experts", "monolith", "student", "expert:K")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,7 +93,7 @@ def open_router(run: Path, placement: Placement, verify: bool = False) -> OpenRo
 
 def _experts(run: Path) -> tuple[list[str], list[str]]:
     """Names of the experts that are finished, and of those that are not."""
-    from atoll.config import load as load_config
+    from atoll.core.config import load as load_config
 
     expected = {f"experts/{number:03d}" for number in range(load_config(run).clusters.count)}
     folders = {f"experts/{path.name}" for path in (run / "experts").glob("[0-9]*")}

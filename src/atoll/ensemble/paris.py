@@ -20,17 +20,17 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from atoll import flow
+from atoll.core.errors import AtollError
+from atoll.core.networks import LatentScale
 from atoll.data.latents import Codec, Pixel, Statistics, open_codec
 from atoll.data.text import TextEncoder, open_text_encoder
 from atoll.ensemble.field import OpenRouter
 from atoll.ensemble.residency import Member
 from atoll.ensemble.sampling import Models
 from atoll.ensemble.stored import shapes, weights_of
-from atoll.errors import AtollError
 from atoll.nets import DiT, DiTConfig, Router, RouterConfig
 from atoll.nets.weights import Layout, layout, read_weights
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
-from atoll.networks import LatentScale
 from atoll.train.expert import Declaration
 
 ROUTER_FILES = ("pytorch_model.safetensors", WEIGHTS_FILE)

@@ -18,6 +18,8 @@ from diffusers import ConfigMixin, DiffusionPipeline, FlowMatchEulerDiscreteSche
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from torch import Tensor, nn
 
+from atoll.core.artifacts import MANIFEST, Artifact
+from atoll.core.errors import AtollError, unknown
 from atoll.data.latents import Codec, Pixel
 from atoll.data.text import TextEncoder
 from atoll.ensemble import stored
@@ -36,9 +38,7 @@ from atoll.ensemble.folder import (
 from atoll.ensemble.folder import verify as verify_folder
 from atoll.ensemble.residency import Member, Placement, weights_of
 from atoll.ensemble.sampling import Samples
-from atoll.errors import AtollError, unknown
 from atoll.nets import Condition, Router
-from atoll.run import MANIFEST, Artifact
 from atoll.train.density import Density
 from atoll.train.expert import Declaration
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.errors import AtollError, unknown
+from atoll.core.errors import AtollError, unknown
 
 QUANTISATIONS = ("int8",)
 LEVELS = 127

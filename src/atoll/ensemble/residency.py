@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.core.errors import AtollError
 from atoll.data.latents import Statistics
 from atoll.ensemble.quantise import quantise
 from atoll.ensemble.told import Told, replace_rows
-from atoll.errors import AtollError
 from atoll.nets import Condition, DiT, PreparedCondition
 from atoll.train.density import Density
 from atoll.train.expert import Declaration, OpenExpert, only

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from atoll.errors import AtollError, nearest
+from atoll.core.errors import AtollError, nearest
 from atoll.flow import randomness
 
 NEGLIGIBLE = 1e-7

@@ -15,13 +15,13 @@ from PIL import Image
 from torch import Tensor
 
 from atoll import flow
+from atoll.core.errors import AtollError, unknown
+from atoll.core.progress import progress
 from atoll.data.latents import Codec, Pixel, open_codec
 from atoll.ensemble.routing import Memory, parse
 from atoll.ensemble.told import Told
-from atoll.errors import AtollError, unknown
 from atoll.flow import randomness
 from atoll.nets import Condition
-from atoll.progress import progress
 
 if TYPE_CHECKING:
     from atoll.data.text import TextEncoder

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atoll.core.progress import progress
 from atoll.data.reader import Batch, Shards
 from atoll.ensemble import Ensemble
 from atoll.flow import randomness
 from atoll.nets import Condition
-from atoll.progress import progress
 from atoll.train.validation import TIME_BINS, ValidationSet, by_time, condition_of, validate, velocity_errors
 
 DRAW_STREAM = 34

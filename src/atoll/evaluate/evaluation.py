@@ -10,16 +10,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from atoll.config import Config
+from atoll.core.artifacts import Artifact, to_json
+from atoll.core.config import Config
+from atoll.core.errors import AtollError, unknown
 from atoll.ensemble import Settings
-from atoll.errors import AtollError, unknown
 from atoll.evaluate import diagnostics, metrics, trajectories
 from atoll.evaluate.extractors import open_alignment
 from atoll.evaluate.features import FeatureSet, Split, of_reference, of_samples
 from atoll.evaluate.samples import Prompts, Samples, draw, prompts_of
 from atoll.evaluate.store import ROOM, figures
 from atoll.evaluate.subjects import Subject, subjects
-from atoll.run import Artifact, to_json
 from atoll.train.validation import IMAGES, TIME_BINS, ValidationSet
 
 PARTS = ("metrics", "diversity", "diagnostics", "trajectories")

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.core.errors import AtollError
 from atoll.data import efficientnet
 from atoll.data.features import Extractor, open_extractor
 from atoll.data.ingest import Pixels
 from atoll.data.models import device, fingerprint, folder_of, load_pretrained, repeatable
-from atoll.errors import AtollError
 from atoll.evaluate import inception
 
 BATCH = 32

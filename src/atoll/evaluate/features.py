@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from atoll.config import Config
+from atoll.core.artifacts import Artifact
+from atoll.core.config import Config
+from atoll.core.errors import AtollError
 from atoll.data.chunks import Chunks, ahead
 from atoll.data.ingest import Index, Pixels, open_configured
 from atoll.data.order import shuffled
 from atoll.data.source import BadPicture, Sample, Source, decode
-from atoll.errors import AtollError
 from atoll.evaluate.distances import Gaussian
 from atoll.evaluate.extractors import BATCH, Vision, open_vision, weights_of
 from atoll.evaluate.samples import CHUNK, Samples
 from atoll.evaluate.store import keyed
-from atoll.run import Artifact
 
 KIND = "evaluation features"
 _STATISTICS = "statistics.safetensors"

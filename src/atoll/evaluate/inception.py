@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 from atoll.nets.weights.files import read_weights
 from atoll.nets.weights.layout import check_fit
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
+from atoll.core.progress import progress
 from atoll.evaluate.distances import Gaussian, Spread, frechet, kernel_distance, pairwise_mean, precision_recall
 from atoll.evaluate.extractors import Alignment
 from atoll.evaluate.features import KIND, FeatureSet, opened
 from atoll.evaluate.perceptual import Perceptual, open_perceptual
 from atoll.evaluate.samples import Samples
 from atoll.evaluate.store import figures
-from atoll.progress import progress
 
 KID_LEAST, NEIGHBOURS_LEAST = 100, 500
 """Samples below which KID's error, or the holes between neighbours, drown what is measured."""

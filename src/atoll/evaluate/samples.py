@@ -20,6 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atoll.core.artifacts import Artifact, to_json
+from atoll.core.errors import AtollError
 from atoll.data.chunks import Chunks
 from atoll.data.contact import sheet
 from atoll.data.ingest import Pixels
@@ -27,11 +29,9 @@ from atoll.data.order import shuffled
 from atoll.data.reader import Shards
 from atoll.ensemble import Ensemble, Settings
 from atoll.ensemble import Samples as Generated
-from atoll.errors import AtollError
 from atoll.evaluate.store import keyed
 from atoll.evaluate.subjects import Subject
 from atoll.flow import randomness
-from atoll.run import Artifact, to_json
 
 KIND = "evaluation samples"
 CHUNK = 256

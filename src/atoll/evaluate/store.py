@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from atoll.run import Artifact, to_json
+from atoll.core.artifacts import Artifact, to_json
 
 ROOM = "evaluation"
 FIGURES = "figures.json"

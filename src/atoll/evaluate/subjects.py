@@ -6,10 +6,10 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from atoll.config import Config
+from atoll.core.artifacts import Artifact
+from atoll.core.config import Config
+from atoll.core.errors import AtollError, unknown
 from atoll.ensemble import Ensemble, Settings, load, parse
-from atoll.errors import AtollError, unknown
-from atoll.run import Artifact
 from atoll.train.compute import Cost, cost, training_bytes
 from atoll.train.expert import EXPERT_KIND
 from atoll.train.jobs import ROUTER_KIND

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from atoll import flow
+from atoll.core.progress import progress
 from atoll.data.reader import Shards
 from atoll.ensemble import Ensemble, Memory, Settings
 from atoll.evaluate.samples import Prompts, Samples
 from atoll.flow import randomness
-from atoll.progress import progress
 
 NOISE_STREAM = 35
 BANK = 512

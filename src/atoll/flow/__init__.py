@@ -4,6 +4,7 @@ One convention everywhere: t = 0 is data, t = 1 is noise, x_t = (1-t) x0 + t eps
 1000·t. The other quantity, alpha·eps - sigma·x0, is always called `v_prediction`.
 """
 
+from atoll.core.names import OBJECTIVES, PREDICTIONS, SCHEDULES, SOLVERS, Prediction
 from atoll.flow.bridge import Bridge, Query
 from atoll.flow.mixture import GaussianMixture
 from atoll.flow.objectives import Noised, Objective, TimeSampling, Weighting, objective
@@ -19,7 +20,6 @@ from atoll.flow.schedules import (
     schedule,
 )
 from atoll.flow.solvers import diffusers_scheduler, euler, heun, run_scheduler, solve, solver_times
-from atoll.vocabulary import OBJECTIVES, PREDICTIONS, SCHEDULES, SOLVERS, Prediction
 
 __all__ = [
     "LINEAR",

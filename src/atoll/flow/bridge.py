@@ -41,10 +41,10 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from atoll.errors import unknown
+from atoll.core.errors import unknown
+from atoll.core.names import BridgeMode, Prediction
 from atoll.flow.predictions import Pair, check_prediction, from_pair, pair_weights
 from atoll.flow.schedules import LINEAR, Schedule, broadcast, check_times
-from atoll.vocabulary import BridgeMode, Prediction
 
 END = 1e-4
 """Closest approach to t = 0 and t = 1, where one of the halves of the pair carries no information."""

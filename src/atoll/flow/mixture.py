@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from atoll.core.names import Prediction
 from atoll.flow.predictions import Pair, from_pair
 from atoll.flow.schedules import LINEAR, Schedule
-from atoll.vocabulary import Prediction
 
 
 @dataclass(frozen=True, eq=False)

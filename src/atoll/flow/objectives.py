@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from atoll.errors import unknown
+from atoll.core.errors import unknown
+from atoll.core.names import OBJECTIVES, Prediction, TimesName, WeightingName, unknown_objective
 from atoll.flow import randomness
 from atoll.flow.bridge import Bridge
 from atoll.flow.predictions import Pair, check_prediction, from_pair, pair_weights
 from atoll.flow.schedules import LINEAR, Schedule, broadcast, schedule
-from atoll.vocabulary import OBJECTIVES, Prediction, TimesName, WeightingName, unknown_objective
 
 _TIME_STREAM, _NOISE_STREAM = 1, 2
 MAX_WEIGHT = 400.0

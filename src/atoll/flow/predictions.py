@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.errors import unknown
+from atoll.core.errors import unknown
+from atoll.core.names import PREDICTIONS, Prediction
 from atoll.flow.schedules import Coefficients, Schedule
-from atoll.vocabulary import PREDICTIONS, Prediction
 
 
 class Pair(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.errors import unknown
+from atoll.core.errors import unknown
 
 NETWORK_TIME_SCALE = 1000.0
 """Networks and router see 1000·t, the scale of the time embeddings of DiT, PixArt and the diffusers schedulers."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.errors import unknown
+from atoll.core.errors import unknown
+from atoll.core.names import SOLVERS
 from atoll.flow.schedules import NETWORK_TIME_SCALE
-from atoll.vocabulary import SOLVERS
 
 OWN_SOLVERS = ("euler", "heun")
 VelocityField = Callable[[Tensor, Tensor], Tensor]

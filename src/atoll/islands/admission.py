@@ -22,22 +22,22 @@ from safetensors import safe_open
 from torch import Tensor
 
 from atoll import flow
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.errors import AtollError
+from atoll.core.policy import Policy, verify
+from atoll.core.untrusted import Refused, check_bounded, safetensors_header, strict_json
 from atoll.data import shards as shard_files
 from atoll.data.latents import Statistics
 from atoll.data.reader import Shards
-from atoll.errors import AtollError
 from atoll.islands.store import Store
-from atoll.islands.strict import Refused, check_bounded, safetensors_header, strict_json
 from atoll.islands.transfer import fetch, read_manifest, signature_key
 from atoll.nets import DiT, build, load_network
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
-from atoll.run import Artifact, Manifest
 from atoll.train.density import CAPTION_RANK, RANK
 from atoll.train.density import FILE as DENSITY_FILE
 from atoll.train.expert import EXPERT_KIND
 from atoll.train.tasks import ExpertTask
 from atoll.train.validation import validate
-from atoll.trust import Policy, verify
 
 FROM_THE_DATA = ("labels", "source", "fingerprint", "latents", "statistics", "text")
 CLAIM_TOLERANCE = 0.1

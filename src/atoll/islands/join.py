@@ -13,23 +13,23 @@ from types import FrameType
 from typing import Any
 from zlib import crc32
 
-from atoll import config as configuration
-from atoll.config import Config
+from atoll.core import config as configuration
+from atoll.core.artifacts import MANIFEST, Artifact, Manifest
+from atoll.core.config import Config
+from atoll.core.errors import AtollError
+from atoll.core.policy import Policy, Signer, verify
+from atoll.core.untrusted import Refused, safetensors_header, strict_json
 from atoll.data import shards as shard_files
-from atoll.errors import AtollError
 from atoll.islands.admission import Contribution, check_declaration, check_files, check_loss
 from atoll.islands.leases import DURATION, Lease, LeaseLost, State, survey
 from atoll.islands.reporter import Reporter, checkpoint_keys, is_checkpoint_key
 from atoll.islands.shared import open_config, settle
 from atoll.islands.store import Store
-from atoll.islands.strict import Refused, safetensors_header, strict_json
 from atoll.islands.transfer import commit, fetch, read_manifest, signature_key, upload
-from atoll.run import MANIFEST, Artifact, Manifest
 from atoll.train.checkpoints import KIND as CHECKPOINT_KIND
 from atoll.train.expert import EXPERT_KIND
 from atoll.train.jobs import Job, run_job
 from atoll.train.loop import Requeue
-from atoll.trust import Policy, Signer, verify
 
 POLL_SECONDS = 5.0
 CHOSEN = (

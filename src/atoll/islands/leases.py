@@ -28,11 +28,11 @@ from uuid import uuid4
 
 from pydantic import Field, ValidationError, field_validator
 
-from atoll.config import Section
-from atoll.errors import AtollError
+from atoll.core.artifacts import to_json
+from atoll.core.config import Section
+from atoll.core.errors import AtollError
+from atoll.core.untrusted import Refused, strict_json
 from atoll.islands.store import Entry, Store
-from atoll.islands.strict import Refused, strict_json
-from atoll.run import to_json
 
 DURATION = 120.0
 """Seconds after which a silent holder may be overtaken."""

@@ -8,14 +8,14 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import link
 
-from atoll.errors import AtollError
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.errors import AtollError
+from atoll.core.policy import Signer
 from atoll.islands.leases import Lease, LeaseLost
 from atoll.islands.store import Store
 from atoll.islands.transfer import parts_of, proposal_key, signature_key, upload
-from atoll.run import Artifact, Manifest
 from atoll.train.checkpoints import KIND
 from atoll.train.jobs import Job
-from atoll.trust import Signer
 
 _OBJECT = r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json|signatures/[0-9a-f]{64}\.publish\.json)"
 """The rest of a key below the name of a checkpoint, as `atoll.islands.transfer` makes it."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from atoll import config as configuration
-from atoll.config import Config
-from atoll.errors import AtollError
-from atoll.islands.strict import MAX_TEXT, Refused, check_bounded
+from atoll.core import config as configuration
+from atoll.core.config import Config
+from atoll.core.errors import AtollError
+from atoll.core.untrusted import MAX_TEXT, Refused, check_bounded
 
 SHARED: Mapping[str, frozenset[str] | None] = {
     "preset": None,

@@ -5,16 +5,16 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from atoll import config as configuration
-from atoll.config import CONFIG_FILE, Config
-from atoll.errors import AtollError
+from atoll.core import config as configuration
+from atoll.core.artifacts import MANIFEST, Artifact, Manifest, to_json
+from atoll.core.config import CONFIG_FILE, Config
+from atoll.core.errors import AtollError
+from atoll.core.policy import POLICY_FILE, SIGNATURES_FILE, Policy, Role, Signer, policy_of, verify
+from atoll.core.untrusted import Refused, safetensors_header, strict_json
 from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
 from atoll.islands.settings import not_shared, read_shared, shared_part
 from atoll.islands.store import Store
-from atoll.islands.strict import Refused, safetensors_header, strict_json
 from atoll.islands.transfer import commit, fetch, publish, read_manifest, signature_key
-from atoll.run import MANIFEST, Artifact, Manifest, to_json
-from atoll.trust import POLICY_FILE, SIGNATURES_FILE, Policy, Role, Signer, policy_of, verify
 
 OTHERS = ("router", "monolith", "student")
 _MAX_SETTINGS = 1 << 20

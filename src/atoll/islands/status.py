@@ -11,12 +11,12 @@ import yaml
 from rich.markup import escape
 from rich.table import Table
 
-from atoll import config as configuration
-from atoll.config import CONFIG_FILE
-from atoll.errors import AtollError
+from atoll.core import config as configuration
+from atoll.core.artifacts import MANIFEST
+from atoll.core.config import CONFIG_FILE
+from atoll.core.errors import AtollError
 from atoll.islands.leases import MAX_FAILURES, READERS, Seen, survey
 from atoll.islands.store import Store
-from atoll.run import MANIFEST
 
 OTHERS = ("router", "monolith", "student")
 ACTIVE_SECONDS = 120.0

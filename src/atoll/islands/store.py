@@ -19,8 +19,8 @@ from uuid import uuid4
 from obstore import exceptions
 from obstore.store import LocalStore, MemoryStore, from_url
 
-from atoll.errors import AtollError, first_line
-from atoll.islands.strict import Refused
+from atoll.core.errors import AtollError, first_line
+from atoll.core.untrusted import Refused
 
 Answer = TypeVar("Answer")
 ATTEMPTS = 6

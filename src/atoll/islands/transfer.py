@@ -23,11 +23,11 @@ from typing import TypeVar
 
 from obstore import exceptions
 
-from atoll.errors import AtollError, first_line
+from atoll.core.artifacts import MANIFEST, Artifact, FileEntry, Manifest
+from atoll.core.errors import AtollError, first_line
+from atoll.core.progress import progress
+from atoll.core.untrusted import MAX_JSON, Refused, strict_manifest
 from atoll.islands.store import ATTEMPTS, Store, pause
-from atoll.islands.strict import MAX_JSON, Refused, strict_manifest
-from atoll.progress import progress
-from atoll.run import MANIFEST, Artifact, FileEntry, Manifest
 
 PART = 32 << 20
 STREAMS = 6

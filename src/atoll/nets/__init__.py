@@ -1,10 +1,10 @@
 """The networks: DiT experts, the router, experts of other kinds, and other people's weights."""
 
+from atoll.core.networks import NAMES, DiTConfig, RouterConfig
 from atoll.nets.condition import Condition, PreparedCondition, concatenate
 from atoll.nets.dit import DiT, count_parameters
 from atoll.nets.expert import Expert, build, load_network, save_network
 from atoll.nets.router import Router
-from atoll.networks import NAMES, DiTConfig, RouterConfig
 
 __all__ = [
     "NAMES",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from atoll.core.networks import DiTConfig
 from atoll.nets.condition import Condition, PreparedCondition, check_rows
 from atoll.nets.layers import (
     Block,
@@ -28,7 +29,6 @@ from atoll.nets.layers import (
     sincos_positions,
     unpatchify,
 )
-from atoll.networks import DiTConfig
 
 TIME_KNOTS = 1001
 """Knots of the optional time table: network times 0, 1, …, 1000."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
+from atoll.core.networks import DiTConfig
 from atoll.nets.dit import TIME_KNOTS, DiT
 from atoll.nets.layers import time_features
-from atoll.networks import DiTConfig
 
 State = dict[str, Tensor]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from atoll.core.networks import RouterConfig
 from atoll.nets.condition import Condition, check_rows
 from atoll.nets.layers import (
     Block,
@@ -20,7 +21,6 @@ from atoll.nets.layers import (
     resized_positions,
     sincos_positions,
 )
-from atoll.networks import RouterConfig
 
 
 class Head(nn.Module):

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
 from atoll import __version__
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 from atoll.studio import facts, wire
 from atoll.studio.engine import Engine
 from atoll.studio.guard import Guard, field_of, problem

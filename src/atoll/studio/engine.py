@@ -17,10 +17,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from atoll.core.errors import AtollError
 from atoll.ensemble import Memory, parse
 from atoll.ensemble.routing import Decision
 from atoll.ensemble.sampling import NOISE_STREAM
-from atoll.errors import AtollError
 from atoll.flow import randomness
 from atoll.flow.schedules import broadcast
 from atoll.studio.metrics import Metrics

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from atoll import config as configuration
+from atoll.core import config as configuration
+from atoll.core.artifacts import Artifact
 from atoll.data import clusters as partition
 from atoll.data import ingest
 from atoll.data.clusters import read_assignments
@@ -21,7 +22,6 @@ from atoll.ensemble.stored import DECLARATION_FILE
 from atoll.islands.status import JobStatus, status
 from atoll.islands.store import Store
 from atoll.nets import build, count_parameters
-from atoll.run import Artifact
 from atoll.studio import wire
 from atoll.studio.models import Models, has_nearest, has_router
 from atoll.train.expert import Declaration

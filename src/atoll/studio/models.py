@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from atoll.config import CONFIG_FILE
+from atoll.core.config import CONFIG_FILE
+from atoll.core.errors import AtollError
 from atoll.ensemble import Ensemble, load, parse
 from atoll.ensemble.sampling import draws_unheard
-from atoll.errors import AtollError
 from atoll.evaluate.evaluation import LATEST
 from atoll.evaluate.store import ROOM
 from atoll.studio.conditions import Conditions

@@ -9,9 +9,9 @@ from types import FrameType
 
 import uvicorn
 
+from atoll.core.errors import AtollError
 from atoll.ensemble import parse
 from atoll.ensemble.folder import is_folder
-from atoll.errors import AtollError
 from atoll.studio.app import Studio, create_app
 from atoll.studio.engine import Engine
 from atoll.studio.guard import is_loopback

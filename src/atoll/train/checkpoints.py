@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from atoll.errors import AtollError
-from atoll.run import Artifact
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
 from atoll.train.ema import Averages
 from atoll.train.world import World
 

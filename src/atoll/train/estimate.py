@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from atoll.config import Config
+from atoll.core.config import Config
+from atoll.core.presets import PUBLISHED
 from atoll.data.models import device
-from atoll.presets import PUBLISHED
 from atoll.train.compute import measured_rate, training_bytes
 from atoll.train.jobs import Job
 

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atoll.config import Config
+from atoll.core.config import Config
+from atoll.core.errors import AtollError
 from atoll.data import autoencoder as shipped
-from atoll.errors import AtollError
 
 LATENTS: dict[str, tuple[int, int]] = {
     "stabilityai/sd-vae-ft-mse": (4, 8),

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll import flow
+from atoll.core.artifacts import Artifact
 from atoll.data.latents import Statistics
 from atoll.nets import Condition, PreparedCondition, load_network
-from atoll.run import Artifact
 from atoll.train.space import Rescaling, rescaling
 
 EXPERT_KIND = "expert"

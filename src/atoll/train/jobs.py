@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from atoll import flow
-from atoll.config import Config, NetworkChoice, Train
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.config import Config, NetworkChoice, Train
+from atoll.core.errors import AtollError
+from atoll.core.networks import DEFAULT_NAME, LatentScale, check_fits_data
 from atoll.data.latents import Statistics
 from atoll.data.models import device as pick_device
 from atoll.data.reader import Shards
 from atoll.data.shards import name as shards_name
-from atoll.errors import AtollError
 from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
 from atoll.nets.expert import DiffusersExpert
-from atoll.networks import DEFAULT_NAME, LatentScale, check_fits_data
-from atoll.run import Artifact, Manifest
 from atoll.train import density
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.compute import Cost, cost

@@ -14,8 +14,8 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from atoll.errors import AtollError
-from atoll.progress import progress
+from atoll.core.errors import AtollError
+from atoll.core.progress import progress
 from atoll.train.tasks import Losses
 from atoll.train.validation import TIME_BINS
 from atoll.train.world import World

@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from atoll.config import Train
+from atoll.core.artifacts import Artifact
+from atoll.core.config import Train
+from atoll.core.errors import AtollError
 from atoll.data.reader import Batch
-from atoll.errors import AtollError
-from atoll.run import Artifact
 from atoll.train.checkpoints import Checkpoints, State
 from atoll.train.ema import Averages
 from atoll.train.journal import Journal

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atoll import flow
-from atoll.config import Train
+from atoll.core.config import Train
 from atoll.data.latents import open_codec
 from atoll.flow import randomness
 from atoll.nets import Condition

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atoll.core.errors import AtollError
 from atoll.data.latents import Statistics
-from atoll.errors import AtollError
 from atoll.flow.schedules import broadcast
 
 TOLERANCE = 1e-4

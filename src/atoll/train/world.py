@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 
 Parallel = Literal["ddp", "fsdp2"]
 T = TypeVar("T")

@@ -3,10 +3,10 @@
 from glob import glob
 from pathlib import Path
 
+from atoll.core.errors import AtollError
 from atoll.data.pictures import SUFFIXES
 from atoll.data.source import Kind, Options, Source
 from atoll.data.sources.folder import FolderSource, entries_of, folders
-from atoll.errors import AtollError
 
 _EXPECTED = (
     "expected a folder of pictures, WebDataset tars (*.tar), parquet files (*.parquet), "

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from atoll.core.errors import AtollError, unknown
 from atoll.data.pictures import SUFFIXES, BadPicture
 from atoll.data.source import Options, Sample, bad_sample, digest, split_of
-from atoll.errors import AtollError, unknown
 
 CAPTIONS = ("caption", "text", "captions", "prompt", "description", "title")
 LABELS = ("label", "class", "cls", "label_name", "class_name")

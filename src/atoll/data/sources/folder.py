@@ -9,10 +9,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from atoll.core.errors import AtollError
 from atoll.data.pictures import SUFFIXES, BadPicture
 from atoll.data.source import Options, Sample, bad_sample, digest
 from atoll.data.sources.fields import CAPTIONS, as_text, key_of, make_sample
-from atoll.errors import AtollError
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from atoll.core.errors import AtollError, first_line
 from atoll.data.pictures import BadPicture
 from atoll.data.source import Options, Sample, digest
 from atoll.data.sources.fields import IDS, Ids, fingerprint_of, key_of, make_sample, pick_column
-from atoll.errors import AtollError, first_line
 
 _DAMAGE = (OSError, pa.ArrowException)  # what pyarrow raises on damaged files
 IMAGES = ("image", "img", "picture", "image_bytes", "jpg", "jpeg", "png", "webp", "bytes")

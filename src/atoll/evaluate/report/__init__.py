@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atoll.config import Config
+from atoll.core.config import Config
+from atoll.core.errors import AtollError
 from atoll.ensemble import Settings, parse
-from atoll.errors import AtollError
 from atoll.evaluate.report.findings import Findings
 from atoll.evaluate.report.page import page
 from atoll.evaluate.report.showcase import Showcase, choose

@@ -16,13 +16,13 @@ import torch
 from PIL import Image
 
 from atoll import __version__
-from atoll.config import Config
+from atoll.core.artifacts import Artifact
+from atoll.core.config import Config
 from atoll.data import clusters, ingest
 from atoll.data.reader import Shards
 from atoll.evaluate.evaluation import LATEST
 from atoll.evaluate.store import ROOM
 from atoll.evaluate.subjects import finished
-from atoll.run import Artifact
 
 LABELS_LOOKED_AT = 512
 

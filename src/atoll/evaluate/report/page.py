@@ -6,7 +6,7 @@ from datetime import date
 from html import escape
 from importlib import resources
 
-from atoll.config import CONFIG_FILE
+from atoll.core.config import CONFIG_FILE
 from atoll.ensemble import Settings
 from atoll.evaluate.report import numbers, pictures
 from atoll.evaluate.report.findings import Findings, machine

@@ -15,11 +15,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atoll.core.errors import AtollError
 from atoll.data.latents import open_codec
 from atoll.data.order import shuffled
 from atoll.data.reader import Shards
 from atoll.ensemble import Settings, parse
-from atoll.errors import AtollError
 from atoll.evaluate.samples import Prompts
 from atoll.evaluate.store import keyed
 from atoll.evaluate.subjects import Subject

@@ -28,10 +28,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from atoll.core.artifacts import MANIFEST, Artifact, to_json
 from atoll.islands.launchers.base import AGAIN, NODE, TICKET, logs_of
 from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
 from atoll.islands.store import Store
-from atoll.run import MANIFEST, Artifact, to_json
 
 LEASE_SECONDS = 60.0
 REFUSED = 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from atoll.config import Island
+from atoll.core.config import Island
 from atoll.islands.launchers.plan import Group, Step
 
 AGAIN = 75

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from atoll.config import Config
-from atoll.errors import AtollError
+from atoll.core.config import Config
+from atoll.core.errors import AtollError
 from atoll.islands.launchers.attempt import is_over
 from atoll.islands.launchers.base import Launcher, Setting, logs_of
 from atoll.islands.launchers.plan import Group, Wish, missing_groups

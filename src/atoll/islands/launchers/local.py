@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
+from atoll.core.progress import progress
 from atoll.islands.launchers.base import AGAIN, TICKET, Setting, as_shell
 from atoll.islands.launchers.plan import Group, Step
-from atoll.progress import progress
 
 _PAUSE = 0.1
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from atoll.config import Config
-from atoll.errors import AtollError
-from atoll.run import Artifact
+from atoll.core.artifacts import Artifact
+from atoll.core.config import Config
+from atoll.core.errors import AtollError
 
 Kind = Literal["prepare", "experts", "router", "monolith", "student"]
 SHARDS = "data/shards/cluster_{:03d}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 from atoll.islands.launchers.base import AGAIN, NODE, TICKET, Setting, as_shell
 from atoll.islands.launchers.plan import Group
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 from atoll.islands.launchers.base import AGAIN, TICKET, Setting, as_shell
 from atoll.islands.launchers.plan import Group
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
+from atoll.core.networks import STABLE_DIFFUSION, DiTConfig, LatentScale, RouterConfig
 from atoll.nets.layers import is_sincos
-from atoll.networks import STABLE_DIFFUSION, DiTConfig, LatentScale, RouterConfig
 
 State = dict[str, Tensor]
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from atoll.errors import AtollError, unknown
+from atoll.core.errors import AtollError, unknown
+from atoll.core.networks import DiTConfig, RouterConfig
 from atoll.nets.dit import DiT
 from atoll.nets.router import Router
 from atoll.nets.weights.layout import (
@@ -22,7 +23,6 @@ from atoll.nets.weights.layout import (
     positions_of,
 )
 from atoll.nets.weights.releases import RELEASES
-from atoll.networks import DiTConfig, RouterConfig
 
 # --- diffusers DiTTransformer2DModel --------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
+from atoll.core.networks import DiTConfig
 from atoll.nets.dit import TIME_KNOTS, DiT
 from atoll.nets.layers import sincos_positions
 from atoll.nets.weights.layout import (
@@ -26,7 +27,6 @@ from atoll.nets.weights.layout import (
     patch_pair,
     positions_of,
 )
-from atoll.networks import DiTConfig
 
 # --- DiT: DiT-XL-2-256x256.pt ---------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from atoll.errors import AtollError, unknown
+from atoll.core.errors import AtollError, unknown
 
 SIZES: dict[str, dict[str, int]] = {
     "XS": {"width": 256, "depth": 8, "heads": 4},

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from atoll.config import Section
-from atoll.errors import AtollError
-from atoll.run import Artifact, Manifest, to_json
-from atoll.vocabulary import OBJECTIVES, unknown_objective
+from atoll.core.artifacts import Artifact, Manifest, to_json
+from atoll.core.config import Section
+from atoll.core.errors import AtollError
+from atoll.core.names import OBJECTIVES, unknown_objective
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

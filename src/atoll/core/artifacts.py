@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 
 if TYPE_CHECKING:
     from torch import Tensor

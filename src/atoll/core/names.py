@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, get_args
 
-from atoll.errors import unknown
+from atoll.core.errors import unknown
 
 ScheduleName = Literal["linear", "cosine", "ddpm-linear", "ddpm-scaled-linear", "ddpm-cosine", "edm"]
 Prediction = Literal["velocity", "epsilon", "x0", "v_prediction", "score"]

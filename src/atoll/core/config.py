@@ -22,9 +22,9 @@ from pydantic import (
     model_validator,
 )
 
-from atoll import networks
-from atoll.errors import AtollError, nearest
-from atoll.vocabulary import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName, unknown_objective
+from atoll.core import networks
+from atoll.core.errors import AtollError, nearest
+from atoll.core.names import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName, unknown_objective
 
 CONFIG_FILE = "atoll.yaml"
 

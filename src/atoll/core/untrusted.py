@@ -9,8 +9,8 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-from atoll.errors import AtollError
-from atoll.run import MANIFEST, FileEntry, Manifest
+from atoll.core.artifacts import MANIFEST, FileEntry, Manifest
+from atoll.core.errors import AtollError
 
 MAX_JSON = 4 << 20
 """Bytes of one manifest. Shards of 8,192 images take 270 each, so 4 MB list 127 million images of one cluster."""
