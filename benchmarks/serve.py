@@ -37,7 +37,7 @@ from atoll import flow
 from atoll.core.artifacts import Artifact
 from atoll.ensemble import Ensemble, Told
 from atoll.ensemble.sampling import NOISE_STREAM
-from atoll.flow import randomness
+from atoll.flow import rng
 from atoll.nets import build, save_network
 from harness import Row, run
 
@@ -146,7 +146,7 @@ def _latents(model: Ensemble, part: Sequence[Wish], steps: int) -> Tensor:
     """What `generate` does, with a seed for each picture."""
     told = Told.of(model.encode([wish.prompt for wish in part]), torch.arange(len(part)), reused=True)
     shape = (1, *model.shape)
-    noise = [randomness.normal(shape, seed=wish.seed, stream=NOISE_STREAM, first=0) for wish in part]
+    noise = [rng.normal(shape, seed=wish.seed, stream=NOISE_STREAM, first=0) for wish in part]
     return flow.solve(lambda x, t: model.velocity(x, t[:1], told, "top-1", GUIDANCE), torch.cat(noise), steps=steps)
 
 

@@ -26,7 +26,7 @@ from atoll.ensemble.loading import open_member
 from atoll.ensemble.pipeline import AtollPipeline
 from atoll.ensemble.residency import Member
 from atoll.ensemble.sampling import NOISE_STREAM
-from atoll.flow import randomness
+from atoll.flow import rng
 from atoll.nets import Condition
 from ensemble.runs import facts, write_network
 from paris_release import Paris
@@ -253,7 +253,7 @@ def test_the_paris_release_is_sampled_as_its_users_do(release: Path) -> None:
     prompts = ["a red apple", "a blue boat", "a boat"]
     ensemble = atoll.load(release)
     made = ensemble.generate(prompts, steps=5, guidance=7.5, routing="top-2", seed=1, trace=True)
-    noise = randomness.normal((3, 4, 8, 8), seed=1, stream=NOISE_STREAM, first=0)
+    noise = rng.normal((3, 4, 8, 8), seed=1, stream=NOISE_STREAM, first=0)
     latents, pixels = reference(release, prompts, noise, 5, 7.5)
     assert made.trace is not None
     assert len(made.trace.weights.argmax(-1).unique()) > 1

@@ -13,7 +13,7 @@ import atoll
 from atoll.core.errors import AtollError
 from atoll.ensemble.pipeline import AtollPipeline, ExpertModel
 from atoll.ensemble.sampling import NOISE_STREAM
-from atoll.flow import randomness
+from atoll.flow import rng
 
 LABELS: list[str | int] = ["circle", "square", "triangle", "circle"]
 FEW: dict[str, Any] = {"num_inference_steps": 3, "output_type": "latent"}
@@ -111,7 +111,7 @@ def test_a_plain_scheduler_keeps_its_own_times_on_request(pipe: AtollPipeline, t
     """The loop of other diffusers pipelines over the same velocity gives the same latents."""
     ensemble, scheduler = atoll.load(told_run), diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(FEW["num_inference_steps"])
-    x = randomness.normal((4, 3, 8, 8), seed=0, stream=NOISE_STREAM, first=0)
+    x = rng.normal((4, 3, 8, 8), seed=0, stream=NOISE_STREAM, first=0)
     condition = ensemble.encode(labels=LABELS)
     for timestep in scheduler.timesteps:
         v = ensemble.velocity(x, float(timestep) / 1000, condition, guidance=4.0)

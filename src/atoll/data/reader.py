@@ -27,7 +27,7 @@ from atoll.data import shards, text
 from atoll.data.chunks import ahead
 from atoll.data.latents import Statistics
 from atoll.data.order import shuffled
-from atoll.flow import randomness
+from atoll.flow import rng
 
 LATENT_STREAM = 11
 """The stream of random numbers for samples of the autoencoder's posterior; each use of randomness has its own."""
@@ -128,7 +128,7 @@ class Shards:
         """
         latents = batch.mean.float()
         if batch.std is not None:
-            noise = randomness.normal(tuple(latents.shape), seed=seed, stream=LATENT_STREAM, first=position)
+            noise = rng.normal(tuple(latents.shape), seed=seed, stream=LATENT_STREAM, first=position)
             latents = latents + batch.std.float() * noise.to(latents.device)
         return self.statistics.normalise(latents)
 

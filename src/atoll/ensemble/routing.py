@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import AtollError, nearest
-from atoll.flow import randomness
+from atoll.flow import rng
 
 NEGLIGIBLE = 1e-7
 """Weights below this, the rounding of float32, are taken as 0: their experts need not run."""
@@ -159,7 +159,7 @@ class Memory:
     def draw(self, routing: Routing, count: int) -> Tensor:
         """The numbers of drawn and sample-1 for this evaluation: a function of seed and position, and of the step."""
         stream = routing.stream(self.evaluations)
-        return randomness.uniform(count, seed=self.seed, stream=stream, first=self.first)
+        return rng.uniform(count, seed=self.seed, stream=stream, first=self.first)
 
     def record(self, t: Tensor, probabilities: Tensor, weights: Tensor) -> None:
         """One more evaluation is decided."""

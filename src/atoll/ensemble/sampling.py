@@ -20,7 +20,7 @@ from atoll.core.progress import progress
 from atoll.data.latents import Codec, Pixel, open_codec
 from atoll.ensemble.routing import Memory, parse
 from atoll.ensemble.told import Told
-from atoll.flow import randomness
+from atoll.flow import rng
 from atoll.nets import Condition
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def _batch(
         )
 
     shape = (len(rows), *ensemble.shape)
-    noise = randomness.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=part.start).to(ensemble.device)
+    noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=part.start).to(ensemble.device)
     own = settings.scheduler_times
     if ensemble.scheduler is not None:
         made = flow.run_scheduler(ensemble.scheduler, velocity, noise, settings.steps, scheduler_times=own)

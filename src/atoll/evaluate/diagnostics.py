@@ -17,7 +17,7 @@ from torch import Tensor
 from atoll.core.progress import progress
 from atoll.data.reader import Batch, Shards
 from atoll.ensemble import Ensemble
-from atoll.flow import randomness
+from atoll.flow import rng
 from atoll.nets import Condition
 from atoll.train.validation import TIME_BINS, ValidationSet, by_time, condition_of, validate, velocity_errors
 
@@ -48,7 +48,7 @@ def noisy(shards: Shards, limit: int, seed: int, device: torch.device) -> Iterat
     """Yield the validation's images, at most `limit` of each cluster, noised once in every bin of time."""
     for part in ValidationSet(shards, seed, limit).batches(device):
         noised = part.noised
-        draw = randomness.uniform(len(noised.t), seed=seed, stream=DRAW_STREAM, first=part.first)
+        draw = rng.uniform(len(noised.t), seed=seed, stream=DRAW_STREAM, first=part.first)
         yield Noisy(part.batch, noised.input, noised.t, noised.target, draw.to(device))
 
 

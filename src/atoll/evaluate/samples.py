@@ -31,7 +31,7 @@ from atoll.ensemble import Ensemble, Settings
 from atoll.ensemble import Samples as Generated
 from atoll.evaluate.store import keyed
 from atoll.evaluate.subjects import Subject
-from atoll.flow import randomness
+from atoll.flow import rng
 
 KIND = "evaluation samples"
 CHUNK = 256
@@ -177,7 +177,7 @@ def draw(
 def _chunk(model: Ensemble, prompts: Prompts, settings: Settings, chunk: int, batch: int) -> dict[str, Tensor]:
     """One chunk of pictures. Its noise is the same for every model and routing."""
     part = prompts.part(slice(chunk * CHUNK, (chunk + 1) * CHUNK))
-    seed = randomness.key(settings.seed, SEED_STREAM, chunk) >> 33
+    seed = rng.key(settings.seed, SEED_STREAM, chunk) >> 33
     made, seconds = _generate(model, part, replace(settings, seed=seed), batch)
     pictures = torch.from_numpy(np.stack([np.asarray(image) for image in made.images]))
     return {"pictures": pictures, "seconds": torch.tensor(seconds, dtype=torch.float64), **_use(made)}

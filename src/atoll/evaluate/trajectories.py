@@ -14,7 +14,7 @@ from atoll.core.progress import progress
 from atoll.data.reader import Shards
 from atoll.ensemble import Ensemble, Memory, Settings
 from atoll.evaluate.samples import Prompts, Samples
-from atoll.flow import randomness
+from atoll.flow import rng
 
 NOISE_STREAM = 35
 BANK = 512
@@ -73,7 +73,7 @@ def follow(model: Ensemble, prompts: Prompts, settings: Settings, clusters: list
     """
     record = _Record()
     shape = (len(prompts), *model.shape)
-    noise = randomness.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=0).to(model.device)
+    noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=0).to(model.device)
     with progress(f"refinement of {what}", 3 * settings.steps, unit="steps") as bar:
         coarse = _solve(model, prompts, settings, noise, settings.steps, bar, record, clusters)
         fine = _solve(model, prompts, settings, noise, 2 * settings.steps, bar, None, clusters)

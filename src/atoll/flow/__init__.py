@@ -6,7 +6,7 @@ One convention everywhere: t = 0 is data, t = 1 is noise, x_t = (1-t) x0 + t eps
 
 from atoll.core.names import OBJECTIVES, PREDICTIONS, SCHEDULES, SOLVERS, Prediction
 from atoll.flow.bridge import Bridge, Query
-from atoll.flow.mixture import GaussianMixture
+from atoll.flow.gaussian_mixture import GaussianMixture
 from atoll.flow.objectives import Noised, Objective, TimeSampling, Weighting, objective
 from atoll.flow.predictions import Pair, convert, from_pair, to_pair
 from atoll.flow.schedules import (

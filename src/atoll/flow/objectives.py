@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.core.errors import unknown
 from atoll.core.names import OBJECTIVES, Prediction, TimesName, WeightingName, unknown_objective
-from atoll.flow import randomness
+from atoll.flow import rng
 from atoll.flow.bridge import Bridge
 from atoll.flow.predictions import Pair, check_prediction, from_pair, pair_weights
 from atoll.flow.schedules import LINEAR, Schedule, broadcast, schedule
@@ -123,9 +123,9 @@ class Objective:
             raise ValueError(f"x0 must be a floating point batch (batch, ...), got {x0.dtype} {tuple(x0.shape)}")
         first = step * x0.shape[0] if position is None else position
         if t is None:
-            u = randomness.uniform(x0.shape[0], seed=seed, stream=_TIME_STREAM, first=first, even=self.times.even)
+            u = rng.uniform(x0.shape[0], seed=seed, stream=_TIME_STREAM, first=first, even=self.times.even)
             t = self.times.times(u, self.schedule).to(x0.device)
-        eps = randomness.normal(tuple(x0.shape), seed=seed, stream=_NOISE_STREAM, first=first).to(x0.device, x0.dtype)
+        eps = rng.normal(tuple(x0.shape), seed=seed, stream=_NOISE_STREAM, first=first).to(x0.device, x0.dtype)
         state = self.schedule.add_noise(x0, eps, t)
         scale = broadcast(self.schedule.input_scale(t), x0)
         target = from_pair(Pair(x0, eps), t, self.prediction, self.schedule)

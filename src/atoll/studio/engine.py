@@ -21,7 +21,7 @@ from atoll.core.errors import AtollError
 from atoll.ensemble import Memory, parse
 from atoll.ensemble.routing import Decision
 from atoll.ensemble.sampling import NOISE_STREAM
-from atoll.flow import randomness
+from atoll.flow import rng
 from atoll.flow.schedules import broadcast
 from atoll.studio.metrics import Metrics
 from atoll.studio.models import Edition
@@ -332,7 +332,7 @@ def _noise(ticket: Ticket) -> Tensor:
     """Where the pictures of a request begin: a function of seed and number, as in `generate`."""
     ensemble, ask = ticket.edition.ensemble, ticket.ask
     shape = (ask.n, *ensemble.shape)
-    return randomness.normal(shape, seed=ask.settings.seed, stream=NOISE_STREAM, first=0).to(ensemble.device)
+    return rng.normal(shape, seed=ask.settings.seed, stream=NOISE_STREAM, first=0).to(ensemble.device)
 
 
 def _clusters(tickets: Sequence[Ticket]) -> Tensor | None:
@@ -347,7 +347,7 @@ def _draws(pictures: Sequence[Picture]) -> Tensor | None:
     if not routing.draws:
         return None
     draws = [
-        randomness.uniform(1, seed=each.ticket.ask.settings.seed, stream=routing.stream(each.step), first=each.number)
+        rng.uniform(1, seed=each.ticket.ask.settings.seed, stream=routing.stream(each.step), first=each.number)
         for each in pictures
     ]
     return torch.cat(draws)

@@ -10,7 +10,7 @@ from torch import Tensor
 from atoll import flow
 from atoll.core.config import Train
 from atoll.data.latents import open_codec
-from atoll.flow import randomness
+from atoll.flow import rng
 from atoll.nets import Condition
 from atoll.train.ema import Averages
 from atoll.train.journal import Journal
@@ -32,7 +32,7 @@ def draw_grid(task: Task, averages: Averages, journal: Journal, settings: Train)
     told: frozenset[str] = getattr(task, "told", frozenset())
     condition = condition_of(source.read(rows).to(device), told)
     shape = (settings.grid_size, *task.shards.facts["latents"]["shape"])
-    noise = randomness.normal(shape, seed=task.seed, stream=GRID_STREAM, first=0).to(device)
+    noise = rng.normal(shape, seed=task.seed, stream=GRID_STREAM, first=0).to(device)
     training = task.network.training
     task.network.eval()
     with averages.used(next(iter(averages.weights))):

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from atoll import flow
 from atoll.data.reader import Batch, Shards
-from atoll.flow import randomness
+from atoll.flow import rng
 from atoll.nets import Condition, Router
 from atoll.train.validation import (
     ALONE,
@@ -92,7 +92,7 @@ def drop(condition: Condition, share: float, count: int, seed: int, position: in
     given = told_something(condition)
     if not share or given is None:
         return condition
-    u = randomness.uniform(count, seed=seed, stream=DROP_STREAM, first=position)
+    u = rng.uniform(count, seed=seed, stream=DROP_STREAM, first=position)
     return condition.drop((u < share).to(given.device))
 
 
@@ -236,16 +236,16 @@ def best_temperature(logits: Tensor, clusters: Tensor) -> float:
 
 def minimise(function: Callable[[float], float], low: float, high: float, steps: int = 40) -> float:
     """Where a function with one valley is least, by golden-section search."""
-    left, right = high - randomness.GOLDEN * (high - low), low + randomness.GOLDEN * (high - low)
+    left, right = high - rng.GOLDEN * (high - low), low + rng.GOLDEN * (high - low)
     at_left, at_right = function(left), function(right)
     for _ in range(steps):
         if at_left < at_right:
             high, right, at_right = right, left, at_left
-            left = high - randomness.GOLDEN * (high - low)
+            left = high - rng.GOLDEN * (high - low)
             at_left = function(left)
         else:
             low, left, at_left = left, right, at_right
-            right = low + randomness.GOLDEN * (high - low)
+            right = low + rng.GOLDEN * (high - low)
             at_right = function(right)
     return (low + high) / 2
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.data.reader import Batch, Shards
-from atoll.flow import randomness
+from atoll.flow import rng
 from atoll.nets import Condition
 
 TIME_BINS = 10
@@ -129,7 +129,7 @@ class ValidationSet:
         in_turn = sorted(self._places, key=lambda place: -len(place.images))
         for place in in_turn[processes.rank :: processes.size]:
             batch = self.shards.read(place.images).to(device)
-            draws = randomness.uniform(len(place.images), seed=self.seed, stream=HELD_OUT_STREAM, first=place.position)
+            draws = rng.uniform(len(place.images), seed=self.seed, stream=HELD_OUT_STREAM, first=place.position)
             t = ((place.time_bin + draws) / TIME_BINS).to(device)
             x0 = self.shards.latents(batch, seed=self.seed, position=place.position)
             seed = self.seed + NOISE_SEED_OFFSET
