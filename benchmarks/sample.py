@@ -22,7 +22,7 @@ from atoll.data.latents import Statistics
 from atoll.ensemble import Ensemble, Member, OpenRouter, Told
 from atoll.ensemble.residency import weights_of
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, load_network, save_network
-from atoll.nets.weights.files import WEIGHTS_FILE
+from atoll.nets.io import WEIGHTS_FILE
 from atoll.train.expert import Declaration
 from harness import Row, interleave, run
 

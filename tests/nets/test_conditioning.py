@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig
-from atoll.nets.expert import build
+from atoll.nets.adapters import build
 from atoll.train.density import Density
 
 SMALL = {"width": 32, "depth": 1, "heads": 2, "size": 8, "channels": 3}

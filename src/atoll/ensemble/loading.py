@@ -15,7 +15,7 @@ from atoll.ensemble.field import Ensemble, OpenRouter
 from atoll.ensemble.folder import is_folder, load_folder
 from atoll.ensemble.residency import Member, Placement
 from atoll.nets import Router, load_network
-from atoll.nets.weights.files import WEIGHTS_FILE
+from atoll.nets.io import WEIGHTS_FILE
 from atoll.train.density import FILE, Density
 from atoll.train.expert import EXPERT_KIND, Declaration
 from atoll.train.jobs import ROUTER_KIND

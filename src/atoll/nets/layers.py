@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.nets.condition import check_labels
+from atoll.nets.conditioning import check_labels
 
 FREQUENCIES = 256
 """Features of the sinusoidal time embedding, half of them cosines, half sines."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll.core.networks import RouterConfig
-from atoll.nets.condition import Condition, check_rows
+from atoll.nets.conditioning import Condition, check_rows
 from atoll.nets.layers import (
     Block,
     Embedder,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from atoll.data.reader import Shards
 from atoll.nets import Condition
-from atoll.nets.condition import check_labels
+from atoll.nets.conditioning import check_labels
 
 RANK, CAPTION_RANK = 64, 16
 CAPTION_WEIGHT = 1 / 16

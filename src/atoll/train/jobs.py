@@ -29,7 +29,7 @@ from atoll.data.models import device as pick_device
 from atoll.data.reader import Shards
 from atoll.data.shards import name as shards_name
 from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
-from atoll.nets.expert import DiffusersExpert
+from atoll.nets.adapters import DiffusersExpert
 from atoll.train import density
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.compute import Cost, cost

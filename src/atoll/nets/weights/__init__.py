@@ -1,6 +1,6 @@
 """Other people's weights: reading files safely, and translating layouts both ways."""
 
-from atoll.nets.weights.files import read_weights, sha256, write_weights
+from atoll.nets.io import read_weights, sha256, write_weights
 from atoll.nets.weights.layout import Layout, check_fit
 from atoll.nets.weights.layouts import LAYOUTS, detect, layout
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from atoll.core.errors import AtollError, first_line, unknown
 from atoll.core.networks import DiTConfig, RouterConfig
-from atoll.nets.condition import Condition, check_labels
+from atoll.nets.conditioning import Condition, check_labels
 from atoll.nets.dit import DiT
+from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, read_weights, write_weights
 from atoll.nets.router import Router
-from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE, read_weights, write_weights
 from atoll.nets.weights.layout import check_fit
 
 
