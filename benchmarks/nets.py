@@ -17,11 +17,11 @@ from diffusers import PixArtTransformer2DModel
 from torch import Tensor, nn
 from torch.nn import functional
 
+from atoll.convert.convert import Source, feature_error
+from atoll.convert.fold import FlowMatchingOptions, to_flow_matching
 from atoll.core.networks import SIZES
 from atoll.flow import objective
 from atoll.nets import Condition, DiT, DiTConfig
-from atoll.nets.convert import Source, feature_error
-from atoll.nets.fold import FlowMatchingOptions, to_flow_matching
 from harness import Row, interleave, run
 
 DEPTH, PATCH, TEXT_TOKENS, TEXT_WIDTH, TOKENS = 2, 2, 77, 768, 2048

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from atoll.cli import main
+from atoll.convert import sha256, write_weights
+from atoll.convert.convert import convert, read_source
+from atoll.convert.fold import STEPS, FlowMatchingOptions, activated_embeddings, time_table
 from atoll.core.errors import AtollError
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, build, load_network, save_network
-from atoll.nets.convert import convert, read_source
-from atoll.nets.fold import STEPS, FlowMatchingOptions, activated_embeddings, time_table
-from atoll.nets.weights import sha256, write_weights
 from dit_release import release_forward, release_state
 
 WIDTH, HEADS, CLASSES = 48, 2, 10

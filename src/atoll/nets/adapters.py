@@ -8,13 +8,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from atoll.convert.layout import check_fit
 from atoll.core.errors import AtollError, first_line, unknown
 from atoll.core.networks import DiTConfig, RouterConfig
 from atoll.nets.conditioning import Condition, check_labels
 from atoll.nets.dit import DiT
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, read_weights, write_weights
 from atoll.nets.router import Router
-from atoll.nets.weights.layout import check_fit
 
 
 @runtime_checkable

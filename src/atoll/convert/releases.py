@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.core.errors import AtollError
-from atoll.core.networks import DiTConfig
-from atoll.nets.dit import TIME_KNOTS, DiT
-from atoll.nets.layers import sincos_positions
-from atoll.nets.weights.layout import (
+from atoll.convert.layout import (
     POSITION_SCALES,
     Layout,
     Pair,
@@ -27,6 +23,10 @@ from atoll.nets.weights.layout import (
     patch_pair,
     positions_of,
 )
+from atoll.core.errors import AtollError
+from atoll.core.networks import DiTConfig
+from atoll.nets.dit import TIME_KNOTS, DiT
+from atoll.nets.layers import sincos_positions
 
 # --- DiT: DiT-XL-2-256x256.pt ---------------------------------------------------------------------------------------
 

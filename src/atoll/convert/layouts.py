@@ -6,11 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from atoll.core.errors import AtollError, unknown
-from atoll.core.networks import DiTConfig, RouterConfig
-from atoll.nets.dit import DiT
-from atoll.nets.router import Router
-from atoll.nets.weights.layout import (
+from atoll.convert.layout import (
     Layout,
     Pair,
     State,
@@ -22,7 +18,11 @@ from atoll.nets.weights.layout import (
     patch_pair,
     positions_of,
 )
-from atoll.nets.weights.releases import RELEASES
+from atoll.convert.releases import RELEASES
+from atoll.core.errors import AtollError, unknown
+from atoll.core.networks import DiTConfig, RouterConfig
+from atoll.nets.dit import DiT
+from atoll.nets.router import Router
 
 # --- diffusers DiTTransformer2DModel --------------------------------------------------------------------------------
 
