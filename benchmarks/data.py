@@ -27,11 +27,12 @@ from torch import Tensor
 
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
-from atoll.data import clusters, features, ingest, kmeans, latents, shards
+from atoll.data import kmeans
 from atoll.data.chunks import Chunks
+from atoll.data.dataset import Batch, Shards
 from atoll.data.prepare import prepare
-from atoll.data.reader import Batch, Shards
-from atoll.data.source import Source
+from atoll.data.sources.base import Source
+from atoll.data.stages import clusters, features, ingest, latents, shards
 from atoll.nets import Condition, DiT, DiTConfig
 from harness import Row, interleave, run
 

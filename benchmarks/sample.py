@@ -18,7 +18,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, PixArtTransformer2DModel
 from torch import Tensor
 
 from atoll import flow
-from atoll.data.latents import Statistics
+from atoll.data.stages.latents import Statistics
 from atoll.ensemble import Ensemble, Member, OpenRouter, Told
 from atoll.ensemble.residency import weights_of
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, load_network, save_network

@@ -13,7 +13,7 @@ import torch
 
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
-from atoll.data.reader import Batch
+from atoll.data.dataset import Batch
 from atoll.nets import build
 from atoll.train import Job
 from atoll.train.checkpoints import Checkpoints, State

@@ -14,8 +14,8 @@ from atoll import cli, demo
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config, load
 from atoll.core.errors import AtollError
-from atoll.data.emoji import EmojiSource
-from atoll.data.source import Options
+from atoll.data.sources.base import Options
+from atoll.data.sources.emoji import EmojiSource
 from atoll.train.jobs import Job
 from train.conftest import merge
 from train.workers import TINY

@@ -12,11 +12,11 @@ from numpy.testing import assert_allclose
 from safetensors.torch import save_file
 
 from atoll.core.errors import AtollError
-from atoll.data import efficientnet
-from atoll.data.features import open_extractor
-from atoll.data.latents import Statistics, open_codec
-from atoll.data.models import device, fingerprint, folder_of, load_pretrained
-from atoll.data.text import open_text_encoder
+from atoll.data.pretrained import device, fingerprint, folder_of, load_pretrained
+from atoll.data.stages.features import open_extractor
+from atoll.data.stages.latents import Statistics, open_codec
+from atoll.data.stages.text import open_text_encoder
+from atoll.data.vision import efficientnet
 from shapes import draw
 
 

@@ -19,10 +19,10 @@ from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.networks import AUTOENCODER_SCALES, LatentScale
-from atoll.data.latents import Statistics, scale_of
-from atoll.data.models import fingerprint
+from atoll.data.dataset import Shards
 from atoll.data.prepare import prepare
-from atoll.data.reader import Shards
+from atoll.data.pretrained import fingerprint
+from atoll.data.stages.latents import Statistics, scale_of
 from autoencoders import write_autoencoder
 from shapes import write_run
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from atoll.data.order import shuffled
+from atoll.data.shuffle import shuffled
 
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 2**31))

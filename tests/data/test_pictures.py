@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from atoll.data.pictures import BadPicture, decode
-from atoll.data.source import open_source
+from atoll.data.images import BadPicture, decode
+from atoll.data.sources.base import open_source
 
 
 def gradient(width: int = 48, height: int = 32) -> Image.Image:

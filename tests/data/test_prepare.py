@@ -17,9 +17,9 @@ from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
 from atoll.data import chunks
 from atoll.data.chunks import Share
-from atoll.data.clusters import Assigner
-from atoll.data.ingest import Index
 from atoll.data.prepare import STAGES, Preparation, prepare
+from atoll.data.stages.clusters import Assigner
+from atoll.data.stages.ingest import Index
 from shapes import write_run, write_shapes
 
 
@@ -256,7 +256,7 @@ def test_a_changed_source_is_noticed(tmp_path: Path) -> None:
 def test_changed_weights_are_noticed(tmp_path: Path, shapes: Path) -> None:
     from diffusers import AutoencoderTiny
 
-    from atoll.data.models import fingerprint
+    from atoll.data.pretrained import fingerprint
 
     run, network = tmp_path / "run", tmp_path / "network"
     blocks = {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8)}

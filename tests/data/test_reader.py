@@ -12,8 +12,8 @@ from PIL import Image
 
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
-from atoll.data.reader import Batch, Shards
-from atoll.data.text import open_text_encoder
+from atoll.data.dataset import Batch, Shards
+from atoll.data.stages.text import open_text_encoder
 
 ALL = [0, 1, 2]
 

@@ -7,7 +7,7 @@ from oracles import FLOAT, random_mixture
 from atoll import flow
 from atoll.core.errors import AtollError
 from atoll.core.networks import LatentScale
-from atoll.data.latents import Statistics
+from atoll.data.stages.latents import Statistics
 from atoll.ensemble import Memory
 from atoll.ensemble.ideal import ideal_ensemble, seen_in
 from atoll.ensemble.residency import Placement

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.core.errors import AtollError
-from atoll.data.ingest import Pixels
+from atoll.data.stages.ingest import Pixels
+from atoll.data.vision.lpips import Lpips, open_perceptual
 from atoll.evaluate.extractors import Vision
-from atoll.evaluate.perceptual import Lpips, open_perceptual
 
 
 def pictures(count: int, side: int = 64) -> Pixels:

@@ -15,7 +15,7 @@ from PIL import Image
 from atoll import cli
 from atoll.core.config import load
 from atoll.core.errors import AtollError
-from atoll.data.reader import Shards
+from atoll.data.dataset import Shards
 from atoll.evaluate.report import Options, report
 from atoll.evaluate.report.charts import Line, lines, ticks
 from atoll.evaluate.report.html import SMALL, lookup, picture, power

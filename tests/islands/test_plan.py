@@ -18,7 +18,7 @@ from atoll.cli import VERBS, main
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
-from atoll.data import shards
+from atoll.data.stages import shards
 from atoll.islands.launchers.base import Setting
 from atoll.islands.launchers.launch import open_launcher
 from atoll.islands.launchers.plan import SHARDS, Wish, missing_groups

@@ -18,8 +18,8 @@ from atoll import cli, flow
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.data.dataset import Batch, Shards
 from atoll.data.prepare import prepare
-from atoll.data.reader import Batch, Shards
 from atoll.evaluate.report import Options, report
 from atoll.evaluate.report.showcase import choose
 from atoll.nets import Condition, load_network, save_network

@@ -17,8 +17,8 @@ from atoll import flow
 from atoll.convert.convert import convert
 from atoll.core import config
 from atoll.core.errors import AtollError
+from atoll.data.dataset import Shards
 from atoll.data.prepare import prepare
-from atoll.data.reader import Shards
 from atoll.ensemble.loading import open_member
 from atoll.nets import Condition
 from atoll.train import Job, run_job

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.data.reader import Shards
+from atoll.data.dataset import Shards
 from atoll.nets import Condition
 from atoll.train import validation
 from atoll.train.validation import TIME_BINS, ValidationSet, validate

@@ -44,7 +44,7 @@ class Prepare:
 
     def show(self, work: "Preparation") -> None:
         """Print the plan."""
-        from atoll.data.source import describe
+        from atoll.data.sources.base import describe
 
         plan = [step for step in work.plan() if not self.stage or step["stage"] in self.stage]
         if self.json:

@@ -14,10 +14,10 @@ from typing import Any, Literal, get_args
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.data import clusters, features, ingest, latents, shards, text
 from atoll.data.chunks import Share
-from atoll.data.source import Source
 from atoll.data.sources import find_kind
+from atoll.data.sources.base import Source
+from atoll.data.stages import clusters, features, ingest, latents, shards, text
 
 StageName = Literal["ingest", "features", "clusters", "latents", "text", "shards"]
 STAGES: tuple[StageName, ...] = get_args(StageName)

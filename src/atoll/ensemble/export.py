@@ -16,7 +16,7 @@ from typing import Any
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
-from atoll.data.latents import Codec
+from atoll.data.stages.latents import Codec
 from atoll.ensemble import stored
 from atoll.ensemble.card import CARD_FILE, About, card
 from atoll.ensemble.field import Ensemble

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from atoll.core.errors import AtollError
-from atoll.data.latents import Statistics
+from atoll.data.stages.latents import Statistics
 from atoll.ensemble import sampling
 from atoll.ensemble.plan import Plan
 from atoll.ensemble.plan import plan as make_plan

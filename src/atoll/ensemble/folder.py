@@ -9,9 +9,9 @@ from typing import Any
 
 from atoll.core.artifacts import MANIFEST, Artifact
 from atoll.core.errors import AtollError
-from atoll.data.latents import Codec, Pixel, open_codec
-from atoll.data.models import folder_of
-from atoll.data.text import TextEncoder, open_text_encoder
+from atoll.data.pretrained import folder_of
+from atoll.data.stages.latents import Codec, Pixel, open_codec
+from atoll.data.stages.text import TextEncoder, open_text_encoder
 from atoll.ensemble.field import Ensemble, OpenRouter
 from atoll.ensemble.paris import Paris
 from atoll.ensemble.residency import Placement

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll import flow
-from atoll.data.latents import Statistics
+from atoll.data.stages.latents import Statistics
 from atoll.ensemble.field import Ensemble, OpenRouter
 from atoll.ensemble.residency import Member
 from atoll.nets import Router

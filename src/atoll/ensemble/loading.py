@@ -10,7 +10,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.config import CONFIG_FILE
 from atoll.core.errors import AtollError, unknown
 from atoll.core.policy import open_trusted
-from atoll.data.models import device as pick_device
+from atoll.data.pretrained import device as pick_device
 from atoll.ensemble.field import Ensemble, OpenRouter
 from atoll.ensemble.folder import is_folder, load_folder
 from atoll.ensemble.residency import Member, Placement

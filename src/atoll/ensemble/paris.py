@@ -23,8 +23,8 @@ from atoll import flow
 from atoll.convert import Layout, layout, read_weights
 from atoll.core.errors import AtollError
 from atoll.core.networks import LatentScale
-from atoll.data.latents import Codec, Pixel, Statistics, open_codec
-from atoll.data.text import TextEncoder, open_text_encoder
+from atoll.data.stages.latents import Codec, Pixel, Statistics, open_codec
+from atoll.data.stages.text import TextEncoder, open_text_encoder
 from atoll.ensemble.field import OpenRouter
 from atoll.ensemble.residency import Member
 from atoll.ensemble.sampling import Models

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from atoll.core.artifacts import MANIFEST, Artifact
 from atoll.core.errors import AtollError, unknown
-from atoll.data.latents import Codec, Pixel
-from atoll.data.text import TextEncoder
+from atoll.data.stages.latents import Codec, Pixel
+from atoll.data.stages.text import TextEncoder
 from atoll.ensemble import stored
 from atoll.ensemble.card import CARD_FILE
 from atoll.ensemble.field import Ensemble, OpenRouter

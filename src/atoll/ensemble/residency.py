@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import AtollError
-from atoll.data.latents import Statistics
+from atoll.data.stages.latents import Statistics
 from atoll.ensemble.quantise import quantise
 from atoll.ensemble.told import Told, replace_rows
 from atoll.nets import Condition, DiT, PreparedCondition

@@ -17,14 +17,14 @@ from torch import Tensor
 from atoll import flow
 from atoll.core.errors import AtollError, unknown
 from atoll.core.progress import progress
-from atoll.data.latents import Codec, Pixel, open_codec
+from atoll.data.stages.latents import Codec, Pixel, open_codec
 from atoll.ensemble.routing import Memory, parse
 from atoll.ensemble.told import Told
 from atoll.flow import rng
 from atoll.nets import Condition
 
 if TYPE_CHECKING:
-    from atoll.data.text import TextEncoder
+    from atoll.data.stages.text import TextEncoder
     from atoll.ensemble.field import Ensemble
     from atoll.train.expert import Declaration
 
@@ -120,7 +120,7 @@ class Models:
     @cached_property
     def text_encoder(self) -> "TextEncoder":
         """The text encoder that the experts were trained with."""
-        from atoll.data.text import open_text_encoder
+        from atoll.data.stages.text import open_text_encoder
 
         text = self.declaration.text
         if text is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.progress import progress
-from atoll.data.reader import Batch, Shards
+from atoll.data.dataset import Batch, Shards
 from atoll.ensemble import Ensemble
 from atoll.flow import rng
 from atoll.nets import Condition

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import AtollError
-from atoll.data import efficientnet
-from atoll.data.features import Extractor, open_extractor
-from atoll.data.ingest import Pixels
-from atoll.data.models import device, fingerprint, folder_of, load_pretrained, repeatable
-from atoll.evaluate import inception
+from atoll.data.pretrained import device, fingerprint, folder_of, load_pretrained, repeatable
+from atoll.data.stages.features import Extractor, open_extractor
+from atoll.data.stages.ingest import Pixels
+from atoll.data.vision import efficientnet, inception
 
 BATCH = 32
 

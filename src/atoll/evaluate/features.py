@@ -16,9 +16,9 @@ from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.data.chunks import Chunks, ahead
-from atoll.data.ingest import Index, Pixels, open_configured
-from atoll.data.order import shuffled
-from atoll.data.source import BadPicture, Sample, Source, decode
+from atoll.data.shuffle import shuffled
+from atoll.data.sources.base import BadPicture, Sample, Source, decode
+from atoll.data.stages.ingest import Index, Pixels, open_configured
 from atoll.evaluate.distances import Gaussian
 from atoll.evaluate.extractors import BATCH, Vision, open_vision, weights_of
 from atoll.evaluate.samples import CHUNK, Samples

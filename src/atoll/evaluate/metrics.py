@@ -9,10 +9,10 @@ import torch
 
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
+from atoll.data.vision.lpips import Perceptual, open_perceptual
 from atoll.evaluate.distances import Gaussian, Spread, frechet, kernel_distance, pairwise_mean, precision_recall
 from atoll.evaluate.extractors import Alignment
 from atoll.evaluate.features import KIND, FeatureSet, opened
-from atoll.evaluate.perceptual import Perceptual, open_perceptual
 from atoll.evaluate.samples import Samples
 from atoll.evaluate.store import figures
 

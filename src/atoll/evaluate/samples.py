@@ -23,10 +23,10 @@ from torch import Tensor
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.errors import AtollError
 from atoll.data.chunks import Chunks
-from atoll.data.contact import sheet
-from atoll.data.ingest import Pixels
-from atoll.data.order import shuffled
-from atoll.data.reader import Shards
+from atoll.data.contact_sheet import sheet
+from atoll.data.dataset import Shards
+from atoll.data.shuffle import shuffled
+from atoll.data.stages.ingest import Pixels
 from atoll.ensemble import Ensemble, Settings
 from atoll.ensemble import Samples as Generated
 from atoll.evaluate.store import keyed

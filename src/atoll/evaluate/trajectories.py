@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.core.progress import progress
-from atoll.data.reader import Shards
+from atoll.data.dataset import Shards
 from atoll.ensemble import Ensemble, Memory, Settings
 from atoll.evaluate.samples import Prompts, Samples
 from atoll.flow import rng

@@ -26,9 +26,9 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.policy import Policy, verify
 from atoll.core.untrusted import Refused, check_bounded, safetensors_header, strict_json
-from atoll.data import shards as shard_files
-from atoll.data.latents import Statistics
-from atoll.data.reader import Shards
+from atoll.data.dataset import Shards
+from atoll.data.stages import shards as shard_files
+from atoll.data.stages.latents import Statistics
 from atoll.islands.store import Store
 from atoll.islands.transfer import fetch, read_manifest, signature_key
 from atoll.nets import DiT, build, load_network

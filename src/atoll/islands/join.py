@@ -19,7 +19,7 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.policy import Policy, Signer, verify
 from atoll.core.untrusted import Refused, safetensors_header, strict_json
-from atoll.data import shards as shard_files
+from atoll.data.stages import shards as shard_files
 from atoll.islands.admission import Contribution, check_declaration, check_files, check_loss
 from atoll.islands.leases import DURATION, Lease, LeaseLost, State, survey
 from atoll.islands.reporter import Reporter, checkpoint_keys, is_checkpoint_key

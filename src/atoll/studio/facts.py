@@ -12,10 +12,10 @@ import torch
 
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
-from atoll.data import clusters as partition
-from atoll.data import ingest
-from atoll.data.clusters import read_assignments
-from atoll.data.ingest import Index
+from atoll.data.stages import clusters as partition
+from atoll.data.stages import ingest
+from atoll.data.stages.clusters import read_assignments
+from atoll.data.stages.ingest import Index
 from atoll.ensemble import Ensemble
 from atoll.ensemble.pictures import COLOURS
 from atoll.ensemble.stored import DECLARATION_FILE

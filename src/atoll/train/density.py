@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.data.reader import Shards
+from atoll.data.dataset import Shards
 from atoll.nets import Condition
 from atoll.nets.conditioning import check_labels
 

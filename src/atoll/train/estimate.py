@@ -15,7 +15,7 @@ from rich.table import Table
 
 from atoll.core.config import Config
 from atoll.core.presets import PUBLISHED
-from atoll.data.models import device
+from atoll.data.pretrained import device
 from atoll.train.compute import measured_rate, training_bytes
 from atoll.train.jobs import Job
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from atoll import flow
 from atoll.core.artifacts import Artifact
-from atoll.data.latents import Statistics
+from atoll.data.stages.latents import Statistics
 from atoll.nets import Condition, PreparedCondition, load_network
 from atoll.train.space import Rescaling, rescaling
 

@@ -24,10 +24,10 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config, NetworkChoice, Train
 from atoll.core.errors import AtollError
 from atoll.core.networks import DEFAULT_NAME, LatentScale, check_fits_data
-from atoll.data.latents import Statistics
-from atoll.data.models import device as pick_device
-from atoll.data.reader import Shards
-from atoll.data.shards import name as shards_name
+from atoll.data.dataset import Shards
+from atoll.data.pretrained import device as pick_device
+from atoll.data.stages.latents import Statistics
+from atoll.data.stages.shards import name as shards_name
 from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
 from atoll.nets.adapters import DiffusersExpert
 from atoll.train import density

@@ -14,7 +14,7 @@ from torch import nn
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Train
 from atoll.core.errors import AtollError
-from atoll.data.reader import Batch
+from atoll.data.dataset import Batch
 from atoll.train.checkpoints import Checkpoints, State
 from atoll.train.ema import Averages
 from atoll.train.journal import Journal

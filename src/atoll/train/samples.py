@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.core.config import Train
-from atoll.data.latents import open_codec
+from atoll.data.stages.latents import open_codec
 from atoll.flow import rng
 from atoll.nets import Condition
 from atoll.train.ema import Averages

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import AtollError
-from atoll.data.latents import Statistics
+from atoll.data.stages.latents import Statistics
 from atoll.flow.schedules import broadcast
 
 TOLERANCE = 1e-4

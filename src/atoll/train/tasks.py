@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll import flow
-from atoll.data.reader import Batch, Shards
+from atoll.data.dataset import Batch, Shards
 from atoll.flow import rng
 from atoll.nets import Condition, Router
 from atoll.train.validation import (

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from atoll import flow
-from atoll.data.reader import Batch, Shards
+from atoll.data.dataset import Batch, Shards
 from atoll.flow import rng
 from atoll.nets import Condition
 

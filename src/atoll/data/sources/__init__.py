@@ -4,8 +4,8 @@ from glob import glob
 from pathlib import Path
 
 from atoll.core.errors import AtollError
-from atoll.data.pictures import SUFFIXES
-from atoll.data.source import Kind, Options, Source
+from atoll.data.images import SUFFIXES
+from atoll.data.sources.base import Kind, Options, Source
 from atoll.data.sources.folder import FolderSource, entries_of, folders
 
 _EXPECTED = (
@@ -18,7 +18,7 @@ def detect(spec: str, options: Options) -> Source:
     """The source that `spec` names, its kind found out unless `options.kind` tells it."""
     kind = options.kind or find_kind(spec)
     if kind == "emoji":
-        from atoll.data.emoji import EmojiSource
+        from atoll.data.sources.emoji import EmojiSource
 
         return EmojiSource(spec.removeprefix("emoji").removeprefix(":"), options)
     if kind == "datasets":
@@ -30,7 +30,7 @@ def detect(spec: str, options: Options) -> Source:
     suffix = ".tar" if kind == "webdataset" else ".parquet"
     root, files = files_of(spec, suffix)
     if kind == "webdataset":
-        from atoll.data.sources.tars import TarSource
+        from atoll.data.sources.webdataset import TarSource
 
         return TarSource(root, files, options)
     from atoll.data.sources.tables import ParquetSource

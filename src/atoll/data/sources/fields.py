@@ -6,8 +6,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from atoll.core.errors import AtollError, unknown
-from atoll.data.pictures import SUFFIXES, BadPicture
-from atoll.data.source import Options, Sample, bad_sample, digest, split_of
+from atoll.data.images import SUFFIXES, BadPicture
+from atoll.data.sources.base import Options, Sample, bad_sample, digest, split_of
 
 CAPTIONS = ("caption", "text", "captions", "prompt", "description", "title")
 LABELS = ("label", "class", "cls", "label_name", "class_name")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError
-from atoll.data.pictures import SUFFIXES, BadPicture
-from atoll.data.source import Options, Sample, bad_sample, digest
+from atoll.data.images import SUFFIXES, BadPicture
+from atoll.data.sources.base import Options, Sample, bad_sample, digest
 from atoll.data.sources.fields import CAPTIONS, as_text, key_of, make_sample
 
 METADATA = ("metadata.jsonl", "metadata.csv")

@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from atoll.core.errors import AtollError, first_line
-from atoll.data.pictures import BadPicture
-from atoll.data.source import Options, Sample, digest
+from atoll.data.images import BadPicture
+from atoll.data.sources.base import Options, Sample, digest
 from atoll.data.sources.fields import IDS, Ids, fingerprint_of, key_of, make_sample, pick_column
 
 _DAMAGE = (OSError, pa.ArrowException)  # what pyarrow raises on damaged files

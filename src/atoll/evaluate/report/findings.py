@@ -18,8 +18,8 @@ from PIL import Image
 from atoll import __version__
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
-from atoll.data import clusters, ingest
-from atoll.data.reader import Shards
+from atoll.data.dataset import Shards
+from atoll.data.stages import clusters, ingest
 from atoll.evaluate.evaluation import LATEST
 from atoll.evaluate.store import ROOM
 from atoll.evaluate.subjects import finished

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core.errors import AtollError
-from atoll.data.latents import open_codec
-from atoll.data.order import shuffled
-from atoll.data.reader import Shards
+from atoll.data.dataset import Shards
+from atoll.data.shuffle import shuffled
+from atoll.data.stages.latents import open_codec
 from atoll.ensemble import Settings, parse
 from atoll.evaluate.samples import Prompts
 from atoll.evaluate.store import keyed

@@ -19,7 +19,7 @@ from atoll.core.errors import AtollError
 
 Kind = Literal["prepare", "experts", "router", "monolith", "student"]
 SHARDS = "data/shards/cluster_{:03d}"
-"""As `atoll.data.shards` names them; that would import torch, and a launch shall answer at once."""
+"""As `atoll.data.stages.shards` names them; that would import torch, and a launch shall answer at once."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
-from atoll.data import clusters, latents, text
-from atoll.data.ingest import Index
+from atoll.data.stages import clusters, latents, text
+from atoll.data.stages.ingest import Index
 
 KIND = "shards"
 SPLITS = ("train", "held-out")

@@ -9,8 +9,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from atoll.data.pictures import SUFFIXES, BadPicture
-from atoll.data.source import Options, Sample, bad_sample
+from atoll.data.images import SUFFIXES, BadPicture
+from atoll.data.sources.base import Options, Sample, bad_sample
 from atoll.data.sources.fields import Ids, as_text, fingerprint_of, make_sample
 
 _SURPLUS = "a second picture of the key {key!r}: keys end at the first dot; rename it without further dots"

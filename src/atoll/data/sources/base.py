@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from atoll.core.errors import AtollError, unknown
-from atoll.data.pictures import BadPicture, decode
+from atoll.data.images import BadPicture, decode
 
 __all__ = ["BadPicture", "Options", "Sample", "Source", "decode", "describe", "open_source"]
 

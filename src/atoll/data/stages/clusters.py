@@ -22,13 +22,13 @@ from atoll.core.artifacts import Artifact, Manifest, to_json
 from atoll.core.config import Clusters, Config
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
-from atoll.data import features
 from atoll.data.chunks import Chunks, read_rows
-from atoll.data.contact import contact_sheets
-from atoll.data.ingest import Index
+from atoll.data.contact_sheet import contact_sheets
 from atoll.data.kmeans import Floats, Integers, Part, fine_count, fit_fine, merge, nearest_centre, separation
-from atoll.data.order import shuffled
-from atoll.data.source import Source
+from atoll.data.shuffle import shuffled
+from atoll.data.sources.base import Source
+from atoll.data.stages import features
+from atoll.data.stages.ingest import Index
 
 NAME = "data/clusters"
 KIND = "clusters"

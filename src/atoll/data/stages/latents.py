@@ -21,9 +21,9 @@ from atoll.core.errors import AtollError, unknown
 from atoll.core.networks import LatentScale
 from atoll.data import autoencoder as shipped
 from atoll.data.chunks import Chunks, Share
-from atoll.data.ingest import Index, Pixels, picture_batches
-from atoll.data.models import device, fingerprint, folder_of, repeatable
-from atoll.data.source import Source
+from atoll.data.pretrained import device, fingerprint, folder_of, repeatable
+from atoll.data.sources.base import Source
+from atoll.data.stages.ingest import Index, Pixels, picture_batches
 
 NAME = "data/latents"
 KIND = "latents"

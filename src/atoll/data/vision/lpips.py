@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll.convert.layout import check_fit
-from atoll.data.ingest import Pixels
-from atoll.data.models import device, fingerprint, repeatable
+from atoll.data.pretrained import device, fingerprint, repeatable
+from atoll.data.stages.ingest import Pixels
 from atoll.evaluate.extractors import Vision, to_pixels
 from atoll.nets.io import read_weights
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
-from atoll.data import shards, text
 from atoll.data.chunks import ahead
-from atoll.data.latents import Statistics
-from atoll.data.order import shuffled
+from atoll.data.shuffle import shuffled
+from atoll.data.stages import shards, text
+from atoll.data.stages.latents import Statistics
 from atoll.flow import rng
 
 LATENT_STREAM = 11

@@ -5,8 +5,8 @@ from contextlib import suppress
 from PIL import Image
 
 from atoll.core.artifacts import Artifact
-from atoll.data.ingest import Index
-from atoll.data.source import BadPicture, Source, decode
+from atoll.data.sources.base import BadPicture, Source, decode
+from atoll.data.stages.ingest import Index
 
 _SIDE, _GAP, _COLUMNS = 64, 4, 8
 

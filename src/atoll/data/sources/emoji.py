@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from atoll.core.errors import AtollError, unknown
-from atoll.data.source import Options, Sample, digest, split_of
+from atoll.data.sources.base import Options, Sample, digest, split_of
 
 SIDE = 128
 """Pixels on a side of every picture."""

@@ -16,8 +16,8 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.errors import AtollError, first_line
 from atoll.data.chunks import Share, ahead
-from atoll.data.ingest import Index
-from atoll.data.models import device, fingerprint, folder_of, load_pretrained, repeatable
+from atoll.data.pretrained import device, fingerprint, folder_of, load_pretrained, repeatable
+from atoll.data.stages.ingest import Index
 
 NAME = "data/text"
 KIND = "text"
