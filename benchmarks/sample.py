@@ -20,10 +20,10 @@ from torch import Tensor
 from atoll import flow
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble import Ensemble, Member, OpenRouter, Told
-from atoll.ensemble.residency import weights_of
+from atoll.experts.expert import Declaration
+from atoll.experts.expert_cache import weights_of
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, load_network, save_network
 from atoll.nets.io import WEIGHTS_FILE
-from atoll.train.expert import Declaration
 from harness import Row, interleave, run
 
 BATCH, TEXT, TEXT_WIDTH, GUIDANCE, K = 64, 77, 768, 4.0, 8

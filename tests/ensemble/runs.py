@@ -10,8 +10,8 @@ from torch import nn
 
 from atoll import flow
 from atoll.core.artifacts import Artifact
+from atoll.experts.density import FILE, Density
 from atoll.nets import build, save_network
-from atoll.train.density import FILE, Density
 
 SMALL = {
     "_class_name": "DiT",

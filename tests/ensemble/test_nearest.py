@@ -11,8 +11,8 @@ from scipy.stats import multivariate_normal
 import atoll
 from atoll.ensemble import Ensemble
 from atoll.ensemble.ideal import ideal_ensemble
+from atoll.experts.density import CAPTION_WEIGHT, Density
 from atoll.nets import Condition
-from atoll.train.density import CAPTION_WEIGHT, Density
 from ensemble.runs import cluster_density
 
 

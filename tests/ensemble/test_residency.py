@@ -12,7 +12,7 @@ import torch
 import atoll
 from atoll.core.errors import AtollError
 from atoll.ensemble.plan import peak_bytes
-from atoll.ensemble.residency import Resident, Residents
+from atoll.experts.expert_cache import Resident, Residents
 from ensemble.runs import SMALL, write_run
 
 PROMPTS = ["a red circle", "a green square", "nothing at all"]

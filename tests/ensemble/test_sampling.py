@@ -13,7 +13,7 @@ import atoll
 from atoll import cli
 from atoll.core.errors import AtollError
 from atoll.ensemble.pictures import read_settings
-from atoll.ensemble.quantise import Int8Linear, quantise
+from atoll.experts.quantize import Int8Linear, quantise
 from atoll.flow import SOLVERS
 from atoll.nets import Condition, DiT, PreparedCondition, load_network
 from ensemble.runs import write_run

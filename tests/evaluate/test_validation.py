@@ -13,7 +13,7 @@ from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.ensemble import Settings
 from atoll.evaluate import Options, diagnostics, evaluate
-from atoll.train.validation import IMAGES
+from atoll.experts.validation import IMAGES
 from train.conftest import merge
 from train.posterior import give_posterior
 from train.workers import TINY

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.experts.density import Density
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig
 from atoll.nets.adapters import build
-from atoll.train.density import Density
 
 SMALL = {"width": 32, "depth": 1, "heads": 2, "size": 8, "channels": 3}
 

@@ -14,7 +14,7 @@ from atoll.convert import read_weights, write_weights
 from atoll.convert.convert import convert, read_source
 from atoll.convert.fold import FlowMatchingOptions
 from atoll.core.errors import AtollError
-from atoll.ensemble.told import Places, replace_rows
+from atoll.experts.batch_conditions import Places, replace_rows
 from atoll.nets import Condition, DiT, DiTConfig, concatenate, load_network, save_network
 
 WIDTH, HEADS, CLASSES, TEXT = 48, 2, 10, 12

@@ -114,8 +114,8 @@ def full_disk(run: Path, rank: int) -> None:
 
 def dies(run: Path, rank: int, *, who: int) -> None:
     """The main process (0) is killed while it writes the result, or the other one (1) while both validate."""
+    from atoll.experts.validation import ValidationSet
     from atoll.train import jobs
-    from atoll.train.validation import ValidationSet
 
     def die(*arguments, **options):
         os._exit(9)
@@ -128,7 +128,7 @@ def dies(run: Path, rank: int, *, who: int) -> None:
 
 def note_batches(run: Path, rank: int) -> None:
     """Write the first row of every batch that this process validates to a file."""
-    from atoll.train.validation import ValidationSet
+    from atoll.experts.validation import ValidationSet
 
     batches = ValidationSet.batches
 

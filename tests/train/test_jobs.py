@@ -22,13 +22,13 @@ from atoll.data.dataset import Batch, Shards
 from atoll.data.prepare import prepare
 from atoll.evaluate.report import Options, report
 from atoll.evaluate.report.showcase import choose
+from atoll.experts.density import FILE, Density, of_shards
+from atoll.experts.expert import open_expert
+from atoll.experts.validation import condition_of, validate
 from atoll.nets import Condition, load_network, save_network
 from atoll.train import Job, run_job
-from atoll.train.density import FILE, Density, of_shards
-from atoll.train.expert import open_expert
 from atoll.train.student import StudentTask
 from atoll.train.tasks import RouterTask
-from atoll.train.validation import condition_of, validate
 from shapes import write_run
 from train.conftest import Copy
 from train.workers import TINY, assert_same_weights, finish, metrics

@@ -20,9 +20,9 @@ from atoll.core.errors import AtollError
 from atoll.data.dataset import Shards
 from atoll.data.prepare import prepare
 from atoll.ensemble.loading import open_member
+from atoll.experts.expert import OpenExpert
 from atoll.nets import Condition
 from atoll.train import Job, run_job
-from atoll.train.expert import OpenExpert
 from atoll.train.tasks import ExpertTask
 from autoencoders import write_autoencoder
 from shapes import COLOURS, write_run

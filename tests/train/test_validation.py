@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from atoll.data.dataset import Shards
+from atoll.experts import validation
+from atoll.experts.validation import TIME_BINS, ValidationSet, validate
 from atoll.nets import Condition
-from atoll.train import validation
-from atoll.train.validation import TIME_BINS, ValidationSet, validate
 from train.posterior import give_posterior
 
 CPU = torch.device("cpu")

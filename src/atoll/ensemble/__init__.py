@@ -2,10 +2,10 @@
 
 from atoll.ensemble.field import Ensemble, OpenRouter
 from atoll.ensemble.loading import load
-from atoll.ensemble.residency import Member, Placement
 from atoll.ensemble.routing import Memory, Routing, parse
 from atoll.ensemble.sampling import Samples, Settings, Trace
-from atoll.ensemble.told import Told
+from atoll.experts.batch_conditions import Told
+from atoll.experts.expert_cache import Member, Placement
 
 __all__ = [
     "Ensemble",

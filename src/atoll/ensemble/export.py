@@ -2,7 +2,7 @@
 
 DST/
     model_index.json       the components: AtollPipeline
-    expert_0/ …, router/   networks with their declarations (atoll.ensemble.stored)
+    expert_0/ …, router/   networks with their declarations (atoll.experts.stored)
     vae/, text_encoder/, tokenizer/, scheduler/
     manifest.json          hash of every file above
     README.md              the model card; not hashed, for people edit it
@@ -17,7 +17,6 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
 from atoll.data.stages.latents import Codec
-from atoll.ensemble import stored
 from atoll.ensemble.card import CARD_FILE, About, card
 from atoll.ensemble.field import Ensemble
 from atoll.ensemble.folder import (
@@ -30,7 +29,8 @@ from atoll.ensemble.folder import (
     forget_paths,
 )
 from atoll.ensemble.loading import load
-from atoll.train.expert import EXPERT_KIND
+from atoll.experts import stored
+from atoll.experts.expert import EXPERT_KIND
 from atoll.train.jobs import ROUTER_KIND
 
 

@@ -18,14 +18,14 @@ from atoll.data.stages.latents import Statistics
 from atoll.ensemble import sampling
 from atoll.ensemble.plan import Plan
 from atoll.ensemble.plan import plan as make_plan
-from atoll.ensemble.residency import Member, Placement, Residents
 from atoll.ensemble.routing import Memory, Routing, Source, parse
-from atoll.ensemble.told import Told
+from atoll.experts.batch_conditions import Told
+from atoll.experts.expert import Declaration, only
+from atoll.experts.expert_cache import Member, Placement, Residents
+from atoll.experts.rescaling import rescaling
 from atoll.flow import LINEAR
 from atoll.flow.schedules import broadcast, check_times
 from atoll.nets import Condition, Router
-from atoll.train.expert import Declaration, only
-from atoll.train.space import rescaling
 
 Guidance = float | Tensor
 

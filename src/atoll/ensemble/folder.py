@@ -14,9 +14,9 @@ from atoll.data.stages.latents import Codec, Pixel, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
 from atoll.ensemble.field import Ensemble, OpenRouter
 from atoll.ensemble.paris import Paris
-from atoll.ensemble.residency import Placement
 from atoll.ensemble.sampling import Models
-from atoll.ensemble.stored import Stored, weights_of
+from atoll.experts.expert_cache import Placement
+from atoll.experts.stored import Stored, weights_of
 from atoll.nets import Router
 
 PIPELINE_KIND = "pipeline"

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from atoll import flow
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble.field import Ensemble, OpenRouter
-from atoll.ensemble.residency import Member
+from atoll.experts.density import SAMPLES, Density
+from atoll.experts.expert import Declaration
+from atoll.experts.expert_cache import Member
 from atoll.nets import Router
-from atoll.train.density import SAMPLES, Density
-from atoll.train.expert import Declaration
 
 END = 1e-5
 """Times nearer to data than this are taken as this: a prediction divides by sigma."""

@@ -13,11 +13,11 @@ from atoll.core.policy import open_trusted
 from atoll.data.pretrained import device as pick_device
 from atoll.ensemble.field import Ensemble, OpenRouter
 from atoll.ensemble.folder import is_folder, load_folder
-from atoll.ensemble.residency import Member, Placement
+from atoll.experts.density import FILE, Density
+from atoll.experts.expert import EXPERT_KIND, Declaration
+from atoll.experts.expert_cache import Member, Placement
 from atoll.nets import Router, load_network
 from atoll.nets.io import WEIGHTS_FILE
-from atoll.train.density import FILE, Density
-from atoll.train.expert import EXPERT_KIND, Declaration
 from atoll.train.jobs import ROUTER_KIND
 
 MODELS = ("experts", "monolith", "student", "expert:K")

@@ -26,12 +26,12 @@ from atoll.core.networks import LatentScale
 from atoll.data.stages.latents import Codec, Pixel, Statistics, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
 from atoll.ensemble.field import OpenRouter
-from atoll.ensemble.residency import Member
 from atoll.ensemble.sampling import Models
-from atoll.ensemble.stored import shapes, weights_of
+from atoll.experts.expert import Declaration
+from atoll.experts.expert_cache import Member
+from atoll.experts.stored import shapes, weights_of
 from atoll.nets import DiT, DiTConfig, Router, RouterConfig
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
-from atoll.train.expert import Declaration
 
 ROUTER_FILES = ("pytorch_model.safetensors", WEIGHTS_FILE)
 

@@ -22,7 +22,6 @@ from atoll.core.artifacts import MANIFEST, Artifact
 from atoll.core.errors import AtollError, unknown
 from atoll.data.stages.latents import Codec, Pixel
 from atoll.data.stages.text import TextEncoder
-from atoll.ensemble import stored
 from atoll.ensemble.card import CARD_FILE
 from atoll.ensemble.field import Ensemble, OpenRouter
 from atoll.ensemble.folder import (
@@ -36,11 +35,12 @@ from atoll.ensemble.folder import (
     refusal,
 )
 from atoll.ensemble.folder import verify as verify_folder
-from atoll.ensemble.residency import Member, Placement, weights_of
 from atoll.ensemble.sampling import Samples
+from atoll.experts import stored
+from atoll.experts.density import Density
+from atoll.experts.expert import Declaration
+from atoll.experts.expert_cache import Member, Placement, weights_of
 from atoll.nets import Condition, Router
-from atoll.train.density import Density
-from atoll.train.expert import Declaration
 
 __all__ = ["AtollPipeline", "ExpertModel", "RouterModel"]
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from atoll.ensemble.residency import Member, Placement, weights_of
+from atoll.experts.expert_cache import Member, Placement, weights_of
 from atoll.nets import Condition, DiT, build
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ from atoll.core.errors import AtollError, unknown
 from atoll.core.progress import progress
 from atoll.data.stages.latents import Codec, Pixel, open_codec
 from atoll.ensemble.routing import Memory, parse
-from atoll.ensemble.told import Told
+from atoll.experts.batch_conditions import Told
 from atoll.flow import rng
 from atoll.nets import Condition
 
 if TYPE_CHECKING:
     from atoll.data.stages.text import TextEncoder
     from atoll.ensemble.field import Ensemble
-    from atoll.train.expert import Declaration
+    from atoll.experts.expert import Declaration
 
 NOISE_STREAM = 21
 DECODE_BATCH = 16

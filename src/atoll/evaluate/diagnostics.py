@@ -1,6 +1,6 @@
 """What governs an ensemble's quality, measured on held-out samples: router, experts, disagreement, mixtures.
 
-The images, their noise and the error are those of `atoll.train.validation`, so the error of an expert on its own
+The images, their noise and the error are those of `atoll.experts.validation`, so the error of an expert on its own
 cluster, of monolith and student, and the router's cross-entropy are the numbers in their manifests. Every expert and
 the router is asked for its answer. All figures of this file follow from those answers, so they cost one pass over
 experts and samples whatever the routings.
@@ -17,9 +17,9 @@ from torch import Tensor
 from atoll.core.progress import progress
 from atoll.data.dataset import Batch, Shards
 from atoll.ensemble import Ensemble
+from atoll.experts.validation import TIME_BINS, ValidationSet, by_time, condition_of, validate, velocity_errors
 from atoll.flow import rng
 from atoll.nets import Condition
-from atoll.train.validation import TIME_BINS, ValidationSet, by_time, condition_of, validate, velocity_errors
 
 DRAW_STREAM = 34
 CALIBRATION_BINS = 15

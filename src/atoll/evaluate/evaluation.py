@@ -20,7 +20,7 @@ from atoll.evaluate.features import FeatureSet, Split, of_reference, of_samples
 from atoll.evaluate.samples import Prompts, Samples, draw, prompts_of
 from atoll.evaluate.store import ROOM, figures
 from atoll.evaluate.subjects import Subject, subjects
-from atoll.train.validation import IMAGES, TIME_BINS, ValidationSet
+from atoll.experts.validation import IMAGES, TIME_BINS, ValidationSet
 
 PARTS = ("metrics", "diversity", "diagnostics", "trajectories")
 LATEST = "latest.json"

@@ -29,15 +29,15 @@ from atoll.core.untrusted import Refused, check_bounded, safetensors_header, str
 from atoll.data.dataset import Shards
 from atoll.data.stages import shards as shard_files
 from atoll.data.stages.latents import Statistics
+from atoll.experts.density import CAPTION_RANK, RANK
+from atoll.experts.density import FILE as DENSITY_FILE
+from atoll.experts.expert import EXPERT_KIND
+from atoll.experts.validation import validate
 from atoll.islands.store import Store
 from atoll.islands.transfer import fetch, read_manifest, signature_key
 from atoll.nets import DiT, build, load_network
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
-from atoll.train.density import CAPTION_RANK, RANK
-from atoll.train.density import FILE as DENSITY_FILE
-from atoll.train.expert import EXPERT_KIND
 from atoll.train.tasks import ExpertTask
-from atoll.train.validation import validate
 
 FROM_THE_DATA = ("labels", "source", "fingerprint", "latents", "statistics", "text")
 CLAIM_TOLERANCE = 0.1

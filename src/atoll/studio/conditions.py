@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from atoll.ensemble import Ensemble, Told
-from atoll.ensemble.told import Places
+from atoll.experts.batch_conditions import Places
 from atoll.nets import Condition
 
 Key = tuple[str | None, str | int | None]

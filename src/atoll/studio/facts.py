@@ -18,13 +18,13 @@ from atoll.data.stages.clusters import read_assignments
 from atoll.data.stages.ingest import Index
 from atoll.ensemble import Ensemble
 from atoll.ensemble.pictures import COLOURS
-from atoll.ensemble.stored import DECLARATION_FILE
+from atoll.experts.expert import Declaration
+from atoll.experts.stored import DECLARATION_FILE
 from atoll.islands.status import JobStatus, status
 from atoll.islands.store import Store
 from atoll.nets import build, count_parameters
 from atoll.studio import wire
 from atoll.studio.models import Models, has_nearest, has_router
-from atoll.train.expert import Declaration
 from atoll.train.journal import METRICS
 
 CAPTIONS, LABELS, EXAMPLES, POINTS, SHORT = 12, 6, 12, 60, 16

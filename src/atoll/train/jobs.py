@@ -28,13 +28,13 @@ from atoll.data.dataset import Shards
 from atoll.data.pretrained import device as pick_device
 from atoll.data.stages.latents import Statistics
 from atoll.data.stages.shards import name as shards_name
+from atoll.experts import density
+from atoll.experts.expert import EXPERT_KIND
 from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
 from atoll.nets.adapters import DiffusersExpert
-from atoll.train import density
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.compute import Cost, cost
 from atoll.train.expected import expected_facts
-from atoll.train.expert import EXPERT_KIND
 from atoll.train.loop import Outcome, Watch, train
 from atoll.train.student import StudentTask, teachers
 from atoll.train.tasks import ExpertTask, RouterTask, Task

@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
+from atoll.experts.validation import TIME_BINS
 from atoll.train.tasks import Losses
-from atoll.train.validation import TIME_BINS
 from atoll.train.world import World
 
 METRICS = "metrics.jsonl"

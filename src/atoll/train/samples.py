@@ -10,12 +10,12 @@ from torch import Tensor
 from atoll import flow
 from atoll.core.config import Train
 from atoll.data.stages.latents import open_codec
+from atoll.experts.validation import condition_of
 from atoll.flow import rng
 from atoll.nets import Condition
 from atoll.train.ema import Averages
 from atoll.train.journal import Journal
 from atoll.train.tasks import Task, told_something
-from atoll.train.validation import condition_of
 
 GRID_STREAM = 13
 GRID_STEPS = 20

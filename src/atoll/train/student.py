@@ -18,9 +18,9 @@ from torch import Tensor
 from atoll import flow
 from atoll.core.artifacts import Artifact
 from atoll.data.dataset import Batch
-from atoll.train.expert import EXPERT_KIND, OpenExpert, open_expert
+from atoll.experts.expert import EXPERT_KIND, OpenExpert, open_expert
+from atoll.experts.validation import ALONE, Processes, condition_of, validate
 from atoll.train.tasks import Forward, Losses, Task, drop, on_linear_path
-from atoll.train.validation import ALONE, Processes, condition_of, validate
 
 TEACHER_BATCH = 64
 

@@ -15,9 +15,7 @@ from torch.nn import functional
 
 from atoll import flow
 from atoll.data.dataset import Batch, Shards
-from atoll.flow import rng
-from atoll.nets import Condition, Router
-from atoll.train.validation import (
+from atoll.experts.validation import (
     ALONE,
     IMAGES,
     Processes,
@@ -27,6 +25,8 @@ from atoll.train.validation import (
     validate,
     velocity_errors,
 )
+from atoll.flow import rng
+from atoll.nets import Condition, Router
 
 DROP_STREAM = 12
 CALIBRATION_IMAGES = IMAGES

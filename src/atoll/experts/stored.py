@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from atoll.convert import check_fit, layout, read_weights, write_weights
 from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError
-from atoll.ensemble.residency import Member
+from atoll.experts.density import FILE as CLUSTER_FILE
+from atoll.experts.density import Density
+from atoll.experts.expert import Declaration
+from atoll.experts.expert_cache import Member
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
-from atoll.train.density import FILE as CLUSTER_FILE
-from atoll.train.density import Density
-from atoll.train.expert import Declaration
 
 DECLARATION_FILE = "declaration.json"
 NULL_FILE = "null.safetensors"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from atoll import flow
 from atoll.core.artifacts import Artifact
 from atoll.data.stages.latents import Statistics
+from atoll.experts.rescaling import Rescaling, rescaling
 from atoll.nets import Condition, PreparedCondition, load_network
-from atoll.train.space import Rescaling, rescaling
 
 EXPERT_KIND = "expert"
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from atoll.core.errors import AtollError
 from atoll.data.stages.latents import Statistics
-from atoll.ensemble.quantise import quantise
-from atoll.ensemble.told import Told, replace_rows
+from atoll.experts.batch_conditions import Told, replace_rows
+from atoll.experts.density import Density
+from atoll.experts.expert import Declaration, OpenExpert, only
+from atoll.experts.quantize import quantise
+from atoll.experts.rescaling import rescaling
 from atoll.nets import Condition, DiT, PreparedCondition
-from atoll.train.density import Density
-from atoll.train.expert import Declaration, OpenExpert, only
-from atoll.train.space import rescaling
 
 PROBES = 4
 """States on which the error of quantised weights is measured."""
