@@ -36,7 +36,7 @@ import atoll
 from atoll import flow
 from atoll.core.artifacts import Artifact
 from atoll.ensemble import Ensemble, Told
-from atoll.ensemble.sampling import NOISE_STREAM
+from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.flow import rng
 from atoll.nets import build, save_network
 from harness import Row, run

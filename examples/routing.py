@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.ensemble import Memory
-from atoll.ensemble.ideal import ideal_ensemble
+from atoll.ensemble.analytic import ideal_ensemble
 
 OBJECTIVES = ["ddpm", "ddpm-linear", "x0", "v-prediction", "flow-matching"]
 STRATEGIES = [

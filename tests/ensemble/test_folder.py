@@ -24,7 +24,7 @@ from atoll.core.errors import AtollError
 from atoll.ensemble import Ensemble
 from atoll.ensemble.loading import open_member
 from atoll.ensemble.pipeline import AtollPipeline
-from atoll.ensemble.sampling import NOISE_STREAM
+from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.experts.expert_cache import Member
 from atoll.flow import rng
 from atoll.nets import Condition

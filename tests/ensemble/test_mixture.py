@@ -9,7 +9,7 @@ from atoll.core.errors import AtollError
 from atoll.core.networks import LatentScale
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble import Memory
-from atoll.ensemble.ideal import ideal_ensemble, seen_in
+from atoll.ensemble.analytic import ideal_ensemble, seen_in
 from atoll.experts.expert_cache import Placement
 
 OBJECTIVES = ["flow-matching", "ddpm", "x0", "v-prediction", "ddpm-linear", "ve-x0"]

@@ -10,7 +10,7 @@ from scipy.stats import multivariate_normal
 
 import atoll
 from atoll.ensemble import Ensemble
-from atoll.ensemble.ideal import ideal_ensemble
+from atoll.ensemble.analytic import ideal_ensemble
 from atoll.experts.density import CAPTION_WEIGHT, Density
 from atoll.nets import Condition
 from ensemble.runs import cluster_density

@@ -12,7 +12,7 @@ import torch
 import atoll
 from atoll.core.errors import AtollError
 from atoll.ensemble.pipeline import AtollPipeline, ExpertModel
-from atoll.ensemble.sampling import NOISE_STREAM
+from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.flow import rng
 
 LABELS: list[str | int] = ["circle", "square", "triangle", "circle"]

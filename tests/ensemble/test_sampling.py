@@ -12,7 +12,7 @@ from PIL import Image
 import atoll
 from atoll import cli
 from atoll.core.errors import AtollError
-from atoll.ensemble.pictures import read_settings
+from atoll.ensemble.images import read_settings
 from atoll.experts.quantize import Int8Linear, quantise
 from atoll.flow import SOLVERS
 from atoll.nets import Condition, DiT, PreparedCondition, load_network

@@ -70,7 +70,7 @@ class Sample:
     def run(self) -> None:
         """Sample, write the files, and say where they are."""
         from atoll.ensemble import load
-        from atoll.ensemble.pictures import save
+        from atoll.ensemble.images import save
 
         ensemble = load(
             self.folder, self.model, resident=self.resident, dtype=self.dtype, strict=self.strict,

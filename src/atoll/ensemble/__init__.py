@@ -1,9 +1,9 @@
 """Many experts, one model: routing, the velocity field, experts in and out of memory, sampling."""
 
-from atoll.ensemble.field import Ensemble, OpenRouter
+from atoll.ensemble.ensemble import Ensemble, OpenRouter
 from atoll.ensemble.loading import load
 from atoll.ensemble.routing import Memory, Routing, parse
-from atoll.ensemble.sampling import Samples, Settings, Trace
+from atoll.ensemble.sampler import Samples, Settings, Trace
 from atoll.experts.batch_conditions import Told
 from atoll.experts.expert_cache import Member, Placement
 

@@ -18,7 +18,7 @@ from atoll.core.errors import AtollError
 from atoll.core.progress import progress
 from atoll.data.stages.latents import Codec
 from atoll.ensemble.card import CARD_FILE, About, card
-from atoll.ensemble.field import Ensemble
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.folder import (
     COMPONENTS,
     EXPERT_CLASS,

@@ -11,7 +11,7 @@ from atoll.core.config import CONFIG_FILE
 from atoll.core.errors import AtollError, unknown
 from atoll.core.policy import open_trusted
 from atoll.data.pretrained import device as pick_device
-from atoll.ensemble.field import Ensemble, OpenRouter
+from atoll.ensemble.ensemble import Ensemble, OpenRouter
 from atoll.ensemble.folder import is_folder, load_folder
 from atoll.experts.density import FILE, Density
 from atoll.experts.expert import EXPERT_KIND, Declaration

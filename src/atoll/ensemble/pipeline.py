@@ -23,7 +23,7 @@ from atoll.core.errors import AtollError, unknown
 from atoll.data.stages.latents import Codec, Pixel
 from atoll.data.stages.text import TextEncoder
 from atoll.ensemble.card import CARD_FILE
-from atoll.ensemble.field import Ensemble, OpenRouter
+from atoll.ensemble.ensemble import Ensemble, OpenRouter
 from atoll.ensemble.folder import (
     COMPONENTS,
     PIPELINE_CLASS,
@@ -35,7 +35,7 @@ from atoll.ensemble.folder import (
     refusal,
 )
 from atoll.ensemble.folder import verify as verify_folder
-from atoll.ensemble.sampling import Samples
+from atoll.ensemble.sampler import Samples
 from atoll.experts import stored
 from atoll.experts.density import Density
 from atoll.experts.expert import Declaration

@@ -20,7 +20,7 @@ from atoll.experts.expert_cache import Member, Placement, weights_of
 from atoll.nets import Condition, DiT, build
 
 if TYPE_CHECKING:
-    from atoll.ensemble.field import Ensemble
+    from atoll.ensemble.ensemble import Ensemble
 
 MEGABYTE = 1e6
 MAPPED = 1 << 25

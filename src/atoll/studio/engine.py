@@ -20,7 +20,7 @@ from torch import Tensor
 from atoll.core.errors import AtollError
 from atoll.ensemble import Memory, parse
 from atoll.ensemble.routing import Decision
-from atoll.ensemble.sampling import NOISE_STREAM
+from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.flow import rng
 from atoll.flow.schedules import broadcast
 from atoll.studio.metrics import Metrics

@@ -17,7 +17,7 @@ from atoll.data.stages import ingest
 from atoll.data.stages.clusters import read_assignments
 from atoll.data.stages.ingest import Index
 from atoll.ensemble import Ensemble
-from atoll.ensemble.pictures import COLOURS
+from atoll.ensemble.images import COLOURS
 from atoll.experts.expert import Declaration
 from atoll.experts.stored import DECLARATION_FILE
 from atoll.islands.status import JobStatus, status

@@ -17,7 +17,7 @@ import torch
 from atoll.core.config import CONFIG_FILE
 from atoll.core.errors import AtollError
 from atoll.ensemble import Ensemble, load, parse
-from atoll.ensemble.sampling import draws_unheard
+from atoll.ensemble.sampler import draws_unheard
 from atoll.evaluate.evaluation import LATEST
 from atoll.evaluate.store import ROOM
 from atoll.studio.conditions import Conditions

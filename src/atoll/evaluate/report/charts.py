@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from atoll.ensemble.pictures import COLOURS
+from atoll.ensemble.images import COLOURS
 from atoll.evaluate.report.html import tag
 
 WIDTH, HEIGHT = 440, 250

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from atoll.core.errors import AtollError
 from atoll.data.stages.latents import Statistics
-from atoll.ensemble import sampling
+from atoll.ensemble import sampler
 from atoll.ensemble.plan import Plan
 from atoll.ensemble.plan import plan as make_plan
 from atoll.ensemble.routing import Memory, Routing, Source, parse
@@ -66,7 +66,7 @@ class Ensemble(nn.Module):
         self.router_network = None if router is None else router.network
         self.routing = parse(routing)
         self.missing = tuple(missing)
-        self.models = sampling.Models(members[0].declaration)
+        self.models = sampler.Models(members[0].declaration)
         self.scheduler: Any = None  # a diffusers scheduler that takes the place of the solver
         first = (router or members[0]).declaration
         self.space: Statistics = first.statistics
@@ -168,11 +168,11 @@ class Ensemble(nn.Module):
 
     def encode(self, prompts: Sequence[str] | None = None, labels: Sequence[str | int] | None = None) -> Condition:
         """The condition of prompts, of classes (names or numbers), or of both, one row for each."""
-        return sampling.encode(self, prompts, labels)
+        return sampler.encode(self, prompts, labels)
 
     def decode(self, latents: Tensor) -> list[Image.Image]:
         """Pictures of latents in the ensemble's space."""
-        return sampling.decode(self, latents)
+        return sampler.decode(self, latents)
 
     def sample(self, prompts: Sequence[str] | None = None, **how: Any) -> list[Image.Image]:
         """Pictures of prompts, of `labels`, or of nothing in particular; see `generate` for all that can be said."""
@@ -188,15 +188,15 @@ class Ensemble(nn.Module):
         batch: int = 64,
         trace: bool = False,
         **settings: Any,
-    ) -> sampling.Samples:
+    ) -> sampler.Samples:
         """Pictures with their latents and, with `trace`, every routing decision.
 
         `n` pictures take prompts, labels and clusters (for the oracle) in turn; without `n` there is one for each.
         Further keywords are those of `Settings`: routing, steps, guidance, guidance_interval, rescale, solver, shift,
         scheduler_times, seed.
         """
-        chosen = sampling.Settings(**{"routing": self.routing.text, **settings})
-        return sampling.generate(self, sampling.request(self, prompts, labels, n, clusters), chosen, batch, trace)
+        chosen = sampler.Settings(**{"routing": self.routing.text, **settings})
+        return sampler.generate(self, sampler.request(self, prompts, labels, n, clusters), chosen, batch, trace)
 
     def plan(self, batch: int = 64, distinct: int | None = None, guided: bool = True) -> Plan:
         """What sampling batches of that size will take in memory; `distinct` prompts, one for each sample if None."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from atoll import flow
 from atoll.data.stages.latents import Statistics
-from atoll.ensemble.field import Ensemble, OpenRouter
+from atoll.ensemble.ensemble import Ensemble, OpenRouter
 from atoll.experts.density import SAMPLES, Density
 from atoll.experts.expert import Declaration
 from atoll.experts.expert_cache import Member

@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, PngImagePlugin
 
 from atoll.data.contact_sheet import sheet
-from atoll.ensemble.sampling import Samples, Trace
+from atoll.ensemble.sampler import Samples, Trace
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99ddff", "#bbbbbb")
 _ROW, _WIDTH, _MARGIN, _LEGEND = 56, 640, 8, 22

@@ -25,7 +25,7 @@ from atoll.nets import Condition
 
 if TYPE_CHECKING:
     from atoll.data.stages.text import TextEncoder
-    from atoll.ensemble.field import Ensemble
+    from atoll.ensemble.ensemble import Ensemble
     from atoll.experts.expert import Declaration
 
 NOISE_STREAM = 21
