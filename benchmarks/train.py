@@ -17,11 +17,11 @@ from atoll.data.dataset import Batch
 from atoll.nets import build
 from atoll.train import Job
 from atoll.train.checkpoints import Checkpoints, State
-from atoll.train.compute import training_bytes
+from atoll.train.cost import training_bytes
+from atoll.train.distributed import World
 from atoll.train.ema import Averages
 from atoll.train.loop import make_optimizer, train
 from atoll.train.tasks import ExpertTask, Forward, Losses, condition_of
-from atoll.train.world import World
 from harness import Row, interleave, run
 
 CHANNELS, SIDE, TEXT, TOKENS = 8, 8, 384, 16

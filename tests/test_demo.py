@@ -16,7 +16,7 @@ from atoll.core.config import Config, load
 from atoll.core.errors import AtollError
 from atoll.data.sources.base import Options
 from atoll.data.sources.emoji import EmojiSource
-from atoll.train.jobs import Job
+from atoll.train.job import Job
 from train.conftest import merge
 from train.workers import TINY
 

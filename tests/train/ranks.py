@@ -73,12 +73,10 @@ def impatient(run: Path, rank: int, *, phase: str) -> None:
     import torch.distributed as dist
 
     from atoll.core import artifacts
-    from atoll.train import jobs
+    from atoll.train import job
     from atoll.train.checkpoints import Checkpoints
 
-    owner, name = {"save": (Checkpoints, "save"), "resume": (Checkpoints, "load_newest"), "end": (jobs, "commit")}[
-        phase
-    ]
+    owner, name = {"save": (Checkpoints, "save"), "resume": (Checkpoints, "load_newest"), "end": (job, "commit")}[phase]
     work, hash_file = getattr(owner, name), artifacts.sha256_of
     hashed: list[Path] = []
 
@@ -104,24 +102,24 @@ def impatient(run: Path, rank: int, *, phase: str) -> None:
 
 def full_disk(run: Path, rank: int) -> None:
     """The main process cannot write the result."""
-    from atoll.train import jobs
+    from atoll.train import job
 
     def fail(*arguments, **options):
         raise OSError("no space left on device")
 
-    jobs.save_network = fail
+    job.save_network = fail
 
 
 def dies(run: Path, rank: int, *, who: int) -> None:
     """The main process (0) is killed while it writes the result, or the other one (1) while both validate."""
     from atoll.experts.validation import ValidationSet
-    from atoll.train import jobs
+    from atoll.train import job
 
     def die(*arguments, **options):
         os._exit(9)
 
     if who == 0:
-        jobs.save_network = die
+        job.save_network = die
     elif rank == 1:
         ValidationSet.gather = die
 

@@ -11,8 +11,9 @@ import torch
 
 from atoll.core import config
 from atoll.core.artifacts import Artifact
-from atoll.train import Job, jobs, run_job
-from atoll.train.world import STEP_TIMEOUT, WAIT_TIMEOUT, group_options
+from atoll.train import Job, run_job
+from atoll.train import job as jobs
+from atoll.train.distributed import STEP_TIMEOUT, WAIT_TIMEOUT, group_options
 from train.conftest import Copy
 from train.ranks import dies, full_disk, impatient, log, note_batches, nothing, run_ranks
 from train.workers import assert_same_weights

@@ -27,7 +27,7 @@ from atoll.experts.expert import open_expert
 from atoll.experts.validation import condition_of, validate
 from atoll.nets import Condition, load_network, save_network
 from atoll.train import Job, run_job
-from atoll.train.student import StudentTask
+from atoll.train.distill import StudentTask
 from atoll.train.tasks import RouterTask
 from shapes import write_run
 from train.conftest import Copy

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atoll.train.journal import forget_after, grid
+from atoll.train.metrics_logger import forget_after, grid
 from train.conftest import Copy
 from train.workers import finish, metrics
 

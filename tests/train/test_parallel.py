@@ -136,7 +136,7 @@ def kill_tree(pid: int) -> None:
 HEAR = """
 import torch
 from atoll.nets import DiT, DiTConfig
-from atoll.train.world import join
+from atoll.train.distributed import join
 
 with join(torch.device("cpu")) as world, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
     torch.manual_seed(0)

@@ -44,7 +44,7 @@ class Train:
             raise AtollError("say what to train: one of --expert K, --router, --monolith, --student")
         config = configuration.load(self.folder, self.overrides)
         from atoll.train.estimate import show_estimate, show_survey
-        from atoll.train.jobs import Job, run_job
+        from atoll.train.job import Job, run_job
         from atoll.train.loop import REQUEUE, Requeue
 
         if not jobs:

@@ -31,7 +31,7 @@ from atoll.ensemble.folder import (
 from atoll.ensemble.loading import load
 from atoll.experts import stored
 from atoll.experts.expert import EXPERT_KIND
-from atoll.train.jobs import ROUTER_KIND
+from atoll.train.job import ROUTER_KIND
 
 
 def export(run: Path, destination: Path, model: str = "experts", licence: str | None = None) -> Manifest:

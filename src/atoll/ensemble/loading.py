@@ -18,7 +18,7 @@ from atoll.experts.expert import EXPERT_KIND, Declaration
 from atoll.experts.expert_cache import Member, Placement
 from atoll.nets import Router, load_network
 from atoll.nets.io import WEIGHTS_FILE
-from atoll.train.jobs import ROUTER_KIND
+from atoll.train.job import ROUTER_KIND
 
 MODELS = ("experts", "monolith", "student", "expert:K")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -11,8 +11,8 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError, unknown
 from atoll.ensemble import Ensemble, Settings, load, parse
 from atoll.experts.expert import EXPERT_KIND
-from atoll.train.compute import Cost, cost, training_bytes
-from atoll.train.jobs import ROUTER_KIND
+from atoll.train.cost import Cost, cost, training_bytes
+from atoll.train.job import ROUTER_KIND
 
 KINDS = ("experts", "monolith", "student", "singles", "expert:K")
 

@@ -28,7 +28,7 @@ from atoll.islands.shared import open_config, settle
 from atoll.islands.store import Store
 from atoll.islands.transfer import commit, fetch, read_manifest, signature_key, upload
 from atoll.train.checkpoints import KIND as CHECKPOINT_KIND
-from atoll.train.jobs import Job, run_job
+from atoll.train.job import Job, run_job
 from atoll.train.loop import Requeue
 
 POLL_SECONDS = 5.0

@@ -15,7 +15,7 @@ from atoll.islands.leases import Lease, LeaseLost
 from atoll.islands.store import Store
 from atoll.islands.transfer import parts_of, proposal_key, signature_key, upload
 from atoll.train.checkpoints import KIND
-from atoll.train.jobs import Job
+from atoll.train.job import Job
 
 _OBJECT = r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json|signatures/[0-9a-f]{64}\.publish\.json)"
 """The rest of a key below the name of a checkpoint, as `atoll.islands.transfer` makes it."""

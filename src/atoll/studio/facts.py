@@ -25,7 +25,7 @@ from atoll.islands.store import Store
 from atoll.nets import build, count_parameters
 from atoll.studio import wire
 from atoll.studio.models import Models, has_nearest, has_router
-from atoll.train.journal import METRICS
+from atoll.train.metrics_logger import METRICS
 
 CAPTIONS, LABELS, EXAMPLES, POINTS, SHORT = 12, 6, 12, 60, 16
 CHUNKS = 16

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.train.distributed import World
 from atoll.train.ema import Averages
-from atoll.train.world import World
 
 KIND = "checkpoint"
 FILE_BYTES = 64 << 20

@@ -16,8 +16,8 @@ from rich.table import Table
 from atoll.core.config import Config
 from atoll.core.presets import PUBLISHED
 from atoll.data.pretrained import device
-from atoll.train.compute import measured_rate, training_bytes
-from atoll.train.jobs import Job
+from atoll.train.cost import measured_rate, training_bytes
+from atoll.train.job import Job
 
 UTILISATION = 0.5
 """Share of the matrix-product rate that training is assumed to reach."""

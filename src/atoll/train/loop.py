@@ -16,11 +16,11 @@ from atoll.core.config import Train
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Batch
 from atoll.train.checkpoints import Checkpoints, State
+from atoll.train.distributed import World, whole
 from atoll.train.ema import Averages
-from atoll.train.journal import Journal
-from atoll.train.samples import draw_grid
+from atoll.train.metrics_logger import Journal
+from atoll.train.previews import draw_grid
 from atoll.train.tasks import Task
-from atoll.train.world import World, whole
 
 REQUEUE = 75
 """Exit code of a job that was asked to stop and saved: run the same command again (EX_TEMPFAIL)."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.nets import Condition, build
-from atoll.train.world import transformer_blocks
+from atoll.train.distributed import transformer_blocks
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass."""

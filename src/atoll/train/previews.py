@@ -14,7 +14,7 @@ from atoll.experts.validation import condition_of
 from atoll.flow import rng
 from atoll.nets import Condition
 from atoll.train.ema import Averages
-from atoll.train.journal import Journal
+from atoll.train.metrics_logger import Journal
 from atoll.train.tasks import Task, told_something
 
 GRID_STREAM = 13

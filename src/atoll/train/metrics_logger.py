@@ -17,8 +17,8 @@ from tqdm import tqdm
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
 from atoll.experts.validation import TIME_BINS
+from atoll.train.distributed import World
 from atoll.train.tasks import Losses
-from atoll.train.world import World
 
 METRICS = "metrics.jsonl"
 Tracker = Callable[[dict[str, float], int], None]

@@ -33,12 +33,12 @@ from atoll.experts.expert import EXPERT_KIND
 from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
 from atoll.nets.adapters import DiffusersExpert
 from atoll.train.checkpoints import Checkpoints
-from atoll.train.compute import Cost, cost
+from atoll.train.cost import Cost, cost
+from atoll.train.distill import StudentTask, teachers
+from atoll.train.distributed import World, join, whole
 from atoll.train.expected import expected_facts
 from atoll.train.loop import Outcome, Watch, train
-from atoll.train.student import StudentTask, teachers
 from atoll.train.tasks import ExpertTask, RouterTask, Task
-from atoll.train.world import World, join, whole
 
 ROUTER_KIND = "router"
 Kind = Literal["expert", "router", "monolith", "student"]
