@@ -11,8 +11,8 @@ from PIL import Image, ImageDraw, ImageFont
 from atoll import demo
 from atoll.core.config import load
 from atoll.ensemble import Settings
+from atoll.evaluate.models import Subject
 from atoll.evaluate.report.showcase import Showcase, choose
-from atoll.evaluate.subjects import Subject
 
 SIDE, GAP, LEFT, TOP = 96, 6, 150, 58
 

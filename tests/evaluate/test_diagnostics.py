@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from atoll.evaluate.diagnostics import Answers, calibration_error, error_matrix, mean_angle, report, router_figures
-from atoll.evaluate.samples import shares
+from atoll.evaluate.generated import shares
 from atoll.evaluate.trajectories import nearest
 
 

@@ -17,8 +17,8 @@ from atoll.ensemble import Settings, load
 from atoll.evaluate import Options, diagnostics, evaluate
 from atoll.evaluate.distances import Gaussian, frechet, kernel_distance
 from atoll.evaluate.features import of_reference, of_samples
-from atoll.evaluate.samples import draw, prompts_of
-from atoll.evaluate.subjects import Subject, subjects
+from atoll.evaluate.generated import draw, prompts_of
+from atoll.evaluate.models import Subject, subjects
 
 EXTRACTOR = "efficientnet-lite0"
 SMALL = ["--samples", "12", "--steps", "3", "--references", "24", "--extractors", EXTRACTOR, "--diversity", "2", "2"]
@@ -143,7 +143,7 @@ def test_figures_can_be_taken_again_from_what_is_kept(trained: Path, answer: dic
 def test_a_set_that_was_interrupted_continues_to_the_same_pictures(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atoll.evaluate.samples.CHUNK", 4)
+    monkeypatch.setattr("atoll.evaluate.generated.CHUNK", 4)
     prompts, subject = prompts_of(trained, 3, 10), Subject(trained, "experts", "top-2")
     settings = Settings(routing="top-2", steps=2)
     whole = draw(subject, prompts, settings, "whole", 64, None)

@@ -15,11 +15,11 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError, unknown
 from atoll.ensemble import Settings
 from atoll.evaluate import diagnostics, metrics, trajectories
+from atoll.evaluate.cache import ROOM, figures
 from atoll.evaluate.extractors import open_alignment
 from atoll.evaluate.features import FeatureSet, Split, of_reference, of_samples
-from atoll.evaluate.samples import Prompts, Samples, draw, prompts_of
-from atoll.evaluate.store import ROOM, figures
-from atoll.evaluate.subjects import Subject, subjects
+from atoll.evaluate.generated import Prompts, Samples, draw, prompts_of
+from atoll.evaluate.models import Subject, subjects
 from atoll.experts.validation import IMAGES, TIME_BINS, ValidationSet
 
 PARTS = ("metrics", "diversity", "diagnostics", "trajectories")

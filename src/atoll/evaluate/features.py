@@ -19,10 +19,10 @@ from atoll.data.chunks import Chunks, ahead
 from atoll.data.shuffle import shuffled
 from atoll.data.sources.base import BadPicture, Sample, Source, decode
 from atoll.data.stages.ingest import Index, Pixels, open_configured
+from atoll.evaluate.cache import keyed
 from atoll.evaluate.distances import Gaussian
 from atoll.evaluate.extractors import BATCH, Vision, open_vision, weights_of
-from atoll.evaluate.samples import CHUNK, Samples
-from atoll.evaluate.store import keyed
+from atoll.evaluate.generated import CHUNK, Samples
 
 KIND = "evaluation features"
 _STATISTICS = "statistics.safetensors"

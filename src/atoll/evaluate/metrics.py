@@ -10,11 +10,11 @@ import torch
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
 from atoll.data.vision.lpips import Perceptual, open_perceptual
+from atoll.evaluate.cache import figures
 from atoll.evaluate.distances import Gaussian, Spread, frechet, kernel_distance, pairwise_mean, precision_recall
 from atoll.evaluate.extractors import Alignment
 from atoll.evaluate.features import KIND, FeatureSet, opened
-from atoll.evaluate.samples import Samples
-from atoll.evaluate.store import figures
+from atoll.evaluate.generated import Samples
 
 KID_LEAST, NEIGHBOURS_LEAST = 100, 500
 """Samples below which KID's error, or the holes between neighbours, drown what is measured."""

@@ -13,7 +13,7 @@ from atoll import flow
 from atoll.core.progress import progress
 from atoll.data.dataset import Shards
 from atoll.ensemble import Ensemble, Memory, Settings
-from atoll.evaluate.samples import Prompts, Samples
+from atoll.evaluate.generated import Prompts, Samples
 from atoll.flow import rng
 
 NOISE_STREAM = 35

@@ -18,8 +18,8 @@ from atoll.core.config import CONFIG_FILE
 from atoll.core.errors import AtollError
 from atoll.ensemble import Ensemble, load, parse
 from atoll.ensemble.sampler import draws_unheard
+from atoll.evaluate.cache import ROOM
 from atoll.evaluate.evaluation import LATEST
-from atoll.evaluate.store import ROOM
 from atoll.studio.conditions import Conditions
 from atoll.studio.wire import GUIDANCE, STEPS, RefusalError
 

@@ -8,10 +8,10 @@ from typing import Any
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.ensemble import Settings, parse
+from atoll.evaluate.models import Subject, finished, subjects
 from atoll.evaluate.report.findings import Findings
 from atoll.evaluate.report.page import page
 from atoll.evaluate.report.showcase import Showcase, choose
-from atoll.evaluate.subjects import Subject, finished, subjects
 
 __all__ = ["Options", "report"]
 

@@ -20,9 +20,9 @@ from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.data.dataset import Shards
 from atoll.data.stages import clusters, ingest
+from atoll.evaluate.cache import ROOM
 from atoll.evaluate.evaluation import LATEST
-from atoll.evaluate.store import ROOM
-from atoll.evaluate.subjects import finished
+from atoll.evaluate.models import finished
 
 LABELS_LOOKED_AT = 512
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from atoll.evaluate.models import Subject
 from atoll.evaluate.report import words
 from atoll.evaluate.report.charts import Line, colour, lines
 from atoll.evaluate.report.findings import Findings, Job
@@ -21,7 +22,6 @@ from atoll.evaluate.report.html import (
     word,
 )
 from atoll.evaluate.report.pictures import title
-from atoll.evaluate.subjects import Subject
 
 NO_ANSWER = 2.0
 """Mean square of a velocity eps - x0 in normalised latents: the error of the answer 0."""

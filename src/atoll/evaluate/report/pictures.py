@@ -2,12 +2,12 @@
 
 from html import escape
 
+from atoll.evaluate.models import Subject
 from atoll.evaluate.report import words
 from atoll.evaluate.report.charts import colour, diagram, legend, ribbon
 from atoll.evaluate.report.findings import Findings, Job
 from atoll.evaluate.report.html import missing, picture, prose, section, tag, word
 from atoll.evaluate.report.showcase import Example, Strip
-from atoll.evaluate.subjects import Subject
 
 ROUTINGS = {"top-1": "the most probable expert", "top-2": "the two most probable", "full": "all of them, weighted"}
 

@@ -20,9 +20,9 @@ from atoll.data.dataset import Shards
 from atoll.data.shuffle import shuffled
 from atoll.data.stages.latents import open_codec
 from atoll.ensemble import Settings, parse
-from atoll.evaluate.samples import Prompts
-from atoll.evaluate.store import keyed
-from atoll.evaluate.subjects import Subject
+from atoll.evaluate.cache import keyed
+from atoll.evaluate.generated import Prompts
+from atoll.evaluate.models import Subject
 
 KIND = "showcase"
 FILE = "pictures.safetensors"

@@ -29,8 +29,8 @@ from atoll.data.shuffle import shuffled
 from atoll.data.stages.ingest import Pixels
 from atoll.ensemble import Ensemble, Settings
 from atoll.ensemble import Samples as Generated
-from atoll.evaluate.store import keyed
-from atoll.evaluate.subjects import Subject
+from atoll.evaluate.cache import keyed
+from atoll.evaluate.models import Subject
 from atoll.flow import rng
 
 KIND = "evaluation samples"
