@@ -12,7 +12,7 @@ from atoll import demo
 from atoll.core.config import load
 from atoll.ensemble import Settings
 from atoll.evaluate.models import Subject
-from atoll.evaluate.report.showcase import Showcase, choose
+from atoll.report.gallery import Showcase, choose
 
 SIDE, GAP, LEFT, TOP = 96, 6, 150, 58
 

@@ -17,9 +17,9 @@ from atoll.core.config import load
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Shards
 from atoll.evaluate.generated import prompts_of
-from atoll.evaluate.report import Options, report
-from atoll.evaluate.report.charts import Line, lines, ticks
-from atoll.evaluate.report.html import SMALL, lookup, picture, power
+from atoll.report import Options, report
+from atoll.report.charts import Line, lines, ticks
+from atoll.report.html import SMALL, lookup, picture, power
 
 FEW = ["--samples", "12", "--steps", "2", "--references", "24", "--extractors", "efficientnet-lite0", "--guidance", "2"]
 FEW += [

@@ -20,12 +20,12 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Batch, Shards
 from atoll.data.prepare import prepare
-from atoll.evaluate.report import Options, report
-from atoll.evaluate.report.showcase import choose
 from atoll.experts.density import FILE, Density, of_shards
 from atoll.experts.expert import open_expert
 from atoll.experts.validation import condition_of, validate
 from atoll.nets import Condition, load_network, save_network
+from atoll.report import Options, report
+from atoll.report.gallery import choose
 from atoll.train import Job, run_job
 from atoll.train.distill import StudentTask
 from atoll.train.tasks import RouterTask

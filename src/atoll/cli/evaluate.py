@@ -114,7 +114,7 @@ class Report:
         from contextlib import redirect_stdout
 
         config = configuration.load(self.folder, self.overrides)
-        from atoll.evaluate.report import Options, report
+        from atoll.report import Options, report
 
         options = Options(self.prompts, self.routings or None, self.steps, self.guidance, self.seed)
         with redirect_stdout(sys.stderr):

@@ -3,11 +3,11 @@
 from html import escape
 
 from atoll.evaluate.models import Subject
-from atoll.evaluate.report import words
-from atoll.evaluate.report.charts import colour, diagram, legend, ribbon
-from atoll.evaluate.report.findings import Findings, Job
-from atoll.evaluate.report.html import missing, picture, prose, section, tag, word
-from atoll.evaluate.report.showcase import Example, Strip
+from atoll.report import texts
+from atoll.report.charts import colour, diagram, legend, ribbon
+from atoll.report.data import Findings, Job
+from atoll.report.gallery import Example, Strip
+from atoll.report.html import missing, picture, prose, section, tag, word
 
 ROUTINGS = {"top-1": "the most probable expert", "top-2": "the two most probable", "full": "all of them, weighted"}
 
@@ -32,7 +32,7 @@ def hero(findings: Findings, examples: list[Example], strip: Strip) -> str:
     ]
     experts, known = len(findings.experts), findings.pictures
     data = f"{known:,} pictures" if known else "the pictures"
-    lead = prose(words.LEAD, experts=experts, data=data, routing=strip.subject.routing)
+    lead = prose(texts.LEAD, experts=experts, data=data, routing=strip.subject.routing)
     return tag("p", lead, class_="lead") + tag("div", *cards, class_="gallery")
 
 
@@ -44,7 +44,7 @@ def method(findings: Findings) -> str:
     return section(
         "method",
         "How it works",
-        tag("p", prose(words.METHOD)),
+        tag("p", prose(texts.METHOD)),
         diagram(len(findings.experts)),
         tag("p", where, class_="note"),
     )
@@ -71,8 +71,8 @@ def strategies(findings: Findings, examples: list[Example], strips: list[Strip])
         ]
         rows.append(_row(title(strip.subject), cells))
     splits = {example.split for example in examples}
-    seen = words.SOME_UNSEEN if "held-out" in splits else words.ALL_SEEN if splits == {"train"} else ""
-    note = f"{words.SAME_NOISE} {prose(seen)}"
+    seen = texts.SOME_UNSEEN if "held-out" in splits else texts.ALL_SEEN if splits == {"train"} else ""
+    note = f"{texts.SAME_NOISE} {prose(seen)}"
     return section("pictures", heading, tag("p", note), _grid(head, rows), *absent)
 
 
@@ -91,7 +91,7 @@ def alone(examples: list[Example], strips: list[Strip], jobs: list[Job]) -> str:
     return section(
         "alone",
         "Each expert alone",
-        tag("p", prose(words.ALONE)),
+        tag("p", prose(texts.ALONE)),
         _grid([_head(example) for example in examples], rows),
     )
 
@@ -136,7 +136,7 @@ def clusters(findings: Findings) -> str:
     return section(
         "clusters",
         "The parts of the data",
-        tag("p", prose(words.CLUSTERS[findings.config.clusters.method])),
+        tag("p", prose(texts.CLUSTERS[findings.config.clusters.method])),
         tag("div", *cards, class_="sheets"),
     )
 
@@ -158,6 +158,6 @@ def routing(findings: Findings, examples: list[Example], strip: Strip | None) ->
         about = f"{example.told}: probability of each expert from noise to picture"
         text = tag("div", tag("span", escape(example.told)), ribbon(shares, colours, about))
         rows.append(tag("li", text, picture(made, example.told)))
-    text = prose(words.ROUTING) + " " + (words.ROUTER_READS if reads else words.ROUTER_LOOKS)
+    text = prose(texts.ROUTING) + " " + (texts.ROUTER_READS if reads else texts.ROUTER_LOOKS)
     key = legend([(f"expert {expert}", colour(expert), False) for expert in experts])
     return section("routing", heading, tag("p", text), key, tag("ul", *rows, class_="ribbons"))

@@ -8,11 +8,11 @@ from importlib import resources
 
 from atoll.core.config import CONFIG_FILE
 from atoll.ensemble import Settings
-from atoll.evaluate.report import numbers, pictures
-from atoll.evaluate.report.findings import Findings, machine
-from atoll.evaluate.report.html import section, tag
-from atoll.evaluate.report.showcase import Example, Strip
-from atoll.evaluate.report.words import GLOSSARY
+from atoll.report import images, numbers
+from atoll.report.data import Findings, machine
+from atoll.report.gallery import Example, Strip
+from atoll.report.html import section, tag
+from atoll.report.texts import GLOSSARY
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """What a browser may load for the page: nothing that is not inside it."""
@@ -35,12 +35,12 @@ def page(findings: Findings, settings: Settings, examples: list[Example], strips
     first = next((strip for strip in mixed if strip.subject.routing == settings.routing), None)
     jobs = [job for job in findings.experts if f"expert:{job.expert}" in {strip.subject.model for strip in singles}]
     body = [
-        pictures.hero(findings, examples, first) if first else "",
-        pictures.method(findings),
-        pictures.strategies(findings, examples, shared),
-        pictures.alone(examples, singles, jobs) if singles else "",
-        pictures.clusters(findings),
-        pictures.routing(findings, examples, next((strip for strip in mixed if strip.probabilities is not None), None)),
+        images.hero(findings, examples, first) if first else "",
+        images.method(findings),
+        images.strategies(findings, examples, shared),
+        images.alone(examples, singles, jobs) if singles else "",
+        images.clusters(findings),
+        images.routing(findings, examples, next((strip for strip in mixed if strip.probabilities is not None), None)),
         numbers.losses(findings),
         numbers.figures(findings),
         numbers.diagnostics(findings),

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from atoll.evaluate.report.words import GLOSSARY
+from atoll.report.texts import GLOSSARY
 
 SMALL = 256
 """Pixels on a side up to which a picture stays a PNG."""

@@ -5,23 +5,11 @@ from html import escape
 from typing import Any
 
 from atoll.evaluate.models import Subject
-from atoll.evaluate.report import words
-from atoll.evaluate.report.charts import Line, colour, lines
-from atoll.evaluate.report.findings import Findings, Job
-from atoll.evaluate.report.html import (
-    fixed,
-    lookup,
-    megabytes,
-    missing,
-    number,
-    power,
-    prose,
-    section,
-    table,
-    tag,
-    word,
-)
-from atoll.evaluate.report.pictures import title
+from atoll.report import texts
+from atoll.report.charts import Line, colour, lines
+from atoll.report.data import Findings, Job
+from atoll.report.html import fixed, lookup, megabytes, missing, number, power, prose, section, table, tag, word
+from atoll.report.images import title
 
 NO_ANSWER = 2.0
 """Mean square of a velocity eps - x0 in normalised latents: the error of the answer 0."""
@@ -40,7 +28,7 @@ def losses(findings: Findings) -> str:
         charts.append(
             tag("div", tag("h3", escape(_loss_name(kind))), lines(series, "samples seen", "loss", f"{kind} loss"))
         )
-    return section("training", "Training", tag("p", prose(words.LOSSES)), tag("div", *charts, class_="charts"))
+    return section("training", "Training", tag("p", prose(texts.LOSSES)), tag("div", *charts, class_="charts"))
 
 
 def _curve(job: Job) -> list[tuple[float, float]]:
@@ -71,7 +59,7 @@ def figures(findings: Findings) -> str:
     subjects = [Subject(findings.run, model["model"], model["routing"]) for model in answer["models"]]
     parts = [_quality(answer, subjects), _protocol(answer), _costs(answer, subjects)]
     equal = _equal_flops(findings)
-    return section("figures", "Figures", *parts, tag("p", equal + prose(words.COSTS), class_="note"))
+    return section("figures", "Figures", *parts, tag("p", equal + prose(texts.COSTS), class_="note"))
 
 
 def extractors(answer: Mapping[str, Any]) -> list[str]:
@@ -143,7 +131,7 @@ def _protocol(answer: Mapping[str, Any]) -> str:
             f"{told['samples']:,} pictures of each model for {asked}, seed {told['seed']}, "
             f"{told['steps']} steps of {told['solver']}, guidance {told['guidance']:g}, against {real['pictures']:,} "
             f"real pictures ({real['split']}), seen through {name}{f' (weights {weights}…)' if weights else ''}. "
-            f"{words.FEW}"
+            f"{texts.FEW}"
         )
     spread = next((model["diversity"]["protocol"] for model in answer["models"] if "diversity" in model), None)
     if spread:
@@ -231,7 +219,7 @@ def _accuracy(findings: Findings, experts: Mapping[str, Any]) -> str:
             Line(f"always the largest cluster ({chance:.0%})", [(0, chance), (1, chance)], "var(--soft)", True)
         )
     mean = number(findings.figures, ("diagnostics", "experts", "router", "accuracy", "mean"), lambda v: f"{v:.0%}")
-    text = prose(words.ROUTER, accuracy=mean)
+    text = prose(texts.ROUTER, accuracy=mean)
     chart = lines(series, "noise: 0 is the picture, 1 is noise", "share", "router accuracy by time", top=1.0)
     return tag("div", tag("h3", "Router"), tag("p", text), chart)
 
@@ -243,10 +231,10 @@ def _errors(found: Mapping[str, Any], experts: Mapping[str, Any]) -> str:
     ]
     for name, value in found.get("dense", {}).items():
         series.append(Line(name, _over_time(value["by_time"]), DENSE.get(name, "var(--ink)"), dashed=True))
-    text = prose(words.HELD_OUT)
+    text = prose(texts.HELD_OUT)
     values = [*experts.get("velocity_error", {}).values(), *found.get("dense", {}).values()]
     if min(value["mean"] for value in values) > NO_ANSWER:
-        text += " " + prose(words.BY_HEART, nothing=NO_ANSWER)
+        text += " " + prose(texts.BY_HEART, nothing=NO_ANSWER)
     chart = lines(series, "noise: 0 is the picture, 1 is noise", "error", "held-out error by time")
     return tag("div", tag("h3", "Held-out error"), tag("p", text), chart)
 
@@ -268,9 +256,9 @@ def _matrix(findings: Findings, experts: Mapping[str, Any]) -> str:
             cells.append(tag("td", shown, class_=f"heat{own}", style=f"--heat:{share:.2f}"))
         body.append(tag("tr", tag("th", f"cluster {cluster}", scope="row"), *cells))
     top = tag("tr", tag("td", ""), *[tag("th", f"expert {name}", scope="col") for name in names])
-    text = prose(words.MATRIX)
+    text = prose(texts.MATRIX)
     if len({job.objective for job in findings.experts}) > 1:
-        text += " " + prose(words.MIXED)
+        text += " " + prose(texts.MIXED)
     grid = tag(
         "div", tag("table", tag("thead", top), tag("tbody", *body), class_="matrix"), class_="wide", tabindex="0"
     )

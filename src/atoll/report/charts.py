@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 from atoll.ensemble.images import COLOURS
-from atoll.evaluate.report.html import tag
+from atoll.report.html import tag
 
 WIDTH, HEIGHT = 440, 250
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 40

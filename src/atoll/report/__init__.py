@@ -9,9 +9,9 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.ensemble import Settings, parse
 from atoll.evaluate.models import Subject, finished, subjects
-from atoll.evaluate.report.findings import Findings
-from atoll.evaluate.report.page import page
-from atoll.evaluate.report.showcase import Showcase, choose
+from atoll.report.data import Findings
+from atoll.report.gallery import Showcase, choose
+from atoll.report.page import page
 
 __all__ = ["Options", "report"]
 
