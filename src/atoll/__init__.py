@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atoll.ensemble import load
-    from atoll.ensemble.pipeline import AtollPipeline
+    from atoll.export.pipeline import AtollPipeline
 
 __all__ = ["AtollPipeline", "__version__", "load"]
 __version__ = version("atoll")
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 
         return load
     if name == "AtollPipeline":
-        from atoll.ensemble.pipeline import AtollPipeline
+        from atoll.export.pipeline import AtollPipeline
 
         return AtollPipeline
     raise AttributeError(f"module 'atoll' has no attribute {name!r}")

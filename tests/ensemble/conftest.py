@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.ensemble.export import export
+from atoll.export.writer import export
 from ensemble.runs import write_run
 
 

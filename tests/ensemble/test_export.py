@@ -15,8 +15,8 @@ import atoll
 from atoll import cli, flow
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
-from atoll.ensemble.card import About, card
-from atoll.ensemble.export import export
+from atoll.export.model_card import About, card
+from atoll.export.writer import export
 from atoll.nets import Condition, load_network
 from ensemble.runs import SMALL, SPACE, facts, write_network, write_run
 
@@ -26,7 +26,7 @@ SAME_IN_A_NEW_PROCESS = """
 import sys, numpy, torch
 torch.set_num_threads(1)
 from safetensors.torch import load_file
-from atoll.ensemble.pipeline import AtollPipeline
+from atoll.export.pipeline import AtollPipeline
 pipe = AtollPipeline.from_pretrained(sys.argv[1])
 how = dict(num_inference_steps=3, guidance_scale=3.0, routing="top-2", seed=5)
 prompts = ["a red circle", "a green square", "nothing at all"]

@@ -23,9 +23,9 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.ensemble import Ensemble
 from atoll.ensemble.loading import open_member
-from atoll.ensemble.pipeline import AtollPipeline
 from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.experts.expert_cache import Member
+from atoll.export.pipeline import AtollPipeline
 from atoll.flow import rng
 from atoll.nets import Condition
 from ensemble.runs import facts, write_network

@@ -11,8 +11,8 @@ import torch
 
 import atoll
 from atoll.core.errors import AtollError
-from atoll.ensemble.pipeline import AtollPipeline, ExpertModel
 from atoll.ensemble.sampler import NOISE_STREAM
+from atoll.export.pipeline import AtollPipeline, ExpertModel
 from atoll.flow import rng
 
 LABELS: list[str | int] = ["circle", "square", "triangle", "circle"]

@@ -15,8 +15,8 @@ from PIL import Image
 
 import atoll
 from atoll import cli
-from atoll.ensemble.export import export
 from atoll.ensemble.images import COLOURS
+from atoll.export.writer import export
 from atoll.studio.app import Studio
 from atoll.studio.models import Usual, usual_settings
 from studio.conftest import http, serving

@@ -120,7 +120,7 @@ class Export:
 
     def run(self) -> None:
         """Export, and say how to open it."""
-        from atoll.ensemble.export import export
+        from atoll.export.writer import export
 
         made = export(self.folder, self.destination, self.model, self.licence)
         if self.json:

@@ -21,7 +21,7 @@ from atoll.nets import Router
 
 PIPELINE_KIND = "pipeline"
 PIPELINE_CLASS = "AtollPipeline"
-COMPONENTS = "atoll.ensemble.pipeline"
+COMPONENTS = "atoll.export.pipeline"
 EXPERT_CLASS, ROUTER_CLASS = "ExpertModel", "RouterModel"
 INDEX_FILE = "model_index.json"
 LIBRARIES = {"vae": "diffusers", "scheduler": "diffusers", "text_encoder": "transformers", "tokenizer": "transformers"}

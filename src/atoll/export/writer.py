@@ -17,7 +17,6 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
 from atoll.data.stages.latents import Codec
-from atoll.ensemble.card import CARD_FILE, About, card
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.folder import (
     COMPONENTS,
@@ -31,6 +30,7 @@ from atoll.ensemble.folder import (
 from atoll.ensemble.loading import load
 from atoll.experts import stored
 from atoll.experts.expert import EXPERT_KIND
+from atoll.export.model_card import CARD_FILE, About, card
 from atoll.train.job import ROUTER_KIND
 
 

@@ -22,7 +22,6 @@ from atoll.core.artifacts import MANIFEST, Artifact
 from atoll.core.errors import AtollError, unknown
 from atoll.data.stages.latents import Codec, Pixel
 from atoll.data.stages.text import TextEncoder
-from atoll.ensemble.card import CARD_FILE
 from atoll.ensemble.ensemble import Ensemble, OpenRouter
 from atoll.ensemble.folder import (
     COMPONENTS,
@@ -40,6 +39,7 @@ from atoll.experts import stored
 from atoll.experts.density import Density
 from atoll.experts.expert import Declaration
 from atoll.experts.expert_cache import Member, Placement, weights_of
+from atoll.export.model_card import CARD_FILE
 from atoll.nets import Condition, Router
 
 __all__ = ["AtollPipeline", "ExpertModel", "RouterModel"]
