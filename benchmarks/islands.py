@@ -18,11 +18,11 @@ from pathlib import Path
 
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
-from atoll.islands.join import Worker
+from atoll.islands.checkpoint_publisher import Reporter
 from atoll.islands.leases import DURATION, MARGIN, Lease
-from atoll.islands.reporter import Reporter
-from atoll.islands.shared import open_config, push
+from atoll.islands.remote_run import open_config, push
 from atoll.islands.store import Store
+from atoll.islands.worker import Worker
 from atoll.train import Job, run_job
 from harness import Row, run
 from train import make_run

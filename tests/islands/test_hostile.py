@@ -18,7 +18,7 @@ from atoll.core.policy import Policy, Signer
 from atoll.core.untrusted import Refused, safetensors_header
 from atoll.data.prepare import prepare
 from atoll.islands.admission import DENSITY_FILE, Contribution, _check_density, review
-from atoll.islands.shared import pull, push
+from atoll.islands.remote_run import pull, push
 from atoll.islands.store import Store
 from atoll.islands.transfer import fetch, read_manifest
 from atoll.train import Job, run_job

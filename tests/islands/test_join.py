@@ -17,7 +17,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.policy import Signer
 from atoll.islands.leases import Lease, look, survey
-from atoll.islands.shared import admit, pull, push
+from atoll.islands.remote_run import admit, pull, push
 from atoll.islands.status import status
 from atoll.islands.store import Store
 from atoll.islands.transfer import read_manifest

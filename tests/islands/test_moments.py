@@ -12,12 +12,13 @@ import pytest
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.policy import Signer
-from atoll.islands import admission, join, leases
-from atoll.islands.join import Worker, open_worker
+from atoll.islands import admission, leases
+from atoll.islands import worker as join
+from atoll.islands.checkpoint_publisher import Reporter
 from atoll.islands.leases import Lease, look
-from atoll.islands.reporter import Reporter
-from atoll.islands.shared import admit, push
+from atoll.islands.remote_run import admit, push
 from atoll.islands.store import Store
+from atoll.islands.worker import Worker, open_worker
 from atoll.train import Job
 from atoll.train.loop import stop_signals
 from train.conftest import Copy

@@ -14,12 +14,12 @@ from atoll.core.artifacts import Artifact, to_json
 from atoll.core.errors import AtollError
 from atoll.core.policy import Signer
 from atoll.islands import leases
-from atoll.islands.join import Worker, open_worker
+from atoll.islands.checkpoint_publisher import Reporter, is_checkpoint_key
 from atoll.islands.leases import KEPT, MAX_WHY, Lease, key_of, look, survey
-from atoll.islands.reporter import Reporter, is_checkpoint_key
-from atoll.islands.shared import push
+from atoll.islands.remote_run import push
 from atoll.islands.status import status
 from atoll.islands.store import Store
+from atoll.islands.worker import Worker, open_worker
 from atoll.train import Job
 from train.conftest import Copy
 

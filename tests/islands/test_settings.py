@@ -10,10 +10,10 @@ import yaml
 from atoll import cli
 from atoll.core import config
 from atoll.core.errors import AtollError
-from atoll.islands.join import open_worker
-from atoll.islands.settings import read_shared, shared_part
-from atoll.islands.shared import open_config, pull, push
+from atoll.islands.remote_run import open_config, pull, push
+from atoll.islands.shared_settings import read_shared, shared_part
 from atoll.islands.store import Store
+from atoll.islands.worker import open_worker
 from train.conftest import Copy, merge
 
 MACHINE = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["atoll.cli", "atoll.train", "atoll.data.prepare", "atoll.islands.join"])
+_context.set_forkserver_preload(["atoll.cli", "atoll.train", "atoll.data.prepare", "atoll.islands.worker"])
 
 
 def _work(arguments: list[str], environment: dict[str, str], log: str) -> None:

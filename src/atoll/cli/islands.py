@@ -84,7 +84,7 @@ class Push:
     def run(self) -> None:
         """Send what is not there yet."""
         from atoll.core.policy import policy_of
-        from atoll.islands.shared import push
+        from atoll.islands.remote_run import push
         from atoll.islands.store import Store
 
         signer = open_signer(self.key) if policy_of(self.folder) else None
@@ -120,7 +120,7 @@ class Join:
 
     def run(self) -> None:
         """Work until nothing is left, or until Ctrl-C."""
-        from atoll.islands.join import check_choice, open_worker
+        from atoll.islands.worker import check_choice, open_worker
 
         check_place(self.url)
         check_choice(self.overrides)
@@ -158,9 +158,9 @@ class Admit:
 
     def run(self) -> None:
         """Judge every contribution that waits."""
-        from atoll.islands.join import default_folder
-        from atoll.islands.shared import admit
+        from atoll.islands.remote_run import admit
         from atoll.islands.store import Store
+        from atoll.islands.worker import default_folder
 
         check_place(self.url)
         verdicts = admit(Store.open(self.url), self.folder or default_folder(self.url), open_signer(self.key))
@@ -215,7 +215,7 @@ class Pull:
 
     def run(self) -> None:
         """Fetch, check, and tell what was refused."""
-        from atoll.islands.shared import pull
+        from atoll.islands.remote_run import pull
         from atoll.islands.store import Store
 
         check_place(self.url)

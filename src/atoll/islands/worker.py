@@ -22,9 +22,9 @@ from atoll.core.untrusted import Refused, safetensors_header, strict_json
 from atoll.data.stages import shards as shard_files
 from atoll.experts.expert import EXPERT_KIND
 from atoll.islands.admission import Contribution, check_declaration, check_files, check_loss
+from atoll.islands.checkpoint_publisher import Reporter, checkpoint_keys, is_checkpoint_key
 from atoll.islands.leases import DURATION, Lease, LeaseLost, State, survey
-from atoll.islands.reporter import Reporter, checkpoint_keys, is_checkpoint_key
-from atoll.islands.shared import open_config, settle
+from atoll.islands.remote_run import open_config, settle
 from atoll.islands.store import Store
 from atoll.islands.transfer import commit, fetch, read_manifest, signature_key, upload
 from atoll.train.checkpoints import KIND as CHECKPOINT_KIND

@@ -12,7 +12,7 @@ from atoll.core.errors import AtollError
 from atoll.core.policy import POLICY_FILE, SIGNATURES_FILE, Policy, Role, Signer, policy_of, verify
 from atoll.core.untrusted import Refused, safetensors_header, strict_json
 from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
-from atoll.islands.settings import not_shared, read_shared, shared_part
+from atoll.islands.shared_settings import not_shared, read_shared, shared_part
 from atoll.islands.store import Store
 from atoll.islands.transfer import commit, fetch, publish, read_manifest, signature_key
 
