@@ -27,7 +27,7 @@ def job(folder: Path, launched: bool) -> None:
 
 
 def attempt(run: Path) -> list[str]:
-    module = "atoll.islands.launchers.attempt"
+    module = "atoll.launch.supervisor"
     return [sys.executable, "-m", module, "--run", str(run), "--step", "experts/000", "--"]
 
 

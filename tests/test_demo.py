@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atoll import cli, demo
+from atoll import cli
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config, load
 from atoll.core.errors import AtollError
 from atoll.data.sources.base import Options
 from atoll.data.sources.emoji import EmojiSource
+from atoll.launch import demo
 from atoll.train.job import Job
 from train.conftest import merge
 from train.workers import TINY

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from atoll import demo
 from atoll.core.config import load
 from atoll.ensemble import Settings
 from atoll.evaluate.models import Subject
+from atoll.launch import demo
 from atoll.report.gallery import Showcase, choose
 
 SIDE, GAP, LEFT, TOP = 96, 6, 150, 58

@@ -122,7 +122,7 @@ ENGINES = {"local": Local, "slurm": Slurm, "ray": Ray}
 def attempts(run: Path, step: str) -> list[int]:
     """The processes that hold the lease of a step, on this machine."""
     return [
-        number for number, words in processes() if "atoll.islands.launchers.attempt" in words and step in words
+        number for number, words in processes() if "atoll.launch.supervisor" in words and step in words
         and str(run) in words
     ]  # fmt: skip
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from atoll.islands.launchers.attempt import holder, is_over, saved_samples
-from atoll.islands.launchers.base import AGAIN
 from atoll.islands.leases import Lease, Seen, look
 from atoll.islands.store import Store
+from atoll.launch.base import AGAIN
+from atoll.launch.supervisor import holder, is_over, saved_samples
 from islands.engines import trainers
 from islands.slurm import wait_for
 
@@ -20,7 +20,7 @@ STEP = "experts/000"
 
 def start(run: Path, code: str, ticket: str = "test-1", retries: int = 2, lease: float = 60) -> subprocess.Popen[str]:
     """An attempt whose command is a few lines of Python."""
-    command = [sys.executable, "-m", "atoll.islands.launchers.attempt", "--run", str(run), "--step", STEP]
+    command = [sys.executable, "-m", "atoll.launch.supervisor", "--run", str(run), "--step", STEP]
     command += ["--retries", str(retries), "--lease", str(lease), "--", sys.executable, "-c", code]
     environment = {**os.environ, "ATOLL_TICKET": ticket}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)

@@ -19,11 +19,11 @@ from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.data.stages import shards
-from atoll.islands.launchers.base import Setting
-from atoll.islands.launchers.launch import open_launcher
-from atoll.islands.launchers.plan import SHARDS, Wish, missing_groups
 from atoll.islands.leases import Lease
 from atoll.islands.store import Store
+from atoll.launch.base import Setting
+from atoll.launch.launch import open_launcher
+from atoll.launch.plan import SHARDS, Wish, missing_groups
 from shapes import write_run
 
 WORK = ("prepare", "experts", "router", "monolith", "student")

@@ -52,9 +52,9 @@ class Launch:
         config = configuration.load(run, self.overrides)
         from contextlib import redirect_stdout
 
-        from atoll.islands.launchers.base import Setting
-        from atoll.islands.launchers.launch import as_dict, as_lines, finish, open_launcher, show, submit
-        from atoll.islands.launchers.plan import Wish
+        from atoll.launch.base import Setting
+        from atoll.launch.launch import as_dict, as_lines, finish, open_launcher, show, submit
+        from atoll.launch.plan import Wish
 
         launcher = open_launcher(self.on, Setting(run, config.island, self.retries, self.at_once))
         wish = Wish(self.jobs, self.experts, self.shares, self.overrides)

@@ -25,7 +25,7 @@ class Demo:
 
     def run(self) -> None:
         """Do what is left to do."""
-        from atoll.demo import demo
+        from atoll.launch.demo import demo
 
         demo(self.run_folder, self.minutes)
 

@@ -14,8 +14,8 @@ from uuid import uuid4
 
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
-from atoll.islands.launchers.base import AGAIN, TICKET, Setting, as_shell
-from atoll.islands.launchers.plan import Group, Step
+from atoll.launch.base import AGAIN, TICKET, Setting, as_shell
+from atoll.launch.plan import Group, Step
 
 _PAUSE = 0.1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from atoll.core.config import Island
-from atoll.islands.launchers.plan import Group, Step
+from atoll.launch.plan import Group, Step
 
 AGAIN = 75
 """Exit code of an attempt that shall be made again (EX_TEMPFAIL), as of a training job that was told to stop."""
@@ -60,7 +60,7 @@ class Setting:
 
     def command(self, group: Group, step: Step) -> list[str]:
         """One attempt at a step. Over several nodes, every node runs it with the rendezvous in its environment."""
-        head = [sys.executable, "-m", "atoll.islands.launchers.attempt", "--run", str(self.run), "--step", step.name]
+        head = [sys.executable, "-m", "atoll.launch.supervisor", "--run", str(self.run), "--step", step.name]
         head += ["--retries", str(self.retries), *(["--samples", str(step.samples)] if step.samples else []), "--"]
         nodes, processes = self.nodes(group), self.processes(group)
         if nodes * processes == 1:

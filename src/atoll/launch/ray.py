@@ -16,8 +16,8 @@ from typing import Any
 from uuid import uuid4
 
 from atoll.core.errors import AtollError
-from atoll.islands.launchers.base import AGAIN, NODE, TICKET, Setting, as_shell
-from atoll.islands.launchers.plan import Group
+from atoll.launch.base import AGAIN, NODE, TICKET, Setting, as_shell
+from atoll.launch.plan import Group
 
 _NAMESPACE = "atoll"
 _POLL_SECONDS = 1.0

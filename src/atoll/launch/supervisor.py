@@ -1,6 +1,6 @@
 """One attempt at a step, as every launcher runs it: hold the step's lease, run the command, say how it ended.
 
-    python -m atoll.islands.launchers.attempt --run RUN --step experts/003 -- COMMAND …
+    python -m atoll.launch.supervisor --run RUN --step experts/003 -- COMMAND …
 
 Exit codes: 0 done, 75 make another attempt, anything else failed for good. An attempt that dies without a word is to be
 made again, too. How often is decided here, in one way for all launchers: a step may die `--retries` times without
@@ -29,9 +29,9 @@ from types import FrameType
 from typing import Any, TextIO
 
 from atoll.core.artifacts import MANIFEST, Artifact, to_json
-from atoll.islands.launchers.base import AGAIN, NODE, TICKET, logs_of
 from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
 from atoll.islands.store import Store
+from atoll.launch.base import AGAIN, NODE, TICKET, logs_of
 
 LEASE_SECONDS = 60.0
 REFUSED = 2
@@ -258,7 +258,7 @@ def _stop_signals() -> threading.Event:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line of one attempt."""
-    parser = argparse.ArgumentParser(prog="python -m atoll.islands.launchers.attempt", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m atoll.launch.supervisor", description=__doc__)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--step", required=True)
     parser.add_argument("--retries", type=int, default=3)

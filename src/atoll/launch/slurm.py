@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.core.errors import AtollError
-from atoll.islands.launchers.base import AGAIN, TICKET, Setting, as_shell
-from atoll.islands.launchers.plan import Group
+from atoll.launch.base import AGAIN, TICKET, Setting, as_shell
+from atoll.launch.plan import Group
 
 _POLL_SECONDS = 2.0
 

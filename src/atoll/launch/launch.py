@@ -10,11 +10,11 @@ from typing import Literal
 
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.islands.launchers.attempt import is_over
-from atoll.islands.launchers.base import Launcher, Setting, logs_of
-from atoll.islands.launchers.plan import Group, Wish, missing_groups
 from atoll.islands.leases import survey
 from atoll.islands.store import Store
+from atoll.launch.base import Launcher, Setting, logs_of
+from atoll.launch.plan import Group, Wish, missing_groups
+from atoll.launch.supervisor import is_over
 
 Engine = Literal["local", "slurm", "ray"]
 
@@ -65,14 +65,14 @@ class Launch:
 def open_launcher(engine: Engine, setting: Setting) -> Launcher:
     """The launcher by its name."""
     if engine == "local":
-        from atoll.islands.launchers.local import Local
+        from atoll.launch.local import Local
 
         return Local(setting)
     if engine == "slurm":
-        from atoll.islands.launchers.slurm import Slurm
+        from atoll.launch.slurm import Slurm
 
         return Slurm(setting)
-    from atoll.islands.launchers.ray import Ray
+    from atoll.launch.ray import Ray
 
     return Ray(setting)
 
