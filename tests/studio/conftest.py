@@ -13,7 +13,7 @@ import uvicorn
 
 from atoll.studio.app import Studio, create_app
 from atoll.studio.engine import Engine
-from atoll.studio.models import Models, Opening
+from atoll.studio.registry import Models, Opening
 from atoll.studio.serve import listen
 from ensemble.runs import write_run
 

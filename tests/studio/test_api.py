@@ -18,7 +18,7 @@ from atoll import cli
 from atoll.ensemble.images import COLOURS
 from atoll.export.writer import export
 from atoll.studio.app import Studio
-from atoll.studio.models import Usual, usual_settings
+from atoll.studio.registry import Usual, usual_settings
 from studio.conftest import http, serving
 from train.conftest import merge
 from train.workers import TINY, wait_for

@@ -13,8 +13,8 @@ from atoll.core.errors import AtollError
 from atoll.ensemble import Settings
 from atoll.nets import DiT
 from atoll.studio.engine import Engine
-from atoll.studio.models import Edition, Models, Opening
-from atoll.studio.wire import RefusalError
+from atoll.studio.registry import Edition, Models, Opening
+from atoll.studio.schemas import RefusalError
 from atoll.studio.work import CANCELLED, DONE, REFUSED, UNAVAILABLE, Ask, Ended, Event, Painted, Queued, Stepped, Ticket
 from ensemble.runs import write_run
 

@@ -9,7 +9,7 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from atoll.studio.app import Studio
-from atoll.studio.wire import PICTURES, STEPS
+from atoll.studio.schemas import PICTURES, STEPS
 
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 

@@ -20,8 +20,8 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 
 from atoll import cli
-from atoll.studio.guard import Guard, is_loopback
-from atoll.studio.models import Models
+from atoll.studio.middleware import Guard, is_loopback
+from atoll.studio.registry import Models
 from studio.conftest import http, serving
 from studio.test_api import events
 from train.workers import start_verb, wait_for

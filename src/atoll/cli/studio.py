@@ -49,7 +49,7 @@ class Serve:
             from atoll.studio.serve import Options, serve
         except ModuleNotFoundError as error:
             raise AtollError(f"the studio needs the package {error.name}; pip install 'atoll[studio]'") from error
-        from atoll.studio.models import Opening
+        from atoll.studio.registry import Opening
 
         opening = Opening(self.batch, self.resident, self.dtype, self.device, self.quantise, self.routing)
         token = self.token if self.token is not None else os.environ.get(TOKEN)

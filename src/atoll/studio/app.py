@@ -15,12 +15,12 @@ from starlette.responses import FileResponse, Response
 
 from atoll import __version__
 from atoll.core.errors import AtollError
-from atoll.studio import facts, wire
+from atoll.studio import run_info, schemas
 from atoll.studio.engine import Engine
-from atoll.studio.guard import Guard, field_of, problem
-from atoll.studio.models import Models
+from atoll.studio.middleware import Guard, field_of, problem
+from atoll.studio.registry import Models
 from atoll.studio.requests import EventStream, Mailbox, checked, collected
-from atoll.studio.wire import RefusalError
+from atoll.studio.schemas import RefusalError
 
 OPENING_SECONDS = 20.0
 """Time to open models before the first request is answered; those that take longer are opened meanwhile."""
@@ -44,7 +44,7 @@ _FAULTS = {
 def _may(*statuses: int) -> dict[int | str, dict[str, object]]:
     """The refusals that a route can answer with, for the description."""
     return {
-        status: {"model": wire.Problem, "description": _FAULTS[status]}
+        status: {"model": schemas.Problem, "description": _FAULTS[status]}
         for status in (400, 401, 403, 413, 422, *statuses)
     }
 
@@ -57,12 +57,12 @@ class Studio:
     engine: Engine
     token: str | None = None
 
-    def health(self) -> wire.Health:
+    def health(self) -> schemas.Health:
         """Whether it works."""
         state = "failed" if self.engine.failure else "stopping" if self.engine.closing else "ok"
         why = self.engine.failure or "; ".join(self.models.trouble.values()) or None
         ready = self.models.looked.is_set() and bool(self.models.editions())
-        return wire.Health(status=state, version=__version__, models_ready=ready, why=why)
+        return schemas.Health(status=state, version=__version__, models_ready=ready, why=why)
 
 
 def create_app(studio: Studio) -> FastAPI:
@@ -128,10 +128,10 @@ def _add_faults(app: FastAPI) -> None:
 def _add_images(app: FastAPI, studio: Studio) -> None:
     @app.post(
         "/v1/images",
-        response_model=wire.ImagesAnswer,
+        response_model=schemas.ImagesAnswer,
         responses={200: {"content": {"text/event-stream": {}}}, **_may(409, 429, 503)},
     )
-    async def make_images(wanted: wire.ImagesRequest, request: Request) -> wire.ImagesAnswer | Response:
+    async def make_images(wanted: schemas.ImagesRequest, request: Request) -> schemas.ImagesAnswer | Response:
         """Make pictures: one answer, or with `stream` the events queued, step, image, done, cancelled and failed."""
         ask, edition = checked(wanted, studio.models)
         mailbox = Mailbox()
@@ -149,40 +149,40 @@ def _add_images(app: FastAPI, studio: Studio) -> None:
 
 def _add_facts(app: FastAPI, studio: Studio) -> None:
     @app.get("/v1/run", responses=_may())
-    def run() -> wire.RunAnswer:
+    def run() -> schemas.RunAnswer:
         """What is served: models, experts, what can be asked for."""
-        return facts.describe_run(studio.models, studio.engine.queue, studio.token is not None)
+        return run_info.describe_run(studio.models, studio.engine.queue, studio.token is not None)
 
     @app.get("/v1/experts", responses=_may())
-    def experts() -> wire.ExpertsAnswer:
+    def experts() -> schemas.ExpertsAnswer:
         """The experts that are finished."""
-        return facts.describe_experts(studio.models)
+        return run_info.describe_experts(studio.models)
 
     @app.get("/v1/clusters", responses=_may())
-    def clusters() -> wire.ClustersAnswer:
+    def clusters() -> schemas.ClustersAnswer:
         """What each expert was trained on."""
-        return facts.describe_clusters(studio.models)
+        return run_info.describe_clusters(studio.models)
 
     @app.get("/v1/clusters/{number}/sheet.png", response_class=FileResponse, responses={200: _PNG, **_may(404)})
     def sheet(number: Annotated[int, InPath(ge=0, le=99999)]) -> FileResponse:
         """Pictures of a cluster."""
-        return _file(facts.sheet_of(studio.models, number), f"there is no picture of a cluster {number}")
+        return _file(run_info.sheet_of(studio.models, number), f"there is no picture of a cluster {number}")
 
     @app.get("/v1/islands", responses=_may(409))
-    def islands() -> wire.IslandsAnswer:
+    def islands() -> schemas.IslandsAnswer:
         """The jobs of the run, live."""
-        return facts.describe_islands(studio.models)
+        return run_info.describe_islands(studio.models)
 
     @app.get("/v1/islands/{job:path}/grid.png", response_class=FileResponse, responses={200: _PNG, **_may(404)})
     def grid(job: Annotated[str, InPath(pattern=JOB)]) -> FileResponse:
         """The newest grid of samples of a job."""
         run = studio.models.run
-        return _file(None if run is None else facts.newest_grid(run, job), "this job has drawn no pictures")
+        return _file(None if run is None else run_info.newest_grid(run, job), "this job has drawn no pictures")
 
 
 def _add_pages(app: FastAPI, studio: Studio) -> None:
-    @app.get("/health", responses={503: {"model": wire.Health, "description": "stopping or broken"}})
-    def health(response: Response) -> wire.Health:
+    @app.get("/health", responses={503: {"model": schemas.Health, "description": "stopping or broken"}})
+    def health(response: Response) -> schemas.Health:
         """Whether the server works."""
         answer = studio.health()
         response.status_code = 200 if answer.status == "ok" else 503

@@ -24,8 +24,8 @@ from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.flow import rng
 from atoll.flow.schedules import broadcast
 from atoll.studio.metrics import Metrics
-from atoll.studio.models import Edition
-from atoll.studio.wire import RefusalError
+from atoll.studio.registry import Edition
+from atoll.studio.schemas import RefusalError
 from atoll.studio.work import (
     BROKEN,
     CANCELLED,

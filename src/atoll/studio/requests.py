@@ -18,8 +18,8 @@ from starlette.types import Message, Receive, Scope, Send
 from atoll.core.errors import AtollError
 from atoll.ensemble import Ensemble, Settings
 from atoll.ensemble.images import to_png
-from atoll.studio.models import Edition, Models, check_routing
-from atoll.studio.wire import ImagesAnswer, ImagesRequest, Picture, RefusalError
+from atoll.studio.registry import Edition, Models, check_routing
+from atoll.studio.schemas import ImagesAnswer, ImagesRequest, Picture, RefusalError
 from atoll.studio.work import CANCELLED, DONE, Ask, Ended, Event, Painted, Queued, Stepped, Ticket
 
 HEARTBEAT = 10.0

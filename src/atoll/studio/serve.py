@@ -14,8 +14,8 @@ from atoll.ensemble import parse
 from atoll.ensemble.folder import is_folder
 from atoll.studio.app import Studio, create_app
 from atoll.studio.engine import Engine
-from atoll.studio.guard import is_loopback
-from atoll.studio.models import Models, Opening
+from atoll.studio.middleware import is_loopback
+from atoll.studio.registry import Models, Opening
 
 LAST_WORDS = 5
 """Seconds for answers that are on their way when everything is finished."""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from atoll.ensemble import Settings
 from atoll.flow.solvers import solver_times
-from atoll.studio.conditions import Seat
+from atoll.studio.condition_cache import Seat
 
 if TYPE_CHECKING:
-    from atoll.studio.models import Edition
+    from atoll.studio.registry import Edition
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from atoll.ensemble import Ensemble, load, parse
 from atoll.ensemble.sampler import draws_unheard
 from atoll.evaluate.cache import ROOM
 from atoll.evaluate.evaluation import LATEST
-from atoll.studio.conditions import Conditions
-from atoll.studio.wire import GUIDANCE, STEPS, RefusalError
+from atoll.studio.condition_cache import Conditions
+from atoll.studio.schemas import GUIDANCE, STEPS, RefusalError
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at what training has finished."""

@@ -23,8 +23,8 @@ from atoll.experts.stored import DECLARATION_FILE
 from atoll.islands.status import JobStatus, status
 from atoll.islands.store import Store
 from atoll.nets import build, count_parameters
-from atoll.studio import wire
-from atoll.studio.models import Models, has_nearest, has_router
+from atoll.studio import schemas
+from atoll.studio.registry import Models, has_nearest, has_router
 from atoll.train.metrics_logger import METRICS
 
 CAPTIONS, LABELS, EXAMPLES, POINTS, SHORT = 12, 6, 12, 60, 16
@@ -32,7 +32,7 @@ CHUNKS = 16
 """Chunks of the data that are read to tell what clusters hold."""
 
 
-def describe_run(models: Models, queue: int, token: bool) -> wire.RunAnswer:
+def describe_run(models: Models, queue: int, token: bool) -> schemas.RunAnswer:
     """What is served."""
     editions = models.editions()
     first = next(iter(editions.values()), None)
@@ -40,11 +40,11 @@ def describe_run(models: Models, queue: int, token: bool) -> wire.RunAnswer:
     told = frozenset[str]().union(*(edition.ensemble.told for edition in editions.values()))
     known = first.ensemble.experts[0].labels if first is not None else ()
     missing = list(experts.missing) if experts is not None else _all_experts(models)
-    return wire.RunAnswer(
+    return schemas.RunAnswer(
         name=models.name,
         size=None if first is None else list(first.size),
         models=list(editions),
-        conditions=wire.Conditions(
+        conditions=schemas.Conditions(
             text=bool(told & {"text", "pooled"}), labels=list(known) if "label" in told else []
         ),
         experts=[] if experts is None else [_named(expert) for expert in experts.experts],
@@ -52,21 +52,21 @@ def describe_run(models: Models, queue: int, token: bool) -> wire.RunAnswer:
         router=experts is not None and has_router(experts),
         nearest=experts is not None and has_nearest(experts),
         routings=list(editions["experts"].routings) if "experts" in editions else [],
-        defaults=wire.Defaults(
+        defaults=schemas.Defaults(
             routing=editions["experts"].routing if "experts" in editions else None,
             steps=models.usual.steps, guidance=models.usual.guidance, n=1,
         ),
-        limits=wire.Limits(
-            n=wire.PICTURES, steps=wire.STEPS, guidance=wire.GUIDANCE, prompt=wire.PROMPT, queue=queue
+        limits=schemas.Limits(
+            n=schemas.PICTURES, steps=schemas.STEPS, guidance=schemas.GUIDANCE, prompt=schemas.PROMPT, queue=queue
         ),
         examples=_examples(models),
         token_required=token,
     )  # fmt: skip
 
 
-def _named(expert: Declaration) -> wire.ExpertName:
+def _named(expert: Declaration) -> schemas.ExpertName:
     number = expert.clusters[0]
-    return wire.ExpertName(number=number, name=expert.name, colour=COLOURS[number % len(COLOURS)])
+    return schemas.ExpertName(number=number, name=expert.name, colour=COLOURS[number % len(COLOURS)])
 
 
 def _all_experts(models: Models) -> list[str]:
@@ -83,7 +83,7 @@ def _examples(models: Models) -> list[str]:
     return list(dict.fromkeys(turns))[:EXAMPLES]
 
 
-def describe_experts(models: Models) -> wire.ExpertsAnswer:
+def describe_experts(models: Models) -> schemas.ExpertsAnswer:
     """The experts that are finished, with what they declare."""
     edition = models.editions().get("experts")
     sizes = {cluster.number: cluster for cluster in describe_clusters(models).clusters}
@@ -92,10 +92,12 @@ def describe_experts(models: Models) -> wire.ExpertsAnswer:
         if edition is None
         else [_expert(models, edition.ensemble, number, sizes) for number in range(len(edition.ensemble.members))]
     )
-    return wire.ExpertsAnswer(experts=experts)
+    return schemas.ExpertsAnswer(experts=experts)
 
 
-def _expert(models: Models, ensemble: Ensemble, place: int, clusters: dict[int, wire.Cluster]) -> wire.ExpertFacts:
+def _expert(
+    models: Models, ensemble: Ensemble, place: int, clusters: dict[int, schemas.Cluster]
+) -> schemas.ExpertFacts:
     declared = ensemble.experts[place]
     facts = _declared(models, declared.name, place)
     objective, spent = facts.get("objective") or {}, facts.get("compute") or {}
@@ -103,7 +105,7 @@ def _expert(models: Models, ensemble: Ensemble, place: int, clusters: dict[int, 
         parameters = count_parameters(build(dict(declared.network)))
     name = _named(declared)
     cluster = clusters.get(name.number)
-    return wire.ExpertFacts(
+    return schemas.ExpertFacts(
         **name.model_dump(),
         cluster=name.number,
         objective=objective.get("prediction"),
@@ -132,18 +134,20 @@ def _network(described: Any) -> str:
     return ", ".join([str(described.get("_class_name", "DiT")), *parts])
 
 
-def describe_clusters(models: Models) -> wire.ClustersAnswer:
+def describe_clusters(models: Models) -> schemas.ClustersAnswer:
     """What the clusters hold, or why that cannot be told."""
     if models.run is None:
-        return wire.ClustersAnswer(clusters=[], why="an exported folder has no data; serve the run that it comes from")
+        return schemas.ClustersAnswer(
+            clusters=[], why="an exported folder has no data; serve the run that it comes from"
+        )
     manifest = Artifact(models.run, partition.NAME).manifest()
     if manifest is None or Artifact(models.run, ingest.NAME).manifest() is None:
-        return wire.ClustersAnswer(clusters=[], why="the data of this run is not here, or not yet prepared")
-    return wire.ClustersAnswer(clusters=_clusters(models.run, manifest.digest))
+        return schemas.ClustersAnswer(clusters=[], why="the data of this run is not here, or not yet prepared")
+    return schemas.ClustersAnswer(clusters=_clusters(models.run, manifest.digest))
 
 
 @lru_cache(maxsize=4)
-def _clusters(run: Path, digest: str) -> list[wire.Cluster]:  # noqa: ARG001 - read again when the partition changes
+def _clusters(run: Path, digest: str) -> list[schemas.Cluster]:  # noqa: ARG001 - read again when the partition changes
     artifact, index = Artifact(run, partition.NAME), Index.open(run)
     sizes: list[int] = artifact.open(partition.KIND).facts["sizes"]["train"]
     captions: list[list[str]] = [[] for _ in sizes]
@@ -156,7 +160,7 @@ def _clusters(run: Path, digest: str) -> list[wire.Cluster]:  # noqa: ARG001 - r
                 captions[group] += [caption] if caption else []
                 labels[group].update([label] if label is not None else [])
     return [
-        wire.Cluster(
+        schemas.Cluster(
             number=number, pictures=size, share=size / max(1, sum(sizes)), captions=_spread(captions[number]),
             labels=_shares(labels[number]),
             sheet=f"/v1/clusters/{number}/sheet.png" if _sheet(run, number).is_file() else None,
@@ -171,8 +175,10 @@ def _spread(captions: list[str]) -> list[str]:
     return distinct[:: max(1, len(distinct) // CAPTIONS)][:CAPTIONS]
 
 
-def _shares(counts: Counter[str]) -> list[wire.LabelShare]:
-    return [wire.LabelShare(name=str(name), share=count / counts.total()) for name, count in counts.most_common(LABELS)]
+def _shares(counts: Counter[str]) -> list[schemas.LabelShare]:
+    return [
+        schemas.LabelShare(name=str(name), share=count / counts.total()) for name, count in counts.most_common(LABELS)
+    ]
 
 
 def _sheet(run: Path, number: int) -> Path:
@@ -185,19 +191,19 @@ def sheet_of(models: Models, number: int) -> Path | None:
     return _sheet(models.run, number) if models.run is not None and number in known else None
 
 
-def describe_islands(models: Models) -> wire.IslandsAnswer:
+def describe_islands(models: Models) -> schemas.IslandsAnswer:
     """The jobs of the run, live."""
     if models.run is None:
-        return wire.IslandsAnswer(jobs=[], why="an exported folder is finished: nothing trains in it")
+        return schemas.IslandsAnswer(jobs=[], why="an exported folder is finished: nothing trains in it")
     run = models.run
-    return wire.IslandsAnswer(jobs=[_island(run, line) for line in status(Store.open(run))])
+    return schemas.IslandsAnswer(jobs=[_island(run, line) for line in status(Store.open(run))])
 
 
-def _island(run: Path, line: JobStatus) -> wire.Island:
+def _island(run: Path, line: JobStatus) -> schemas.Island:
     grid = newest_grid(run, line.job)
     losses = _losses(run / line.job / METRICS)
     samples = line.samples or (losses[-1][0] if losses else 0)
-    return wire.Island(
+    return schemas.Island(
         job=line.job, state=line.state, where=line.where, samples=samples, total=line.total or samples,
         rate=line.rate if isfinite(line.rate) else 0.0, seconds_left=line.seconds_left,
         seen_seconds_ago=line.seen_seconds_ago, why=line.why,
