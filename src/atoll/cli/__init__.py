@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import tyro
 
 from atoll import __version__
-from atoll.cli import data, ensemble, evaluate, islands, nets, runs, studio, train
+from atoll.cli import convert, core, data, ensemble, evaluate, islands, studio, train
 from atoll.cli.verb import Configured, Verb
 from atoll.core.errors import AtollError, unknown
 
 VERBS: dict[str, type[Verb]] = {
-    "demo": runs.Demo,
-    "init": runs.Init,
-    "config": runs.Config,
+    "demo": core.Demo,
+    "init": core.Init,
+    "config": core.Config,
     "prepare": data.Prepare,
     "train": train.Train,
     "launch": islands.Launch,
@@ -28,7 +28,7 @@ VERBS: dict[str, type[Verb]] = {
     "sample": ensemble.Sample,
     "evaluate": evaluate.Evaluate,
     "report": evaluate.Report,
-    "convert": nets.Convert,
+    "convert": convert.Convert,
     "export": ensemble.Export,
     "serve": studio.Serve,
 }
