@@ -24,7 +24,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.data.sources.base import Options, Sample, decode, open_source
+from atoll.data.sources.base import Options, Sample, decode
+from atoll.data.sources.open import open_source
 
 RESOLUTION = 64
 HELD_OUT = 0.1

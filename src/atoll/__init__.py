@@ -1,14 +1,14 @@
 """Atoll: train one image model as isolated experts on many islands, and sample from all of them as one."""
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+from atoll.core.version import __version__
 
 if TYPE_CHECKING:
     from atoll.ensemble import load
     from atoll.export.pipeline import AtollPipeline
 
 __all__ = ["AtollPipeline", "__version__", "load"]
-__version__ = version("atoll")
 
 
 def __getattr__(name: str) -> Any:

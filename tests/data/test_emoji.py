@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from atoll.core.errors import AtollError
-from atoll.data.sources.base import Options, Sample, decode, open_source
+from atoll.data.sources.base import Options, Sample, decode
 from atoll.data.sources.emoji import PACKAGES, STYLES, _package_folder, draw, every_emoji
+from atoll.data.sources.open import open_source
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from atoll.data import autoencoder
-from atoll.data.sources.base import decode, open_source
+from atoll.data.sources.base import decode
+from atoll.data.sources.open import open_source
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ import torch
 from numpy.testing import assert_allclose
 from safetensors.torch import save_file
 
+from atoll.core.device import device
 from atoll.core.errors import AtollError
-from atoll.data.pretrained import device, fingerprint, folder_of, load_pretrained
+from atoll.data.pretrained import fingerprint, folder_of, load_pretrained
 from atoll.data.stages.features import open_extractor
 from atoll.data.stages.latents import Statistics, open_codec
 from atoll.data.stages.text import open_text_encoder

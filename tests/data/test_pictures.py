@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from atoll.data.images import BadPicture, decode
-from atoll.data.sources.base import open_source
+from atoll.data.sources.open import open_source
 
 
 def gradient(width: int = 48, height: int = 32) -> Image.Image:

@@ -17,10 +17,10 @@ import pytest
 from rich.console import Console
 
 from atoll.core.errors import AtollError
-from atoll.data.sources import find_kind
-from atoll.data.sources.base import BadPicture, Options, Sample, Source, describe, open_source
+from atoll.data.sources.base import BadPicture, Options, Sample, Source, describe
 from atoll.data.sources.fields import Ids
 from atoll.data.sources.folder import folders
+from atoll.data.sources.open import find_kind, open_source
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import Tensor
 import atoll
 from atoll.core.errors import AtollError
 from atoll.ensemble import Ensemble, Told
-from atoll.ensemble.ensemble import OpenRouter
+from atoll.experts.router import OpenRouter
 from atoll.nets import Condition
 from ensemble.runs import SPACE, write_run
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from atoll.core.errors import AtollError
 from atoll.data.stages.ingest import Pixels
+from atoll.data.vision.base import Vision
 from atoll.data.vision.lpips import Lpips, open_perceptual
-from atoll.evaluate.extractors import Vision
 
 
 def pictures(count: int, side: int = 64) -> Pixels:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load, save
 
 from atoll.core.artifacts import FileEntry, Manifest
-from atoll.core.policy import Signer
+from atoll.core.signing import Signer
 from atoll.islands.store import Store
 from atoll.islands.transfer import parts_of, signature_key
 

@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 
 import atoll
 from atoll.core.artifacts import Artifact, sha256_of, to_json
-from atoll.core.policy import Policy, Signer
-from atoll.core.untrusted import Refused, safetensors_header
+from atoll.core.policy import Policy
+from atoll.core.signing import Signer
+from atoll.core.untrusted import Refused
 from atoll.data.prepare import prepare
 from atoll.islands.admission import DENSITY_FILE, Contribution, _check_density, review
 from atoll.islands.remote_run import pull, push
+from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
 from atoll.islands.transfer import fetch, read_manifest
 from atoll.train import Job, run_job

@@ -15,7 +15,7 @@ from atoll import cli
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
-from atoll.core.policy import Signer
+from atoll.core.signing import Signer
 from atoll.islands.leases import Lease, look, survey
 from atoll.islands.remote_run import admit, pull, push
 from atoll.islands.status import status

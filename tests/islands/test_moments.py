@@ -11,7 +11,7 @@ import pytest
 
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
-from atoll.core.policy import Signer
+from atoll.core.signing import Signer
 from atoll.islands import admission, leases
 from atoll.islands import worker as join
 from atoll.islands.checkpoint_publisher import Reporter

@@ -12,7 +12,7 @@ import pytest
 from atoll.core import config
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.errors import AtollError
-from atoll.core.policy import Signer
+from atoll.core.signing import Signer
 from atoll.islands import leases
 from atoll.islands.checkpoint_publisher import Reporter, is_checkpoint_key
 from atoll.islands.leases import KEPT, MAX_WHY, Lease, key_of, look, survey

@@ -8,7 +8,7 @@ import torch
 
 from atoll.experts.density import Density
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig
-from atoll.nets.adapters import build
+from atoll.nets.io import build
 
 SMALL = {"width": 32, "depth": 1, "heads": 2, "size": 8, "channels": 3}
 

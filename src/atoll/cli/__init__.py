@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import tyro
 
-from atoll import __version__
 from atoll.cli import convert, core, data, ensemble, evaluate, islands, studio, train
 from atoll.cli.verb import Configured, Verb
 from atoll.core.errors import AtollError, unknown
+from atoll.core.version import __version__
 
 VERBS: dict[str, type[Verb]] = {
     "demo": core.Demo,

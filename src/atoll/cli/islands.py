@@ -15,7 +15,7 @@ from atoll.core import config as configuration
 from atoll.core.errors import AtollError
 
 if TYPE_CHECKING:
-    from atoll.core.policy import Signer
+    from atoll.core.signing import Signer
 
 KeyFile = Annotated[Path | None, arg(metavar="FILE")]
 
@@ -246,7 +246,7 @@ def check_place(url: str) -> None:
 
 def open_signer(file: Path | None) -> "Signer":
     """One's own private key."""
-    from atoll.core.policy import Signer, default_key_file
+    from atoll.core.signing import Signer, default_key_file
 
     try:
         return Signer.open(file or default_key_file())

@@ -10,15 +10,15 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from atoll import __version__
 from atoll.convert import LAYOUTS, Layout, check_fit, detect, read_weights, sha256, write_weights
 from atoll.convert.fold import Change, FlowMatchingOptions, to_flow_matching
 from atoll.core.errors import AtollError, unknown
 from atoll.core.networks import DiTConfig, LatentScale, RouterConfig
-from atoll.nets.adapters import KINDS, build
+from atoll.core.version import __version__
+from atoll.nets.adapters import KINDS
 from atoll.nets.conditioning import Condition
 from atoll.nets.dit import DiT
-from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
+from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, build
 from atoll.nets.router import Router
 
 CONVERSION_FILE = "conversion.json"

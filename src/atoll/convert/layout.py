@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from atoll.core.errors import AtollError
 from atoll.core.networks import STABLE_DIFFUSION, DiTConfig, LatentScale, RouterConfig
+from atoll.nets.io import check_fit
 from atoll.nets.layers import is_sincos
 
 State = dict[str, Tensor]
@@ -185,19 +186,6 @@ def _write_pair(pair: Pair, state: Mapping[str, Tensor], foreign: State) -> None
     else:
         parts = whole.chunk(len(pair.foreign))
         foreign.update({name: part.contiguous() for name, part in zip(pair.foreign, parts, strict=True)})
-
-
-def check_fit(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors that do not fit, listing every one of them by name."""
-    problems = [f"missing {name} {tuple(expected[name].shape)}" for name in expected if name not in given]
-    problems += [f"not expected {name} {tuple(given[name].shape)}" for name in given if name not in expected]
-    problems += [
-        f"{name} has shape {tuple(given[name].shape)}, expected {tuple(expected[name].shape)}"
-        for name in expected
-        if name in given and given[name].shape != expected[name].shape
-    ]
-    if problems:
-        raise AtollError(f"the weights do not fit {what}; nothing was loaded:\n  " + "\n  ".join(problems))
 
 
 def block_count(state: Mapping[str, Tensor], prefix: str) -> int:

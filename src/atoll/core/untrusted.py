@@ -6,7 +6,7 @@ Nothing here unpacks, imports or runs anything. Whatever is not plainly right is
 import json
 import math
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
 from atoll.core.artifacts import MANIFEST, FileEntry, Manifest
@@ -15,8 +15,6 @@ from atoll.core.errors import AtollError
 MAX_JSON = 4 << 20
 """Bytes of one manifest. Shards of 8,192 images take 270 each, so 4 MB list 127 million images of one cluster."""
 MAX_DEPTH = 32
-MAX_HEADER = 4 << 20
-"""Bytes of one safetensors header. A checkpoint takes 175 for each tensor, so 4 MB describe 24,000 tensors."""
 MAX_NUMBER = 65536
 """The largest number in the description of a network: nine times the widest layer of the presets (ddm24b: 7,168)."""
 MAX_TEXT = 200
@@ -30,7 +28,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Possessive quantifiers (++, *+) never give back what they matched, and the closing quote is optional. So a string
 # without an end is scanned once. With backtracking, every quote in it would start another scan to the end of the text.
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
-DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 class Refused(AtollError):  # noqa: N818 - a verdict, not an error of the program
@@ -127,51 +124,3 @@ def _file_entry(entry: object, name: str, what: str) -> FileEntry:
     if not isinstance(digest, str) or not _HEX.fullmatch(digest):
         raise Refused(f"{what}: the sha256 of {name} is not 64 hexadecimal digits")
     return FileEntry(size, digest)
-
-
-def safetensors_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of every tensor of a safetensors file whose tensors fill it without gap, overlap or rest."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER, size - 8):
-            raise Refused(f"{file.name} is not a safetensors file: its header would have {length:,} of {size:,} bytes")
-        header = strict_json(stream.read(length), f"the header of {file.name}", MAX_HEADER)
-    if not isinstance(header, dict):
-        raise Refused(f"the header of {file.name} is not an object")
-    _check_metadata(header.pop("__metadata__", {}), file.name)
-    tensors, spans = {}, []
-    for name, entry in header.items():
-        dtype, shape, start, end = _tensor_entry(entry, name, file.name)
-        tensors[name] = (dtype, shape)
-        spans.append((start, end, name))
-    position = 0
-    for start, end, name in sorted(spans):
-        if start != position:
-            raise Refused(f"{file.name}: tensor {name[:80]!r} starts at {start}, expected {position} (gap or overlap)")
-        position = end
-    if position != size - 8 - length:
-        raise Refused(f"{file.name}: tensors take {position:,} bytes, the file has {size - 8 - length:,} for them")
-    return tensors
-
-
-def _check_metadata(metadata: object, file: str) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise Refused(f"{file}: the metadata must be texts by name")
-
-
-def _tensor_entry(entry: object, name: str, file: str) -> tuple[str, tuple[int, ...], int, int]:
-    what = f"{file}: tensor {name[:80]!r}"
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise Refused(f"{what} must have dtype, shape and data_offsets, and nothing else")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in DTYPES:
-        raise Refused(f"{what} has dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
-    whole = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2 and len(shape) <= 8
-    if not whole or not all(type(n) is int and 0 <= n < 1 << 50 for n in [*shape, *offsets]):
-        raise Refused(f"{what} has a shape or offsets that are no numbers of elements and bytes")
-    if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype]:
-        raise Refused(
-            f"{what} of {shape} takes {offsets[1] - offsets[0]} bytes; expected {math.prod(shape) * DTYPES[dtype]}"
-        )
-    return dtype, tuple(shape), offsets[0], offsets[1]

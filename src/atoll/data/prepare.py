@@ -15,8 +15,8 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.data.chunks import Share
-from atoll.data.sources import find_kind
 from atoll.data.sources.base import Source
+from atoll.data.sources.open import find_kind
 from atoll.data.stages import clusters, features, ingest, latents, shards, text
 
 StageName = Literal["ingest", "features", "clusters", "latents", "text", "shards"]

@@ -60,14 +60,6 @@ def fingerprint(path: Path) -> str:
     return state.hexdigest()
 
 
-def device() -> torch.device:
-    """Return the accelerator if this machine has a usable one, else the processor."""
-    # Without the check, a CUDA build of torch names CUDA even on machines without a GPU or its driver.
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # With its number: another thread may have another one as its current device.
-    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
-
-
 @contextmanager
 def repeatable() -> Iterator[None]:
     """No gradients, and no kernel picked by timing: on one machine the same batch gives the same bytes."""

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from atoll import flow
 from atoll.data.stages.latents import Statistics
-from atoll.ensemble.ensemble import Ensemble, OpenRouter
+from atoll.ensemble.ensemble import Ensemble
 from atoll.experts.density import SAMPLES, Density
 from atoll.experts.expert import Declaration
 from atoll.experts.expert_cache import Member
+from atoll.experts.router import OpenRouter
 from atoll.nets import Router
 
 END = 1e-5

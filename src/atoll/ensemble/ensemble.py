@@ -5,7 +5,6 @@ once on all of its samples: those told something and, under guidance, those told
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -20,28 +19,14 @@ from atoll.ensemble.plan import Plan
 from atoll.ensemble.plan import plan as make_plan
 from atoll.ensemble.routing import Memory, Routing, Source, parse
 from atoll.experts.batch_conditions import Told
-from atoll.experts.expert import Declaration, only
+from atoll.experts.expert import Declaration
 from atoll.experts.expert_cache import Member, Placement, Residents
 from atoll.experts.rescaling import rescaling
-from atoll.flow import LINEAR
+from atoll.experts.router import OpenRouter
 from atoll.flow.schedules import broadcast, check_times
-from atoll.nets import Condition, Router
+from atoll.nets import Condition
 
 Guidance = float | Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class OpenRouter:
-    """A router with its declaration."""
-
-    declaration: Declaration
-    network: Router
-    dtype: torch.dtype = torch.float32
-
-    def logits(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """Log-probabilities up to a constant, one column for each cluster of the declaration."""
-        told = only(condition, self.declaration.told)
-        return self.network.logits(x.to(self.dtype), LINEAR.network_time(t), told)
 
 
 class Ensemble(nn.Module):

@@ -12,10 +12,11 @@ from atoll.core.errors import AtollError
 from atoll.data.pretrained import folder_of
 from atoll.data.stages.latents import Codec, Pixel, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
-from atoll.ensemble.ensemble import Ensemble, OpenRouter
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.paris import Paris
 from atoll.ensemble.sampler import Models
 from atoll.experts.expert_cache import Placement
+from atoll.experts.router import OpenRouter
 from atoll.experts.stored import Stored, weights_of
 from atoll.nets import Router
 

@@ -8,14 +8,15 @@ from safetensors.torch import load_file
 
 from atoll.core.artifacts import Artifact
 from atoll.core.config import CONFIG_FILE
+from atoll.core.device import device as pick_device
 from atoll.core.errors import AtollError, unknown
-from atoll.core.policy import open_trusted
-from atoll.data.pretrained import device as pick_device
-from atoll.ensemble.ensemble import Ensemble, OpenRouter
+from atoll.core.signing import open_trusted
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.folder import is_folder, load_folder
 from atoll.experts.density import FILE, Density
 from atoll.experts.expert import EXPERT_KIND, Declaration
 from atoll.experts.expert_cache import Member, Placement
+from atoll.experts.router import OpenRouter
 from atoll.nets import Router, load_network
 from atoll.nets.io import WEIGHTS_FILE
 from atoll.train.job import ROUTER_KIND

@@ -25,10 +25,10 @@ from atoll.core.errors import AtollError
 from atoll.core.networks import LatentScale
 from atoll.data.stages.latents import Codec, Pixel, Statistics, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
-from atoll.ensemble.ensemble import OpenRouter
 from atoll.ensemble.sampler import Models
 from atoll.experts.expert import Declaration
 from atoll.experts.expert_cache import Member
+from atoll.experts.router import OpenRouter
 from atoll.experts.stored import shapes, weights_of
 from atoll.nets import DiT, DiTConfig, Router, RouterConfig
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE

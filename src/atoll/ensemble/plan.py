@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from atoll.experts.expert_cache import Member, Placement, weights_of
+from atoll.ensemble.sampler import Sampled
+from atoll.experts.expert_cache import Member, Placement, Residents, weights_of
 from atoll.nets import Condition, DiT, build
-
-if TYPE_CHECKING:
-    from atoll.ensemble.ensemble import Ensemble
 
 MEGABYTE = 1e6
 MAPPED = 1 << 25
 """From this size on, glibc gives a tensor a mapping of its own."""
 HEAP = 2.4
 """Heap over live tensors below that size, measured on forward passes of DiTs with batches of 16 to 128."""
+
+
+class Planned(Sampled, Protocol):
+    """What a plan needs of an ensemble."""
+
+    placement: Placement
+    residents: Residents
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Plan:
         return [head, *rows, f"  {'together':<44} {self.total / MEGABYTE:10.1f} MB"]
 
 
-def plan(ensemble: "Ensemble", batch: int, distinct: int, guided: bool) -> Plan:
+def plan(ensemble: Planned, batch: int, distinct: int, guided: bool) -> Plan:
     """The plan for batches of `batch` samples told `distinct` different things, with or without guidance."""
     placement, members = ensemble.placement, ensemble.members
     sizes = sorted((expert_bytes(member, placement) for member in members), reverse=True)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from PIL import Image
@@ -17,16 +17,48 @@ from torch import Tensor
 from atoll import flow
 from atoll.core.errors import AtollError, unknown
 from atoll.core.progress import progress
-from atoll.data.stages.latents import Codec, Pixel, open_codec
+from atoll.data.stages.latents import Codec, Pixel, Statistics, open_codec
 from atoll.ensemble.routing import Memory, parse
 from atoll.experts.batch_conditions import Told
+from atoll.experts.expert_cache import Member
+from atoll.experts.router import OpenRouter
 from atoll.flow import rng
 from atoll.nets import Condition
 
 if TYPE_CHECKING:
     from atoll.data.stages.text import TextEncoder
-    from atoll.ensemble.ensemble import Ensemble
     from atoll.experts.expert import Declaration
+
+
+class Sampled(Protocol):
+    """What sampling needs of an ensemble."""
+
+    models: "Models"
+    missing: tuple[str, ...]
+    members: tuple[Member, ...]
+    router: OpenRouter | None
+    space: Statistics
+    scheduler: Any
+
+    @property
+    def device(self) -> torch.device:
+        """Return where it computes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return channels, height and width of a latent."""
+
+    @property
+    def told(self) -> frozenset[str]:
+        """Return what it is conditioned on."""
+
+    @property
+    def experts(self) -> tuple["Declaration", ...]:
+        """Return what each expert declares."""
+
+    def velocity(self, x: Tensor, t: Tensor | float, condition: Told | None = None, *args: Any, **how: Any) -> Tensor:
+        """Return the velocity of states x at times t."""
+
 
 NOISE_STREAM = 21
 DECODE_BATCH = 16
@@ -139,7 +171,7 @@ class Models:
 
 
 def encode(
-    ensemble: "Ensemble", prompts: Sequence[str] | None = None, labels: Sequence[str | int] | None = None
+    ensemble: Sampled, prompts: Sequence[str] | None = None, labels: Sequence[str | int] | None = None
 ) -> Condition:
     """The condition of prompts, classes or both, one row for each."""
     if prompts is not None and labels is not None and len(prompts) != len(labels):
@@ -152,7 +184,7 @@ def encode(
     return Condition(text, mask, pooled, label)
 
 
-def decode(ensemble: "Ensemble", latents: Tensor) -> list[Image.Image]:
+def decode(ensemble: Sampled, latents: Tensor) -> list[Image.Image]:
     """Pictures of latents of the ensemble's space."""
     pictures: list[Image.Image] = []
     for part in torch.split(ensemble.space.restore(latents.float()), DECODE_BATCH):
@@ -174,7 +206,7 @@ class Request:
 
 
 def request(
-    ensemble: "Ensemble",
+    ensemble: Sampled,
     prompts: Sequence[str] | None,
     labels: Sequence[str | int] | None,
     n: int | None,
@@ -204,7 +236,7 @@ def request(
     return Request(told, condition, rows, given, prompts is not None, labels is not None)
 
 
-def notices(ensemble: "Ensemble", wanted: Request, settings: Settings) -> list[str]:
+def notices(ensemble: Sampled, wanted: Request, settings: Settings) -> list[str]:
     """What a person should know before the pictures come."""
     found = []
     if ensemble.missing:
@@ -220,7 +252,7 @@ def notices(ensemble: "Ensemble", wanted: Request, settings: Settings) -> list[s
     return found
 
 
-def draws_unheard(ensemble: "Ensemble", routing: str) -> bool:
+def draws_unheard(ensemble: Sampled, routing: str) -> bool:
     """Whether an expert is drawn from the start by a router that hears nothing of what is wanted."""
     first = parse(routing).rules[0]
     deaf = ensemble.router is not None and not ensemble.router.declaration.told
@@ -228,7 +260,7 @@ def draws_unheard(ensemble: "Ensemble", routing: str) -> bool:
 
 
 @torch.no_grad()
-def generate(ensemble: "Ensemble", wanted: Request, settings: Settings, batch: int, trace: bool) -> Samples:
+def generate(ensemble: Sampled, wanted: Request, settings: Settings, batch: int, trace: bool) -> Samples:
     """Sample, in batches, and decode."""
     for notice in notices(ensemble, wanted, settings):
         print(f"warning: {notice}", file=sys.stderr)
@@ -244,7 +276,7 @@ def generate(ensemble: "Ensemble", wanted: Request, settings: Settings, batch: i
 
 
 def _batch(
-    ensemble: "Ensemble", wanted: Request, settings: Settings, part: slice, trace: bool, bar: Any
+    ensemble: Sampled, wanted: Request, settings: Settings, part: slice, trace: bool, bar: Any
 ) -> tuple[Tensor, list[Any]]:
     """The latents of one batch and its routing decisions."""
     used, rows = (rows.to(ensemble.device) for rows in torch.unique(wanted.rows[part], return_inverse=True))
@@ -272,7 +304,7 @@ def _batch(
     return made, decisions
 
 
-def _joined(ensemble: "Ensemble", traces: list[list[Any]]) -> Trace:
+def _joined(ensemble: Sampled, traces: list[list[Any]]) -> Trace:
     """The decisions of all batches, side by side."""
     steps = range(len(traces[0]))
     return Trace(

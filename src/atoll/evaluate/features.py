@@ -19,9 +19,10 @@ from atoll.data.chunks import Chunks, ahead
 from atoll.data.shuffle import shuffled
 from atoll.data.sources.base import BadPicture, Sample, Source, decode
 from atoll.data.stages.ingest import Index, Pixels, open_configured
+from atoll.data.vision.base import Vision
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.distances import Gaussian
-from atoll.evaluate.extractors import BATCH, Vision, open_vision, weights_of
+from atoll.evaluate.extractors import BATCH, open_vision, weights_of
 from atoll.evaluate.generated import CHUNK, Samples
 
 KIND = "evaluation features"

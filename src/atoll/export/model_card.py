@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from atoll import __version__
 from atoll.core.artifacts import Artifact
+from atoll.core.version import __version__
 from atoll.nets import build, count_parameters
 
 CARD_FILE = "README.md"

@@ -22,7 +22,7 @@ from atoll.core.artifacts import MANIFEST, Artifact
 from atoll.core.errors import AtollError, unknown
 from atoll.data.stages.latents import Codec, Pixel
 from atoll.data.stages.text import TextEncoder
-from atoll.ensemble.ensemble import Ensemble, OpenRouter
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.folder import (
     COMPONENTS,
     PIPELINE_CLASS,
@@ -39,6 +39,7 @@ from atoll.experts import stored
 from atoll.experts.density import Density
 from atoll.experts.expert import Declaration
 from atoll.experts.expert_cache import Member, Placement, weights_of
+from atoll.experts.router import OpenRouter
 from atoll.export.model_card import CARD_FILE
 from atoll.nets import Condition, Router
 

@@ -24,8 +24,9 @@ from torch import Tensor
 from atoll import flow
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
-from atoll.core.policy import Policy, verify
-from atoll.core.untrusted import Refused, check_bounded, safetensors_header, strict_json
+from atoll.core.policy import Policy
+from atoll.core.signing import verify
+from atoll.core.untrusted import Refused, check_bounded, strict_json
 from atoll.data.dataset import Shards
 from atoll.data.stages import shards as shard_files
 from atoll.data.stages.latents import Statistics
@@ -33,6 +34,7 @@ from atoll.experts.density import CAPTION_RANK, RANK
 from atoll.experts.density import FILE as DENSITY_FILE
 from atoll.experts.expert import EXPERT_KIND
 from atoll.experts.validation import validate
+from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
 from atoll.islands.transfer import fetch, read_manifest, signature_key
 from atoll.nets import DiT, build, load_network

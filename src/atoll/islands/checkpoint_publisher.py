@@ -10,7 +10,7 @@ from os import link
 
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
-from atoll.core.policy import Signer
+from atoll.core.signing import Signer
 from atoll.islands.leases import Lease, LeaseLost
 from atoll.islands.store import Store
 from atoll.islands.transfer import parts_of, proposal_key, signature_key, upload

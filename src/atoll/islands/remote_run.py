@@ -9,9 +9,11 @@ from atoll.core import config as configuration
 from atoll.core.artifacts import MANIFEST, Artifact, Manifest, to_json
 from atoll.core.config import CONFIG_FILE, Config
 from atoll.core.errors import AtollError
-from atoll.core.policy import POLICY_FILE, SIGNATURES_FILE, Policy, Role, Signer, policy_of, verify
-from atoll.core.untrusted import Refused, safetensors_header, strict_json
+from atoll.core.policy import POLICY_FILE, Policy, Role, policy_of
+from atoll.core.signing import SIGNATURES_FILE, Signer, verify
+from atoll.core.untrusted import Refused, strict_json
 from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
+from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.shared_settings import not_shared, read_shared, shared_part
 from atoll.islands.store import Store
 from atoll.islands.transfer import commit, fetch, publish, read_manifest, signature_key

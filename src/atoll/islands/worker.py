@@ -17,14 +17,16 @@ from atoll.core import config as configuration
 from atoll.core.artifacts import MANIFEST, Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.core.policy import Policy, Signer, verify
-from atoll.core.untrusted import Refused, safetensors_header, strict_json
+from atoll.core.policy import Policy
+from atoll.core.signing import Signer, verify
+from atoll.core.untrusted import Refused, strict_json
 from atoll.data.stages import shards as shard_files
 from atoll.experts.expert import EXPERT_KIND
 from atoll.islands.admission import Contribution, check_declaration, check_files, check_loss
 from atoll.islands.checkpoint_publisher import Reporter, checkpoint_keys, is_checkpoint_key
 from atoll.islands.leases import DURATION, Lease, LeaseLost, State, survey
 from atoll.islands.remote_run import open_config, settle
+from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
 from atoll.islands.transfer import commit, fetch, read_manifest, signature_key, upload
 from atoll.train.checkpoints import KIND as CHECKPOINT_KIND

@@ -1,9 +1,10 @@
 """The networks: DiT experts, the router, experts of other kinds, and other people's weights."""
 
 from atoll.core.networks import NAMES, DiTConfig, RouterConfig
-from atoll.nets.adapters import Expert, build, load_network, save_network
+from atoll.nets.adapters import Expert
 from atoll.nets.conditioning import Condition, PreparedCondition, concatenate
 from atoll.nets.dit import DiT, count_parameters
+from atoll.nets.io import build, load_network, save_network
 from atoll.nets.router import Router
 
 __all__ = [

@@ -1,20 +1,12 @@
 """Experts of any kind: Atoll's own DiT, or a diffusers model with its own conditioning, behind one small protocol."""
 
-import json
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from atoll.convert.layout import check_fit
-from atoll.core.errors import AtollError, first_line, unknown
-from atoll.core.networks import DiTConfig, RouterConfig
 from atoll.nets.conditioning import Condition, check_labels
-from atoll.nets.dit import DiT
-from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, read_weights, write_weights
-from atoll.nets.router import Router
 
 
 @runtime_checkable
@@ -157,42 +149,3 @@ class UNetExpert(DiffusersExpert):
 KINDS: dict[str, type[DiffusersExpert]] = {
     kind.__name__: kind for kind in (PixArtExpert, DiTExpert, SD3Expert, UNetExpert)
 }
-
-
-def build(description: dict[str, Any]) -> DiT | Router | DiffusersExpert:
-    """The network that a description names, freshly initialised."""
-    fields = {key: value for key, value in description.items() if key != "_class_name"}
-    kind = description.get("_class_name", "DiT")
-    if kind == "DiT":
-        return DiT(DiTConfig.from_dict(fields))
-    if kind == "Router":
-        return Router(RouterConfig.from_dict(fields))
-    if kind not in KINDS:
-        raise AtollError(unknown("kind of network", kind, ["DiT", "Router", *KINDS]))
-    try:
-        return KINDS[kind](**fields)
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise AtollError(f"{kind} cannot be built from its fields: {first_line(error)}") from error
-
-
-def save_network(network: DiT | Router | DiffusersExpert, folder: str | Path) -> None:
-    """Write config.json and the weights as safetensors, in a folder laid out like a diffusers model."""
-    folder = Path(folder)
-    write_weights(network.state_dict(), folder / WEIGHTS_FILE)
-    (folder / CONFIG_FILE).write_text(json.dumps(network.describe(), indent=2) + "\n", encoding="utf-8")
-
-
-def load_network(folder: str | Path) -> DiT | Router | DiffusersExpert:
-    """Read what `save_network` wrote; a tensor that does not fit is refused by name."""
-    file = Path(folder) / CONFIG_FILE
-    if not file.is_file():
-        raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    description = json.loads(file.read_text(encoding="utf-8"))
-    state = read_weights(Path(folder) / WEIGHTS_FILE)
-    native = description.get("_class_name", "DiT") in ("DiT", "Router")
-    # A native network stores all it needs and skips its own initialisation; diffusers models have unsaved buffers.
-    with torch.device("meta" if native else "cpu"):
-        network = build(description)
-    check_fit(state, network.state_dict(), f"the network of {file}")
-    network.load_state_dict(state, assign=native)
-    return network

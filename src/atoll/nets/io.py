@@ -1,15 +1,22 @@
-"""Weight files: safetensors in and out, and `.pt` files in, read without running any of their code."""
+"""Networks and their files: weights as safetensors in and out, and `.pt` files in, read without running their code."""
 
 import hashlib
+import json
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll.core.errors import AtollError, first_line
+from atoll.core.errors import AtollError, first_line, unknown
+from atoll.core.networks import DiTConfig, RouterConfig
+from atoll.nets.adapters import KINDS, DiffusersExpert
+from atoll.nets.dit import DiT
+from atoll.nets.router import Router
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 CONFIG_FILE = "config.json"
@@ -60,3 +67,55 @@ def sha256(file: str | Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def check_fit(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+    """Refuse tensors that do not fit, listing every one of them by name."""
+    problems = [f"missing {name} {tuple(expected[name].shape)}" for name in expected if name not in given]
+    problems += [f"not expected {name} {tuple(given[name].shape)}" for name in given if name not in expected]
+    problems += [
+        f"{name} has shape {tuple(given[name].shape)}, expected {tuple(expected[name].shape)}"
+        for name in expected
+        if name in given and given[name].shape != expected[name].shape
+    ]
+    if problems:
+        raise AtollError(f"the weights do not fit {what}; nothing was loaded:\n  " + "\n  ".join(problems))
+
+
+def build(description: dict[str, Any]) -> DiT | Router | DiffusersExpert:
+    """The network that a description names, freshly initialised."""
+    fields = {key: value for key, value in description.items() if key != "_class_name"}
+    kind = description.get("_class_name", "DiT")
+    if kind == "DiT":
+        return DiT(DiTConfig.from_dict(fields))
+    if kind == "Router":
+        return Router(RouterConfig.from_dict(fields))
+    if kind not in KINDS:
+        raise AtollError(unknown("kind of network", kind, ["DiT", "Router", *KINDS]))
+    try:
+        return KINDS[kind](**fields)
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise AtollError(f"{kind} cannot be built from its fields: {first_line(error)}") from error
+
+
+def save_network(network: DiT | Router | DiffusersExpert, folder: str | Path) -> None:
+    """Write config.json and the weights as safetensors, in a folder laid out like a diffusers model."""
+    folder = Path(folder)
+    write_weights(network.state_dict(), folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(network.describe(), indent=2) + "\n", encoding="utf-8")
+
+
+def load_network(folder: str | Path) -> DiT | Router | DiffusersExpert:
+    """Read what `save_network` wrote; a tensor that does not fit is refused by name."""
+    file = Path(folder) / CONFIG_FILE
+    if not file.is_file():
+        raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    description = json.loads(file.read_text(encoding="utf-8"))
+    state = read_weights(Path(folder) / WEIGHTS_FILE)
+    native = description.get("_class_name", "DiT") in ("DiT", "Router")
+    # A native network stores all it needs and skips its own initialisation; diffusers models have unsaved buffers.
+    with torch.device("meta" if native else "cpu"):
+        network = build(description)
+    check_fit(state, network.state_dict(), f"the network of {file}")
+    network.load_state_dict(state, assign=native)
+    return network

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
-from atoll import __version__
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
+from atoll.core.version import __version__
 from atoll.data.dataset import Shards
 from atoll.data.stages import clusters, ingest
 from atoll.evaluate.cache import ROOM

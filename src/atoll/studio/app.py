@@ -13,8 +13,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
-from atoll import __version__
 from atoll.core.errors import AtollError
+from atoll.core.version import __version__
 from atoll.studio import run_info, schemas
 from atoll.studio.engine import Engine
 from atoll.studio.middleware import Guard, field_of, problem

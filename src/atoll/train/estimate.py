@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from atoll.core.config import Config
+from atoll.core.device import device
 from atoll.core.presets import PUBLISHED
-from atoll.data.pretrained import device
 from atoll.train.cost import measured_rate, training_bytes
 from atoll.train.job import Job
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from atoll import flow
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config, NetworkChoice, Train
+from atoll.core.device import device as pick_device
 from atoll.core.errors import AtollError
 from atoll.core.networks import DEFAULT_NAME, LatentScale, check_fits_data
 from atoll.data.dataset import Shards
-from atoll.data.pretrained import device as pick_device
 from atoll.data.stages.latents import Statistics
 from atoll.data.stages.shards import name as shards_name
 from atoll.experts import density

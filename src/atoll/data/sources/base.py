@@ -14,17 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
-from pathlib import Path
 from typing import Literal, NoReturn, Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from atoll.core.errors import AtollError, unknown
 from atoll.data.images import BadPicture, decode
 
-__all__ = ["BadPicture", "Options", "Sample", "Source", "decode", "describe", "open_source"]
+__all__ = ["BadPicture", "Options", "Sample", "Source", "decode", "describe"]
 
 Split = Literal["train", "held-out"]
 Kind = Literal["folder", "webdataset", "parquet", "datasets", "emoji"]
@@ -88,21 +86,6 @@ class Options:
     """Split of a datasets name to read."""
     held_out: float = 0.05
     """Share of the captions (of the ids, where there are no captions) that training never sees."""
-
-
-def open_source(spec: str | Path, options: Options | None = None) -> Source:
-    """Open what `spec` names: a folder, tars, parquet files, a datasets name or path, or the built-in `emoji`.
-
-    Raises `AtollError` if there is nothing there or nothing in it that is known.
-    """
-    from atoll.data.sources import detect
-
-    options = options or Options()
-    if not 0 <= options.held_out < 1:
-        raise AtollError(f"held_out is {options.held_out}; expected a share from 0 up to but not including 1")
-    if options.kind is not None and options.kind not in KINDS:
-        raise AtollError(unknown("kind of source", options.kind, KINDS))
-    return detect(str(spec), options)
 
 
 def bad_sample(id: str, reason: str) -> Sample:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
+from atoll.core.device import device
 from atoll.core.errors import AtollError
 from atoll.data.chunks import Chunks, Share
-from atoll.data.pretrained import device, fingerprint, folder_of, load_pretrained, repeatable
+from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
 from atoll.data.sources.base import Source
 from atoll.data.stages.ingest import Index, Pixels, picture_batches
 from atoll.data.vision import efficientnet

@@ -21,7 +21,8 @@ from atoll.core.config import Config, Data
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
 from atoll.data.chunks import Chunks, ahead, read_rows
-from atoll.data.sources.base import BadPicture, Options, Sample, Source, decode, describe, open_source
+from atoll.data.sources.base import BadPicture, Options, Sample, Source, decode, describe
+from atoll.data.sources.open import open_source
 
 NAME = "data/ingest"
 KIND = "ingest"

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
+from atoll.core.device import device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.networks import LatentScale
 from atoll.data import autoencoder as shipped
 from atoll.data.chunks import Chunks, Share
-from atoll.data.pretrained import device, fingerprint, folder_of, repeatable
+from atoll.data.pretrained import fingerprint, folder_of, repeatable
 from atoll.data.sources.base import Source
 from atoll.data.stages.ingest import Index, Pixels, picture_batches
 

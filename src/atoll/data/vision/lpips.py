@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.convert.layout import check_fit
-from atoll.data.pretrained import device, fingerprint, repeatable
+from atoll.core.device import device
+from atoll.data.pretrained import fingerprint, repeatable
 from atoll.data.stages.ingest import Pixels
-from atoll.evaluate.extractors import Vision, to_pixels
-from atoll.nets.io import read_weights
+from atoll.data.vision.base import Vision, to_pixels
+from atoll.nets.io import check_fit, read_weights
 
 _EPS = 1e-10
 

@@ -1,0 +1,11 @@
+"""The device that networks run on. The one module of core that imports torch."""
+
+import torch
+
+
+def device() -> torch.device:
+    """Return the accelerator if this machine has a usable one, else the processor."""
+    # Without the check, a CUDA build of torch names CUDA even on machines without a GPU or its driver.
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    # With its number: another thread may have another one as its current device.
+    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())

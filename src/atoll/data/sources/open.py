@@ -1,0 +1,118 @@
+"""Open a source: find out what kind it is, unless the settings name one."""
+
+from glob import glob
+from pathlib import Path
+
+from atoll.core.errors import AtollError, unknown
+from atoll.data.images import SUFFIXES
+from atoll.data.sources.base import KINDS, Kind, Options, Source
+from atoll.data.sources.folder import FolderSource, entries_of, folders
+
+_EXPECTED = (
+    "expected a folder of pictures, WebDataset tars (*.tar), parquet files (*.parquet), "
+    "a Hugging Face datasets name or folder, or emoji"
+)
+
+
+def detect(spec: str, options: Options) -> Source:
+    """The source that `spec` names, its kind found out unless `options.kind` tells it."""
+    kind = options.kind or find_kind(spec)
+    if kind == "emoji":
+        from atoll.data.sources.emoji import EmojiSource
+
+        return EmojiSource(spec.removeprefix("emoji").removeprefix(":"), options)
+    if kind == "datasets":
+        from atoll.data.sources.tables import DatasetsSource
+
+        return DatasetsSource(spec, options)
+    if kind == "folder":
+        return FolderSource(_existing(spec), options)
+    suffix = ".tar" if kind == "webdataset" else ".parquet"
+    root, files = files_of(spec, suffix)
+    if kind == "webdataset":
+        from atoll.data.sources.webdataset import TarSource
+
+        return TarSource(root, files, options)
+    from atoll.data.sources.tables import ParquetSource
+
+    return ParquetSource(root, files, options)
+
+
+def find_kind(spec: str) -> Kind:
+    """What `spec` is, from its name and what lies there."""
+    if spec == "emoji" or spec.startswith("emoji:"):
+        return "emoji"
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return _kind_of_folder(path)
+    if path.is_file() or any(letter in spec for letter in "*?["):
+        by_suffix: dict[str, Kind] = {".tar": "webdataset", ".parquet": "parquet"}
+        if path.suffix in by_suffix:
+            return by_suffix[path.suffix]
+        hint = "; unpack it first" if path.suffix in (".gz", ".tgz", ".zip") else ""
+        raise AtollError(f"{spec}: no source of a known kind{hint}; {_EXPECTED}")
+    if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
+        raise AtollError(f"{spec}: no such file or folder; {_EXPECTED}")
+    return "datasets"
+
+
+def _kind_of_folder(folder: Path) -> Kind:
+    names = {entry.name for entry in entries_of(folder)}
+    if names & {"dataset_dict.json", "state.json"}:
+        return "datasets"
+    if any(name.endswith(".tar") for name in names):
+        return "webdataset"
+    found: Kind | None = None
+    for _, files in folders(folder):
+        suffixes = {file.suffix.lower() for file in files}
+        if suffixes & SUFFIXES:
+            return "folder"
+        found = found or ("webdataset" if ".tar" in suffixes else "parquet" if ".parquet" in suffixes else None)
+    if found:
+        return found
+    raise AtollError(f"{folder}: no picture in it, nor a tar or parquet file; {_EXPECTED}")
+
+
+def _existing(spec: str) -> Path:
+    folder = Path(spec).expanduser()
+    if not folder.is_dir():
+        raise AtollError(f"{spec}: no such folder; {_EXPECTED}")
+    return folder
+
+
+def files_of(spec: str, suffix: str) -> tuple[Path, list[Path]]:
+    """The files that a file name, a folder or a pattern stands for, in order of name, and the folder they share."""
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return path.parent, [path]
+    found = path.rglob(f"*{suffix}") if path.is_dir() else map(Path, glob(str(path), recursive=True))
+    files = sorted(file for file in found if file.is_file() and not file.name.startswith("."))
+    if not files:
+        raise AtollError(f"{spec}: no {suffix} file there; {_EXPECTED}")
+    root = path if path.is_dir() else Path(*_common_parts(files))
+    return root, files
+
+
+def _common_parts(files: list[Path]) -> list[str]:
+    """The folders that all files lie under."""
+    shared = []
+    for parts in zip(*(file.parent.parts for file in files), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return shared
+
+
+def open_source(spec: str | Path, options: Options | None = None) -> Source:
+    """Open what `spec` names: a folder, tars, parquet files, a datasets name or path, or the built-in `emoji`.
+
+    Raises `AtollError` if there is nothing there or nothing in it that is known.
+    """
+    from atoll.data.sources.open import detect
+
+    options = options or Options()
+    if not 0 <= options.held_out < 1:
+        raise AtollError(f"held_out is {options.held_out}; expected a share from 0 up to but not including 1")
+    if options.kind is not None and options.kind not in KINDS:
+        raise AtollError(unknown("kind of source", options.kind, KINDS))
+    return detect(str(spec), options)
