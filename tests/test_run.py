@@ -254,5 +254,5 @@ def test_a_manifest_that_lists_a_file_outside_is_refused(artifact: Artifact, tmp
     values = json.loads(artifact.path("manifest.json").read_text())
     values["files"] = {"../outside": {"size": 4, "sha256": hashlib.sha256(b"mine").hexdigest()}}
     artifact.path("manifest.json").write_text(json.dumps(values))
-    with pytest.raises(AtollError, match="'../outside' is not the name of a file in"):
+    with pytest.raises(AtollError, match="outside' is not the name of a file in"):
         artifact.open("things", verify=True)
