@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 _PLAN = ".plan.json"
+_NOT_PORTABLE = {"\\", ":", "\0"}
+"""Characters that separate folders, drives or streams on some system, or end a name in C."""
 _FORMAT = 1
 
 
@@ -97,7 +99,10 @@ class Artifact:
         return self.run / self.name
 
     def path(self, file: str) -> Path:
-        """Where one of its files is."""
+        """Return the path of one of its files; a name that leads out of the folder is refused."""
+        parts = PurePosixPath(file).parts
+        if not parts or parts[0] == "/" or ".." in parts or not _NOT_PORTABLE.isdisjoint(file):
+            raise AtollError(f"{file!r} is not the name of a file in {self.folder}")
         return self.folder / file
 
     # Reading

@@ -24,7 +24,7 @@ from atoll.data.stages import shards as shard_files
 from atoll.experts.expert import EXPERT_KIND
 from atoll.islands.admission import Contribution, check_declaration, check_files, check_loss
 from atoll.islands.checkpoint_publisher import Reporter, checkpoint_keys, is_checkpoint_key
-from atoll.islands.leases import DURATION, Lease, LeaseLost, State, survey
+from atoll.islands.leases import DURATION, Lease, LeaseLost, Seen, State, survey
 from atoll.islands.remote_run import open_config, settle
 from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
@@ -88,22 +88,32 @@ class Worker:
         seen, unfinished = survey(self.store, "leases/experts"), False
         for number in wanted:
             self.config.objective(number)  # refuses a number that does not exist
-            job = f"experts/{number:03d}"
             if number in self._over:
                 continue
-            if job in seen and (not seen[job].free or (self._judged and seen[job].proposed)):
-                settle(self.store, job, seen[job])
-                unfinished |= seen[job].record.state != "done"
-                self._over |= {number} if seen[job].record.state == "done" else set()
-                continue
-            if self.store.entry(f"{job}/final/{MANIFEST}"):
+            try:
+                lease, is_open = self._take_one(number, seen.get(f"experts/{number:03d}"))
+            except Refused as reason:  # what stands in the place of one expert does not keep us from the others
+                print(f"experts/{number:03d} is passed over: {reason}", flush=True)
                 self._over.add(number)
                 continue
-            unfinished = True
-            if lease := Lease.take(self.store, job, self.duration, self.name, self._choice(number)):
-                print(f"{job}: taken", flush=True)
+            unfinished |= is_open
+            if lease is not None:
+                print(f"{lease.job}: taken", flush=True)
                 return lease, True
         return None, unfinished
+
+    def _take_one(self, number: int, seen: Seen | None) -> tuple[Lease | None, bool]:
+        """Return the lease of one expert if it is free, and whether the expert is unfinished."""
+        job = f"experts/{number:03d}"
+        if seen is not None and (not seen.free or (self._judged and seen.proposed)):
+            settle(self.store, job, seen)
+            done = seen.record.state == "done"
+            self._over |= {number} if done else set()
+            return None, not done
+        if self.store.entry(f"{job}/final/{MANIFEST}"):
+            self._over.add(number)
+            return None, False
+        return Lease.take(self.store, job, self.duration, self.name, self._choice(number)), True
 
     @property
     def _judged(self) -> bool:
