@@ -79,7 +79,12 @@ def preparing(folder: Path, quick: bool) -> Iterator[Row]:
         sides.append(("latents (shape of Stable Diffusion's)", 64, 24, stable_diffusion_shape().encode))
     for name, side, count, work in sides:
         source, index = ingested(folder / name, count)
-        batches = [pixels for _, pixels in ingest.picture_batches(index, source, all_chunks(index), side, 16, 2)]
+        batches = [
+            pixels
+            for _, pixels in ingest.picture_batches(
+                index, source, all_chunks(index), resolution=side, batch=16, workers=2
+            )
+        ]
         stage, forward = stage_over(folder / name / "out", index, source, side, work), forward_over(batches, work)
         times = interleave({"stage": stage, "forward": forward}, repeats=3 if quick else 5)
         yield Row(f"prepare {name}: rate / bare forward rate", times["forward"] / times["stage"], 0.9)
@@ -114,7 +119,7 @@ def stage_over(folder: Path, index: ingest.Index, source: Source, side: int, wor
         shutil.rmtree(folder, ignore_errors=True)
         artifact = Artifact(folder, "stage")
         artifact.begin("stage", {})
-        pictures = ingest.picture_batches(index, source, all_chunks(index), side, 16, workers=2)
+        pictures = ingest.picture_batches(index, source, all_chunks(index), resolution=side, batch=16, workers=2)
         index.chunks(artifact).fill("bench", all_chunks(index), ((c, len(p), work(p)) for c, p in pictures))
         artifact.commit({})
 

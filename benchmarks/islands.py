@@ -98,7 +98,7 @@ def run_job_shared(store: Store, folder: Path, config: Config) -> None:
     lease = Lease.take(store, job.name)
     assert lease is not None
     with lease:
-        reporter = Reporter(store, lease, job, None, PUBLISH_EVERY, threading.Event())
+        reporter = Reporter(store, lease, job, signer=None, every=PUBLISH_EVERY, stop=threading.Event())
         run_job(job, reporter)
         reporter.close()
 
@@ -138,7 +138,7 @@ def cost_of_sharing(store: Store, own: Path, config: Config) -> tuple[float, flo
     artifact.write("state.bin", os.urandom(checkpoint_size(own)))
     artifact.commit({"samples": 1})
     shutil.move(folder, own / "experts/000/000000000001")
-    reporter = Reporter(store, lease, job, None, 0.0, threading.Event())
+    reporter = Reporter(store, lease, job, signer=None, every=0.0, stop=threading.Event())
     before = time.process_time()
     reporter.saved(Artifact(own, "experts/000/000000000001"))
     reporter.close()

@@ -62,7 +62,7 @@ class Work:
             return Ensemble(members)
         router = SpreadRouter(RouterConfig(experts=count, size=self.side, **ROUTER)).eval().requires_grad_(False)
         router.answers = 3 * torch.randn(BATCH, count, generator=torch.Generator().manual_seed(0))
-        declared = self._declaration("router", tuple(range(count)), flow.Objective().bridge(), frozenset())
+        declared = self._declaration("router", tuple(range(count)), flow.Objective().bridge(), bridge=frozenset())
         return Ensemble(members, OpenRouter(declared, router), resident=resident)
 
     def _member(self, number: int, bridge: flow.Bridge) -> Member:
@@ -70,7 +70,7 @@ class Work:
         if not place.is_dir():
             torch.manual_seed(number)
             save_network(DiT(self._config()), place)
-        declared = self._declaration(f"experts/{number:03d}", (number,), bridge, frozenset(["text"]))
+        declared = self._declaration(f"experts/{number:03d}", (number,), bridge, bridge=frozenset(["text"]))
         file = place / WEIGHTS_FILE
         return Member(declared, partial(load_network, place), file.stat().st_size, file)
 
@@ -88,7 +88,7 @@ class Work:
         """Steps along the ensemble's velocity."""
 
         def field(x: Tensor, t: Tensor) -> Tensor:
-            return model.velocity(x, t[:1], self.told, routing, GUIDANCE)
+            return model.velocity(x, t[:1], self.told, routing=routing, guidance=GUIDANCE)
 
         return self._solved(field)
 
@@ -96,7 +96,7 @@ class Work:
         """Every expert on every sample, both halves of guidance apart, then the weighted sum."""
 
         def field(x: Tensor, t: Tensor) -> Tensor:
-            weights = model.weights(x, t[:1], None, "full")
+            weights = model.weights(x, t[:1], None, routing="full")
             total = torch.zeros_like(x)
             for number in range(len(model.members)):
                 expert = model.residents.get(number).expert

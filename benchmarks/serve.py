@@ -147,7 +147,9 @@ def _latents(model: Ensemble, part: Sequence[Wish], steps: int) -> Tensor:
     told = Told.of(model.encode([wish.prompt for wish in part]), torch.arange(len(part)), reused=True)
     shape = (1, *model.shape)
     noise = [rng.normal(shape, seed=wish.seed, stream=NOISE_STREAM, first=0) for wish in part]
-    return flow.solve(lambda x, t: model.velocity(x, t[:1], told, "top-1", GUIDANCE), torch.cat(noise), steps=steps)
+    return flow.solve(
+        lambda x, t: model.velocity(x, t[:1], told, routing="top-1", guidance=GUIDANCE), torch.cat(noise), steps=steps
+    )
 
 
 def measure(quick: bool) -> Iterable[Row]:

@@ -110,7 +110,7 @@ def overhead(folder: Path, name: str, batch: int, steps: int) -> Row:
     timed = {"bare": Bare(job), "seconds": {"loop": [], "bare": []}, "ended": time.perf_counter()}
     for key, value in timed.items():
         object.__setattr__(task, key, value)
-    train(task, job.settings, Checkpoints(folder, job.name, {}, ALONE), ALONE)
+    train(task, job.settings, Checkpoints(folder, job.name, {}, ALONE), world=ALONE)
     loop, bare = (sum(task.seconds[which][3:]) for which in ("loop", "bare"))  # the first ones warm up
     return Row(f"loop / bare step, {name} batch {batch}", bare / loop, 0.95)
 
@@ -155,7 +155,7 @@ def peak(name: str) -> None:
         estimate = training_bytes(job.cost, 32, 1, half=False)
         before = memory_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-        train(job.task(), job.settings, Checkpoints(Path(scratch), job.name, {}, ALONE), ALONE)
+        train(job.task(), job.settings, Checkpoints(Path(scratch), job.name, {}, ALONE), world=ALONE)
         print((memory_bytes("VmHWM") - before) / estimate)
 
 

@@ -43,7 +43,9 @@ def ensemble(mixture: flow.GaussianMixture, mode: str) -> flow.solvers.VelocityF
         weights, total = mixture.posterior(x, t), torch.zeros_like(x)
         for k, (expert, bridge) in enumerate(zip(experts, bridges, strict=True)):
             query = bridge.query(x, t)
-            output = expert.predict(query.state, query.time.clamp(min=1e-6), bridge.prediction, bridge.schedule)
+            output = expert.predict(
+                query.state, query.time.clamp(min=1e-6), bridge.prediction, schedule=bridge.schedule
+            )
             total += weights[:, k, None] * bridge.velocity(output, x, t)
         return total
 

@@ -39,7 +39,7 @@ def relative_errors(data: flow.GaussianMixture, name: str, mode: str) -> torch.T
         x0 = data.sample(SAMPLES, generator)
         x = flow.LINEAR.add_noise(x0, torch.randn(x0.shape, generator=generator, dtype=x0.dtype), t)
         query = bridge.query(x, t)
-        output = data.predict(query.state, query.time.clamp(1e-6, 1), "epsilon", schedule)
+        output = data.predict(query.state, query.time.clamp(1e-6, 1), "epsilon", schedule=schedule)
         truth = data.velocity(x, t)
         errors.append((bridge.velocity(output, x, t) - truth).square().mean().sqrt() / truth.square().mean().sqrt())
     return torch.stack(errors)

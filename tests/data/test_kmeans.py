@@ -20,7 +20,7 @@ def blobs(sizes: list[int], dimensions: int = 32, noise: float = 0.5, seed: int 
 
 
 def fine_sums(rows: Floats, count: int, seed: int = 0) -> tuple[Floats, Integers, Integers]:
-    fine, _ = nearest_centre(rows, fit_fine(rows, count, 20, seed))
+    fine, _ = nearest_centre(rows, fit_fine(rows, count, 20, seed=seed))
     sums = np.zeros((count, rows.shape[1]))
     np.add.at(sums, fine, rows)
     return sums, np.bincount(fine, minlength=count), fine
@@ -58,7 +58,7 @@ def test_the_merge_finds_the_best_partition_there_is() -> None:
             loads = np.bincount(groups, weights=sizes, minlength=3)
             if loads.max() <= limit * sizes.sum() / 3 and loads.min() > 0:
                 best = max(best, sum(np.linalg.norm(sums[groups == k].sum(0)) for k in range(3)))
-        merged = merge(sums, sizes, 3, limit, seed=case)
+        merged = merge(sums, sizes, 3, max_imbalance=limit, seed=case)
         assert merged.cosine * sizes.sum() >= 0.97 * best
         assert merged.cosine * sizes.sum() <= best + 1e-9
 
@@ -76,7 +76,7 @@ def test_the_limit_holds_and_no_cluster_is_empty(sizes: list[int], clusters: int
     sums, fine_sizes, fine = fine_sums(rows, count, seed)
     used = np.flatnonzero(fine_sizes)
     try:
-        merged = merge(sums[used], fine_sizes[used], clusters, limit, seed)
+        merged = merge(sums[used], fine_sizes[used], clusters, max_imbalance=limit, seed=seed)
     except AtollError:
         # Only where it is hard: a limit that leaves less room than the largest fine cluster takes.
         reject_unless(fine_sizes.max() > (limit - 1) * len(rows) / clusters)
@@ -92,7 +92,10 @@ def test_the_limit_holds_and_no_cluster_is_empty(sizes: list[int], clusters: int
 def test_a_catch_all_cluster_is_divided() -> None:
     rows, _ = blobs([2000, 100, 100, 100])
     sums, sizes, _ = fine_sums(rows, 128)
-    free, bounded = merge(sums, sizes, 4, 100.0, seed=0), merge(sums, sizes, 4, 1.25, seed=0)
+    free, bounded = (
+        merge(sums, sizes, 4, max_imbalance=100.0, seed=0),
+        merge(sums, sizes, 4, max_imbalance=1.25, seed=0),
+    )
     assert free.imbalance > 2
     assert bounded.imbalance <= 1.25
     assert bounded.cosine <= free.cosine + 1e-9
@@ -101,16 +104,16 @@ def test_a_catch_all_cluster_is_divided() -> None:
 def test_equal_blobs_are_kept_whole() -> None:
     rows, labels = blobs([300] * 4, noise=0.3)
     sums, sizes, fine = fine_sums(rows, 32)
-    coarse = merge(sums, sizes, 4, 1.25, seed=0).coarse_of_fine[fine]
+    coarse = merge(sums, sizes, 4, max_imbalance=1.25, seed=0).coarse_of_fine[fine]
     assert len(set(zip(coarse.tolist(), labels.tolist(), strict=True))) == 4
 
 
 def test_a_fine_cluster_beyond_the_limit_is_refused_with_what_to_do() -> None:
     sums, sizes = np.eye(4) * 10, np.array([97, 1, 1, 1])
     with pytest.raises(AtollError, match=r"one fine cluster holds 97 of 100 samples.*raise clusters.fine"):
-        merge(sums, sizes, 2, 1.25, seed=0)
+        merge(sums, sizes, 2, max_imbalance=1.25, seed=0)
     with pytest.raises(AtollError, match="too coarse to fill 2 clusters"):
-        merge(np.eye(3), np.array([10, 10, 10]), 2, 1.25, seed=0)
+        merge(np.eye(3), np.array([10, 10, 10]), 2, max_imbalance=1.25, seed=0)
 
 
 UNEVEN = np.array([415, 88, 130, 156, 131, 410, 441, 311, 67, 92, 199, 244, 329, 265, 169, 121])
@@ -121,27 +124,27 @@ def test_a_restart_that_gets_stuck_stops_nobody() -> None:
     for seed in range(6):
         sums = generator.normal(size=(16, 8))
         sums *= (UNEVEN / np.linalg.norm(sums, axis=1))[:, None]
-        assert merge(sums, UNEVEN, 6, 1.25, seed).imbalance <= 1.25
+        assert merge(sums, UNEVEN, 6, max_imbalance=1.25, seed=seed).imbalance <= 1.25
 
 
 def test_where_every_restart_gets_stuck_packing_the_largest_first_finds_a_way() -> None:
     sums, sizes = np.array([[0, 6.0], [1, -3], [1, 8], [0, -5]]), np.array([6, 3, 8, 5])
-    assert merge(sums, sizes, 2, 1.05, seed=0).coarse_of_fine.tolist() == [1, 0, 0, 1]
+    assert merge(sums, sizes, 2, max_imbalance=1.05, seed=0).coarse_of_fine.tolist() == [1, 0, 0, 1]
 
 
 def test_fewer_groups_than_clusters_are_refused_with_what_to_do() -> None:
     with pytest.raises(AtollError, match=r"only 2 distinct groups of samples for 3 clusters; lower clusters.count"):
-        merge(np.eye(3), np.array([10, 10, 0]), 3, 2.0, seed=0)
+        merge(np.eye(3), np.array([10, 10, 0]), 3, max_imbalance=2.0, seed=0)
 
 
 def test_classes_are_not_advised_to_be_finer() -> None:
     for sizes in (np.array([97, 1, 1, 1]), np.array([10, 10, 10])):
         with pytest.raises(AtollError, match=r"class.*; raise clusters.max_imbalance or lower clusters.count$"):
-            merge(np.eye(len(sizes)), sizes, 2, 1.25, seed=0, part="class")
+            merge(np.eye(len(sizes)), sizes, 2, max_imbalance=1.25, seed=0, part="class")
 
 
 def test_one_cluster_is_the_whole() -> None:
-    merged = merge(np.eye(3), np.array([5, 6, 7]), 1, 1.25, seed=0)
+    merged = merge(np.eye(3), np.array([5, 6, 7]), 1, max_imbalance=1.25, seed=0)
     assert merged.coarse_of_fine.tolist() == [0, 0, 0]
     assert merged.imbalance == 1
 

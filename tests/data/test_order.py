@@ -9,7 +9,7 @@ from atoll.data.shuffle import shuffled
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 2**31))
 def test_every_shuffle_is_a_permutation(count: int, seed: int, epoch: int) -> None:
-    order = shuffled(np.arange(count, dtype=np.uint64), count, seed, epoch)
+    order = shuffled(np.arange(count, dtype=np.uint64), count, seed, epoch=epoch)
     assert np.array_equal(np.sort(order), np.arange(count))
 
 
@@ -50,4 +50,4 @@ def test_neighbours_do_not_stay_together() -> None:
 
 def test_nothing_cannot_be_shuffled() -> None:
     with pytest.raises(ValueError, match="cannot shuffle 0 items"):
-        shuffled(np.arange(0, dtype=np.uint64), 0, 0, 0)
+        shuffled(np.arange(0, dtype=np.uint64), 0, 0, epoch=0)

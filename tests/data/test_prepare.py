@@ -153,7 +153,7 @@ def test_half_of_a_stage_is_never_taken_for_that_of_other_settings(tmp_path: Pat
     dense = config.model_copy(update={"clusters": config.clusters.model_copy(update={"count": 1})})
     other = config.model_copy(update={"features": config.features.model_copy(update={"resolution": 72})})
     prepare(run, config, ["ingest"])
-    prepare(run, config, ["features"], Share(0, 3))
+    prepare(run, config, ["features"], share=Share(0, 3))
     prepare(run, dense, ["features"])
     with pytest.raises(AtollError, match="data/features is stale: resolution was 64, now 72"):
         prepare(run, other, ["features"])
@@ -169,7 +169,7 @@ def test_jobs_that_share_the_work_give_the_same_bytes(prepared: Path, tmp_path: 
     for stage in ("features", "latents", "text"):
         for index in (2, 0, 1):
             assert not Preparation(run, config).done(stage)  # type: ignore[arg-type]
-            prepare(run, config, [stage], Share(index, 3))  # type: ignore[list-item]
+            prepare(run, config, [stage], share=Share(index, 3))  # type: ignore[list-item]
     prepare(run, config)
     assert {name: data for name, data in files(run).items() if name != "atoll.yaml"} == {
         name: data for name, data in files(prepared).items() if name != "atoll.yaml"

@@ -60,7 +60,7 @@ def naive(ensemble: Ensemble, given: dict[str, Tensor], told: Condition, routing
         draw, cluster = given["draw"][i : i + 1], given["cluster"][i : i + 1]
         halves = []
         for this in (told[i : i + 1], told[i : i + 1].unconditional()):
-            w = ensemble.weights(x, t, this, routing, cluster, draw)[0]
+            w = ensemble.weights(x, t, this, routing=routing, cluster=cluster, draw=draw)[0]
             parts = [
                 ensemble.residents.get(k).expert.velocity(
                     x, t, Condition(this.text, this.text_mask, dropped=this.dropped)
@@ -89,17 +89,17 @@ def test_prepared_conditions_and_one_time_give_the_same(run: Path) -> None:
     rows = torch.tensor([0, 1, 2, 0, 1, 2, 0, 0, 4])
     reused = Told.of(told[:5], rows, reused=True)
     for t, routing in product((0.9, 0.2), ("top-1", "top-2", "full")):
-        expected = ensemble.velocity(given["x"], torch.full((B,), t), told[rows], routing, guidance=3.0)
+        expected = ensemble.velocity(given["x"], torch.full((B,), t), told[rows], routing=routing, guidance=3.0)
         for _ in range(2):
-            got = ensemble.velocity(given["x"], t, reused, routing, guidance=3.0)
+            got = ensemble.velocity(given["x"], t, reused, routing=routing, guidance=3.0)
             assert_alike(got, expected)
 
 
 def test_a_router_that_is_told_has_its_own_answer_for_the_null_condition(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", router_told=("pooled",))
     ensemble, given, told = atoll.load(run), batch(), condition()
-    with_text = ensemble.weights(given["x"], given["t"], told, "full")
-    without = ensemble.weights(given["x"], given["t"], None, "full")
+    with_text = ensemble.weights(given["x"], given["t"], told, routing="full")
+    without = ensemble.weights(given["x"], given["t"], None, routing="full")
     assert (with_text - without).abs().max() > 0.01
     guidance = torch.full((B,), 4.0)
     for routing in ("full", "top-1", "sample-1"):
@@ -138,11 +138,11 @@ def test_labels_and_text_together(tmp_path: Path) -> None:
     ensemble, given, told = atoll.load(run), batch(), condition()
     for parts in (told, Condition(told.text, told.text_mask), Condition(label=told.label)):
         rows = torch.arange(B)
-        plain = ensemble.velocity(given["x"], 0.5, parts, "top-2", guidance=3.0)
-        prepared = ensemble.velocity(given["x"], 0.5, Told.of(parts, rows, reused=True), "top-2", guidance=3.0)
+        plain = ensemble.velocity(given["x"], 0.5, parts, routing="top-2", guidance=3.0)
+        prepared = ensemble.velocity(given["x"], 0.5, Told.of(parts, rows, reused=True), routing="top-2", guidance=3.0)
         assert_alike(prepared, plain)
-    with_label = ensemble.velocity(given["x"], 0.5, told, "top-2")
-    assert (with_label - ensemble.velocity(given["x"], 0.5, None, "top-2")).abs().max() > 1e-3
+    with_label = ensemble.velocity(given["x"], 0.5, told, routing="top-2")
+    assert (with_label - ensemble.velocity(given["x"], 0.5, None, routing="top-2")).abs().max() > 1e-3
 
 
 def test_rescaled_guidance_has_the_spread_of_the_unguided(run: Path) -> None:
@@ -178,14 +178,14 @@ def test_dense_models_are_ensembles_of_one(run: Path) -> None:
         got = dense.velocity(given["x"], given["t"], told)
         if number is not None:
             cluster = torch.full((B,), number)
-            expected = whole.velocity(given["x"], given["t"], told, "oracle", cluster=cluster)
+            expected = whole.velocity(given["x"], given["t"], told, routing="oracle", cluster=cluster)
             assert_alike(got, expected)
 
 
 def test_velocity_carries_gradients_to_the_state(run: Path) -> None:
     ensemble = atoll.load(run)
     x = batch()["x"].requires_grad_(True)
-    ensemble.velocity(x, 0.5, condition(), "top-2", guidance=2.0).square().sum().backward()
+    ensemble.velocity(x, 0.5, condition(), routing="top-2", guidance=2.0).square().sum().backward()
     assert x.grad is not None
     assert bool((x.grad.flatten(1).abs().sum(1) > 0).all())
 

@@ -310,7 +310,7 @@ def test_a_released_expert_joins_one_that_was_trained_here_by_scale(release: Pat
     condition = Condition(text=torch.randn(2, TOKENS, TEXT, generator=torch.Generator().manual_seed(1)))
     for cluster, alone in enumerate((Ensemble([released]), Ensemble([member]))):
         chosen = torch.full((2,), cluster)
-        got = mixed.velocity(x, t, condition, "oracle", cluster=chosen)
+        got = mixed.velocity(x, t, condition, routing="oracle", cluster=chosen)
         torch.testing.assert_close(got, alone.velocity(x, t, condition), atol=1e-5, rtol=1e-5)
     assert member.declaration.bridge.data_mean == tuple(ours["data_mean"])
     other = {"mean": [0.4] * 4, "std": [2.0] * 4, "data_mean": [0.1] * 4, "data_std": [2.2] * 4}

@@ -103,7 +103,7 @@ def test_experts_whose_latents_have_another_scale_and_shift_are_one_model(object
     """The space is that of the router; one expert is scaled as Stable Diffusion's latents are, one as FLUX's."""
     mixture = random_mixture()
     x, t = states(mixture, 300)
-    ensemble = ideal_ensemble(mixture, [[0, 1, 2], [3, 4, 5]], objectives, SPACES_BY_SCALE)
+    ensemble = ideal_ensemble(mixture, [[0, 1, 2], [3, 4, 5]], objectives, spaces=SPACES_BY_SCALE)
     torch.testing.assert_close(answer(ensemble, x, t, routing="full"), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
 
 
@@ -112,7 +112,7 @@ def test_experts_with_statistics_of_their_own_answer_in_the_common_space(objecti
     """Each was trained on data scaled and shifted differently; together they are the exact velocity."""
     mixture = random_mixture()
     x, t = states(mixture, 300)
-    ensemble = ideal_ensemble(mixture, CLUSTERS, objectives, SPACES)
+    ensemble = ideal_ensemble(mixture, CLUSTERS, objectives, spaces=SPACES)
     torch.testing.assert_close(answer(ensemble, x, t, routing="full"), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
     common = ideal_ensemble(mixture, [[k] for k in range(6)])
     apart = ideal_ensemble(mixture, [[k] for k in range(6)], spaces=[*SPACES, *SPACES[:2]])

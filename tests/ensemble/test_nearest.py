@@ -114,6 +114,6 @@ def test_prompts_reach_nearest_routing(run: Path) -> None:
     condition = ensemble.encode(["a red circle", "a blue square"])
     assert condition.pooled is not None
     x = torch.zeros(2, 3, 8, 8)
-    told = ensemble.weights(x, 1.0, condition, "nearest:full")
-    untold = ensemble.weights(x, 1.0, None, "nearest:full")
+    told = ensemble.weights(x, 1.0, condition, routing="nearest:full")
+    untold = ensemble.weights(x, 1.0, None, routing="nearest:full")
     assert (told - untold).abs().max() > 0.01

@@ -15,7 +15,7 @@ def weights(text: str, p: list[list[float]], t: float | list[float] = 0.5, **mem
     routing, table = parse(text), torch.tensor(p, dtype=torch.float32)
     draw = memory.pop("draw", None)
     kept = {"router": table, "nearest": table, "given": table}
-    return routing.weights(kept, times, Memory(**memory), None if draw is None else torch.tensor(draw))
+    return routing.weights(kept, times, Memory(**memory), draw=None if draw is None else torch.tensor(draw))
 
 
 def by_hand(text: str, p: list[float]) -> list[float]:
@@ -63,7 +63,7 @@ def test_samples_are_decided_one_by_one_and_rules_change_over_time() -> None:
 def test_sample_one_follows_the_probabilities() -> None:
     p, count = [0.2, 0.5, 0.3], 4000
     draws = Memory(seed=3).draw(parse("sample-1"), count)
-    chosen = parse("sample-1").weights({"router": torch.tensor([p] * count)}, torch.tensor([0.5]), Memory(), draws)
+    chosen = parse("sample-1").weights({"router": torch.tensor([p] * count)}, torch.tensor([0.5]), Memory(), draw=draws)
     assert torch.equal(chosen.sum(1), torch.ones(count))
     torch.testing.assert_close(chosen.mean(0), torch.tensor(p), atol=0.03, rtol=0)
 
@@ -74,24 +74,24 @@ def test_drawn_once_is_kept_for_all_rows_of_a_sample() -> None:
     memory, routing = Memory(seed=3), parse("drawn")
     told, null = torch.tensor([p] * count), torch.tensor([[0.0, 0.0, 1.0]] * count)
     assert routing.settled(routing.rules[0], memory) is None
-    first = routing.weights({"router": torch.cat([told, null])}, t, memory, memory.draw(routing, count))
+    first = routing.weights({"router": torch.cat([told, null])}, t, memory, draw=memory.draw(routing, count))
     assert torch.equal(first[:count], first[count:])
     assert torch.equal(first[:count].sum(1), torch.ones(count))
     torch.testing.assert_close(first[:count].mean(0), torch.tensor(p), atol=0.03, rtol=0)
     assert torch.equal(first[:count], routing.settled(routing.rules[0], memory))
-    later = routing.weights({"router": null}, t, memory, torch.rand(count))
+    later = routing.weights({"router": null}, t, memory, draw=torch.rand(count))
     assert torch.equal(later, first[:count])
 
 
 def test_drawn_begins_when_its_time_comes_for_each_sample() -> None:
     memory, routing = Memory(), parse("top-1@0.5,drawn")
     p, draw = torch.tensor([[0.6, 0.4]] * 3), torch.tensor([0.9, 0.9, 0.1])
-    first = routing.weights({"router": p}, torch.tensor([0.7, 0.4, 0.4]), memory, draw)
+    first = routing.weights({"router": p}, torch.tensor([0.7, 0.4, 0.4]), memory, draw=draw)
     assert first.argmax(1).tolist() == [0, 1, 0]
     assert memory.drawn is not None
     assert memory.drawn.tolist() == [[0, 0], [0, 1], [1, 0]]
     assert routing.settled(routing.rules[1], memory) is None
-    second = routing.weights({"router": p.flip(1)}, torch.tensor([0.3]), memory, torch.tensor([0.5, 0.0, 0.9]))
+    second = routing.weights({"router": p.flip(1)}, torch.tensor([0.3]), memory, draw=torch.tensor([0.5, 0.0, 0.9]))
     assert second.argmax(1).tolist() == [1, 1, 0]
     assert routing.settled(routing.rules[1], memory) is not None
     before = parse("drawn@0.5,top-1")
@@ -114,8 +114,8 @@ def test_rules_over_time_may_have_answers_for_the_null_condition_or_not() -> Non
     routing, memory = parse("top-1@0.6,nearest"), Memory()
     first = torch.tensor([[0.6, 0.4], [0.2, 0.8]])
     p = {"router": first, "nearest": torch.cat([first, first.flip(1)])}
-    assert routing.weights(p, torch.tensor([0.9]), memory, None).argmax(1).tolist() == [0, 1]
-    later = routing.weights(p, torch.tensor([0.5]), memory, None)
+    assert routing.weights(p, torch.tensor([0.9]), memory, draw=None).argmax(1).tolist() == [0, 1]
+    later = routing.weights(p, torch.tensor([0.5]), memory, draw=None)
     assert later.argmax(1).tolist() == [0, 1, 1, 0]
 
 

@@ -128,8 +128,11 @@ def test_the_same_command_again_computes_nothing(
 def test_figures_can_be_taken_again_from_what_is_kept(trained: Path, answer: dict[str, Any]) -> None:
     config, subject = configuration.load(trained), Subject(trained, "experts", "top-1")
     prompts = prompts_of(trained, 3, 12)
-    samples = draw(subject, prompts, Settings(routing="top-1", steps=3), "samples", 64, None)
-    made, real = of_samples(trained, samples, EXTRACTOR), of_reference(trained, config, "train", 24, EXTRACTOR)
+    samples = draw(subject, prompts, Settings(routing="top-1", steps=3), what="samples", batch=64, resident=None)
+    made, real = (
+        of_samples(trained, samples, EXTRACTOR),
+        of_reference(trained, config, "train", count=24, vision=EXTRACTOR),
+    )
     found = answer["models"][0]["metrics"][EXTRACTOR]
     distance = frechet(Gaussian.of(made.features), Gaussian.of(real.features))
     assert distance == pytest.approx(found["frechet"]["value"], rel=1e-9)
@@ -146,12 +149,12 @@ def test_a_set_that_was_interrupted_continues_to_the_same_pictures(
     monkeypatch.setattr("atoll.evaluate.generated.CHUNK", 4)
     prompts, subject = prompts_of(trained, 3, 10), Subject(trained, "experts", "top-2")
     settings = Settings(routing="top-2", steps=2)
-    whole = draw(subject, prompts, settings, "whole", 64, None)
+    whole = draw(subject, prompts, settings, what="whole", batch=64, resident=None)
     pictures = np.concatenate(list(whole.chunks()))
     shutil.copytree(whole.artifact.folder, tmp_path / "kept")
     (whole.artifact.folder / "manifest.json").unlink()
     (whole.artifact.folder / "000001.safetensors").unlink()
-    again = draw(subject, prompts, settings, "whole", 3, None)
+    again = draw(subject, prompts, settings, what="whole", batch=3, resident=None)
     # The missing images were made in batches of another size, whose rounding may change a pixel by one.
     assert np.abs(np.concatenate(list(again.chunks())).astype(int) - pictures.astype(int)).max() <= 1
     kept = "000002.safetensors"
@@ -175,10 +178,10 @@ def test_mixed_answers_are_the_ensembles_own_velocity(trained: Path) -> None:
     assert len(answers.t) == 10 * sum(min(5, size) for size in shards.cluster_sizes())
     for routing in routings:
         errors = []
-        for sample in diagnostics.noisy(shards, 5, 3, model.device):
+        for sample in diagnostics.noisy(shards, 5, 3, device=model.device):
             condition, cluster = sample.condition(model.told), sample.batch.cluster
             with torch.no_grad():
-                v = model.velocity(sample.x, sample.t, condition, routing, cluster=cluster, draw=sample.draw)
+                v = model.velocity(sample.x, sample.t, condition, routing=routing, cluster=cluster, draw=sample.draw)
             errors.append((v - sample.target).square().flatten(1).mean(1))
         assert torch.cat(errors).allclose(answers.routed[routing], rtol=1e-4, atol=1e-6)
     own = answers.errors.gather(1, answers.cluster[:, None])[:, 0]

@@ -194,7 +194,7 @@ def test_the_routing_is_that_of_a_router_whatever_comes_first(trained: Path, tmp
         (("nearest", "top-1"), "expert from noise to picture"),
         (("nearest",), "No router was asked"),
     ):
-        file = report(trained, load(trained), Options(routings=routings, steps=1), tmp_path / "page.html")
+        file = report(trained, load(trained), Options(routings=routings, steps=1), out=tmp_path / "page.html")
         assert said in file.read_text(encoding="utf-8")
 
 
@@ -249,7 +249,7 @@ def test_a_run_without_experts_is_refused(prepared: Path) -> None:
 def test_charts_have_round_ticks() -> None:
     assert ticks(0, 1) == pytest.approx([0, 0.5, 1.0]) or ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(32, 160) == pytest.approx([50, 100, 150])
-    assert "<svg" in lines([Line("nothing", [(0, 0.0), (1, 0.0)])], "samples", "loss", "a loss of zero")
+    assert "<svg" in lines([Line("nothing", [(0, 0.0), (1, 0.0)])], "samples", "loss", about="a loss of zero")
     assert power(1.234e14) == "1.23 × 10¹⁴"
 
 

@@ -16,7 +16,7 @@ def ideal_answer(mixture: flow.GaussianMixture, bridge: flow.Bridge, query: flow
     """What a perfect network of the bridge's kind answers; it undoes the schedule's input scaling first."""
     state = query.state / broadcast(bridge.schedule.input_scale(query.time), query.state)
     time = query.time.clamp(1e-9, 1)
-    return mixture.predict(state, time, bridge.prediction, bridge.schedule)
+    return mixture.predict(state, time, bridge.prediction, schedule=bridge.schedule)
 
 
 def noisy_states(mixture: flow.GaussianMixture, t: Tensor, seed: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ def test_score_and_density_agree_with_torch_distributions(name: str, time: float
     alpha, sigma = schedule.alpha(t)[0].item(), schedule.sigma(t)[0].item()
     z = 3 * torch.randn(64, 3, generator=torch.Generator().manual_seed(1), dtype=FLOAT)
     expected = score_by_autograd(mixture, z, alpha, sigma)
-    torch.testing.assert_close(mixture.predict(z, t, "score", schedule), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(mixture.predict(z, t, "score", schedule=schedule), expected, rtol=1e-9, atol=1e-9)
     density = noisy_distribution(mixture, alpha, sigma).log_prob(z)
     torch.testing.assert_close(mixture.log_density(z, t, schedule).logsumexp(1), density, rtol=1e-10, atol=1e-10)
 

@@ -107,8 +107,8 @@ def test_as_weightings_measure_the_error_on_the_other_prediction(name: str, pred
     t = torch.linspace(0.1, 0.7, 64, dtype=FLOAT)  # where no weight reaches its cap
     noised = objective.corrupt(x0, seed=0, t=t)
     wrong = noised.target + 0.1
-    converted = flow.convert(wrong, noised.input, t, prediction, other, objective.schedule)
-    truth = flow.from_pair(flow.Pair(x0, noised.eps), t, other, objective.schedule)
+    converted = flow.convert(wrong, noised.input, t, source=prediction, target=other, schedule=objective.schedule)
+    truth = flow.from_pair(flow.Pair(x0, noised.eps), t, other, schedule=objective.schedule)
     expected = (converted - truth).square().flatten(1).mean(1)
     torch.testing.assert_close(objective.loss(wrong, noised).double(), expected, rtol=1e-3, atol=1e-6)
 

@@ -29,19 +29,19 @@ def test_every_pair_converts_both_ways(
     x0, eps = (torch.randn(shape, generator=generator, dtype=FLOAT) for _ in range(2))
     t = torch.tensor(times, dtype=FLOAT)
     x = schedule.add_noise(x0, eps, t)
-    given_value = flow.from_pair(Pair(x0, eps), t, source, schedule)
-    wanted = flow.from_pair(Pair(x0, eps), t, target, schedule)
-    got = flow.convert(given_value, x, t, source, target, schedule)
+    given_value = flow.from_pair(Pair(x0, eps), t, source, schedule=schedule)
+    wanted = flow.from_pair(Pair(x0, eps), t, target, schedule=schedule)
+    got = flow.convert(given_value, x, t, source=source, target=target, schedule=schedule)
     scale = 1 + wanted.abs().max()
     assert (got - wanted).abs().max() <= 1e-8 * scale
-    back = flow.convert(got, x, t, target, source, schedule)
+    back = flow.convert(got, x, t, source=target, target=source, schedule=schedule)
     assert (back - given_value).abs().max() <= 1e-8 * (1 + given_value.abs().max())
 
 
 def test_definitions_on_the_linear_path() -> None:
     x0, eps = torch.tensor([[2.0]], dtype=FLOAT), torch.tensor([[-1.0]], dtype=FLOAT)
     t = torch.tensor([0.25], dtype=FLOAT)
-    values = {name: flow.from_pair(Pair(x0, eps), t, name, flow.LINEAR).item() for name in PREDICTIONS}
+    values = {name: flow.from_pair(Pair(x0, eps), t, name, schedule=flow.LINEAR).item() for name in PREDICTIONS}
     assert values == pytest.approx(
         {"velocity": -3.0, "epsilon": -1.0, "x0": 2.0, "v_prediction": 0.75 * -1 - 0.25 * 2, "score": 1 / 0.25}
     )
@@ -72,11 +72,18 @@ def test_the_ends_are_finite_and_keep_the_dtype(
     x0, eps = (torch.randn(4, 64, generator=generator).to(dtype) for _ in range(2))
     t = torch.tensor([0.0, 1e-6, 1 - 1e-6, 1.0])
     x = schedule.add_noise(x0, eps, t)
-    got = flow.convert(flow.from_pair(Pair(x0, eps), t, source, schedule), x, t, source, target, schedule)
+    got = flow.convert(
+        flow.from_pair(Pair(x0, eps), t, source, schedule=schedule),
+        x,
+        t,
+        source=source,
+        target=target,
+        schedule=schedule,
+    )
     assert got.dtype == dtype
     assert got.isfinite().all()
     if target in ("x0", "epsilon", "v_prediction"):
-        wanted = flow.from_pair(Pair(x0, eps), t, target, schedule).float()
+        wanted = flow.from_pair(Pair(x0, eps), t, target, schedule=schedule).float()
         assert got.float().abs().max() <= 2 * (1 + wanted.abs().max())
 
 
@@ -89,7 +96,7 @@ def test_the_pair_is_always_consistent_with_the_state(name: str, source: Predict
     generator = torch.Generator().manual_seed(1)
     x, output = (torch.randn(5, 32, generator=generator).to(dtype) for _ in range(2))
     t = torch.tensor([0.0, 0.01, 0.5, 0.99, 1.0])
-    x0, eps = flow.to_pair(output, x, t, source, schedule)
+    x0, eps = flow.to_pair(output, x, t, prediction=source, schedule=schedule)
     c = schedule.at(t, x)
     error = (c.alpha * x0.float() + c.sigma * eps.float() - x.float()).abs()
     terms = (c.alpha * x0.float()).abs() + (c.sigma * eps.float()).abs() + 1
@@ -100,14 +107,34 @@ def test_bad_input_is_refused_with_what_was_expected() -> None:
     x = torch.zeros(4, 3)
     good = torch.full((4,), 0.5)
     cases = [
-        (lambda: flow.convert(x, x, torch.full((3,), 0.5), "x0", "epsilon", flow.LINEAR), r"shape \(4,\)"),
-        (lambda: flow.convert(x, x, torch.full((4, 1), 0.5), "x0", "epsilon", flow.LINEAR), r"got \(4, 1\)"),
-        (lambda: flow.convert(x, x, torch.full((4,), 1.5), "x0", "epsilon", flow.LINEAR), r"in \[0, 1\].*1.5"),
-        (lambda: flow.convert(x, x, torch.full((4,), float("nan")), "x0", "epsilon", flow.LINEAR), r"in \[0, 1\]"),
-        (lambda: flow.convert(x, x, torch.tensor([1, 0, 1, 0]), "x0", "epsilon", flow.LINEAR), "floating point"),
-        (lambda: flow.convert(x[:2], x, good, "x0", "epsilon", flow.LINEAR), "one shape"),
-        (lambda: flow.convert(x, x, good, "x_0", "epsilon", flow.LINEAR), "did you mean 'x0'"),
-        (lambda: flow.convert(x, x, good, "x0", "velcity", flow.LINEAR), "did you mean 'velocity'"),
+        (
+            lambda: flow.convert(x, x, torch.full((3,), 0.5), source="x0", target="epsilon", schedule=flow.LINEAR),
+            r"shape \(4,\)",
+        ),
+        (
+            lambda: flow.convert(x, x, torch.full((4, 1), 0.5), source="x0", target="epsilon", schedule=flow.LINEAR),
+            r"got \(4, 1\)",
+        ),
+        (
+            lambda: flow.convert(x, x, torch.full((4,), 1.5), source="x0", target="epsilon", schedule=flow.LINEAR),
+            r"in \[0, 1\].*1.5",
+        ),
+        (
+            lambda: flow.convert(
+                x, x, torch.full((4,), float("nan")), source="x0", target="epsilon", schedule=flow.LINEAR
+            ),
+            r"in \[0, 1\]",
+        ),
+        (
+            lambda: flow.convert(x, x, torch.tensor([1, 0, 1, 0]), source="x0", target="epsilon", schedule=flow.LINEAR),
+            "floating point",
+        ),
+        (lambda: flow.convert(x[:2], x, good, source="x0", target="epsilon", schedule=flow.LINEAR), "one shape"),
+        (lambda: flow.convert(x, x, good, source="x_0", target="epsilon", schedule=flow.LINEAR), "did you mean 'x0'"),
+        (
+            lambda: flow.convert(x, x, good, source="x0", target="velcity", schedule=flow.LINEAR),
+            "did you mean 'velocity'",
+        ),
         (lambda: flow.LINEAR.add_noise(x, x[:, :2], good), "one shape"),
     ]
     for call, words in cases:

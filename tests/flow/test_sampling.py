@@ -23,7 +23,7 @@ def ensemble(mixture: flow.GaussianMixture, mode: str) -> flow.solvers.VelocityF
         total, posterior = torch.zeros_like(x), mixture.posterior(x, t)
         for k, (expert, bridge) in enumerate(zip(experts, bridges, strict=True)):
             query = bridge.query(x, t)
-            output = expert.predict(query.state, query.time.clamp(1e-6, 1), bridge.prediction, bridge.schedule)
+            output = expert.predict(query.state, query.time.clamp(1e-6, 1), bridge.prediction, schedule=bridge.schedule)
             total += posterior[:, k : k + 1] * bridge.velocity(output, x, t)
         return total
 

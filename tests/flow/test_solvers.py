@@ -85,7 +85,7 @@ def test_a_scheduler_with_settings_of_its_own_keeps_its_times(scheduler: Any) ->
     scheduler.set_timesteps(10)
     own = scheduler.timesteps / 1000
     asked = Asked()
-    flow.run_scheduler(scheduler, asked, NOISE.float(), 10)
+    flow.run_scheduler(scheduler, asked, NOISE.float(), steps=10)
     assert asked == pytest.approx(own.tolist(), abs=1e-6)
 
 

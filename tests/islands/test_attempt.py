@@ -104,7 +104,7 @@ def test_an_attempt_whose_lease_is_taken_stops_and_leaves_the_rest_to_the_new_ho
     wait_for(lambda: trainers(tmp_path, STEP), "it runs")
     store = Store.open(tmp_path)
     # Its next renewal, a third of the lease's length away, finds the next key taken.
-    wait_for(lambda: Lease.take(store, STEP, 60, "another", state=("held",)), "the lease is taken")
+    wait_for(lambda: Lease.take(store, STEP, 60, holder="another", state=("held",)), "the lease is taken")
     assert process.wait(50) == AGAIN, "long before the command would have ended"
     assert not trainers(tmp_path, STEP)
     assert look(store, STEP).record.holder == "another"
@@ -139,7 +139,7 @@ def test_the_holder_of_a_lease_is_told_apart_by_machine_and_process(tmp_path: Pa
 
 
 def test_an_attempt_of_our_ticket_elsewhere_is_dead_once_it_is_silent_too(tmp_path: Path) -> None:
-    lease = Lease.take(Store.open(tmp_path), STEP, 60, "elsewhere:1 ticket 12345678")
+    lease = Lease.take(Store.open(tmp_path), STEP, 60, holder="elsewhere:1 ticket 12345678")
     assert lease is not None
     cut_off, silent = Seen(lease.record, age=29), Seen(lease.record, age=31)
     assert [is_over(seen, "ticket") for seen in (cut_off, silent)] == [False, True]

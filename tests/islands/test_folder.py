@@ -245,13 +245,13 @@ def test_a_link_in_the_place_of_one_expert_does_not_stop_the_others(
 
 def test_a_lease_that_is_a_link_counts_as_no_record(tmp_path: Path) -> None:
     store, secret = Store.open(tmp_path / "shared"), tmp_path / "secret"
-    first = Lease.take(Store.open(tmp_path / "elsewhere"), "experts/000", 60, "mallory")
+    first = Lease.take(Store.open(tmp_path / "elsewhere"), "experts/000", 60, holder="mallory")
     assert first is not None
     shutil.copy(tmp_path / "elsewhere" / key_of("experts/000", 0), secret)
     link = tmp_path / "shared" / key_of("experts/000", 0)
     link.parent.mkdir(parents=True)
     link.symlink_to(secret)
     assert look(store, "experts/000") is None
-    lease = Lease.take(store, "experts/000", 60, "ann")
+    lease = Lease.take(store, "experts/000", 60, holder="ann")
     assert lease is not None
     assert lease.record.epoch == 1

@@ -101,7 +101,7 @@ def policy(ann: Signer) -> Policy:
 
 def test_a_good_contribution_is_let_in(shared: Store, offer: Offer, policy: Policy, tmp_path: Path) -> None:
     digest = offer.put(shared)
-    artifact = review(shared, 1, digest, policy, tmp_path / "quarantine")
+    artifact = review(shared, 1, digest, policy=policy, quarantine=tmp_path / "quarantine")
     assert artifact.open("expert", verify=True).digest == digest
 
 
@@ -116,7 +116,7 @@ def test_the_claim_of_an_expert_on_scaled_latents_is_measured_with_the_moments_o
     run_job(Job(run, config, "expert", 0))
     store = Store.open(f"memory://{uuid4().hex}")
     push(run, store)
-    artifact = review(store, 0, None, Policy(), tmp_path / "quarantine")
+    artifact = review(store, 0, None, policy=Policy(), quarantine=tmp_path / "quarantine")
     assert artifact.open("expert").facts["statistics"]["data_mean"][0] > 0.3
 
 
@@ -127,7 +127,7 @@ def test_a_hostile_contribution_is_refused(
     spoil(offer)
     digest = offer.put(shared)
     with pytest.raises(Refused, match=HOSTILE[spoil]):
-        review(shared, 1, digest, policy, tmp_path / "quarantine")
+        review(shared, 1, digest, policy=policy, quarantine=tmp_path / "quarantine")
     assert not (tmp_path / "quarantine").exists()
     assert not Path("/tmp/atoll-was-here").exists()
     assert not list(tmp_path.glob("*escaped*"))
@@ -138,7 +138,7 @@ def test_a_strangers_signature_counts_nothing(
 ) -> None:
     offer.signer = stranger
     with pytest.raises(Refused, match="signed by a key that the policy does not list"):
-        review(shared, 1, offer.put(shared), policy, tmp_path / "quarantine")
+        review(shared, 1, offer.put(shared), policy=policy, quarantine=tmp_path / "quarantine")
 
 
 def test_the_run_samples_with_what_is_good(
@@ -175,7 +175,7 @@ def test_a_local_symlink_is_not_followed_out_of_an_artifact(
     outside.write_text("mine")
     target.folder.mkdir(parents=True)
     target.path(WEIGHTS).symlink_to(outside)
-    fetch(shared, NAME, manifest, target)
+    fetch(shared, NAME, manifest, target=target)
     assert outside.read_text() == "mine"
     assert not target.path(WEIGHTS).is_symlink()
     assert sha256_of(target.path(WEIGHTS)) == manifest.files[WEIGHTS].sha256

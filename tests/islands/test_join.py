@@ -278,14 +278,14 @@ def test_a_refused_contribution_leaves_the_expert_free(
     (run / "policy.json").write_text(json.dumps({"admitters": {"owner": owner.public}}))
     store = Store.open(place)
     push(run, store)
-    lease = Lease.take(store, "experts/000", 5, "mallory")
+    lease = Lease.take(store, "experts/000", 5, holder="mallory")
     assert lease is not None
     lease.end("proposed", manifest="0" * 64)
     verdicts = admit(store, tmp_path / "o", owner)
     assert "has no manifest" in verdicts["experts/000"]
     line = next(line for line in status(store) if line.job == "experts/000")
     assert (line.state, line.why) == ("free", verdicts["experts/000"])
-    assert Lease.take(store, "experts/000", 5, "ann") is not None
+    assert Lease.take(store, "experts/000", 5, holder="ann") is not None
 
 
 def test_status_of_a_folder_without_leases(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,16 +60,16 @@ def test_eight_processes_race_for_two_hundred_leases(place: str) -> None:
 
 
 def test_a_lease_is_taken_renewed_and_given_up(store: Store) -> None:
-    first = Lease.take(store, "experts/003", 30, "a")
+    first = Lease.take(store, "experts/003", 30, holder="a")
     assert first is not None
-    assert Lease.take(store, "experts/003", 30, "b") is None
+    assert Lease.take(store, "experts/003", 30, holder="b") is None
     first.tell(samples=7)
     first.renew(total=100)
     seen = look(store, "experts/003")
     assert seen is not None
     assert (seen.record.epoch, seen.record.samples, seen.record.total, seen.record.holder) == (1, 7, 100, "a")
     first.end("released")
-    second = Lease.take(store, "experts/003", 30, "b")
+    second = Lease.take(store, "experts/003", 30, holder="b")
     assert second is not None
     assert second.record.epoch == 3
     assert set(survey(store)) == {"experts/003"}
@@ -78,14 +78,14 @@ def test_a_lease_is_taken_renewed_and_given_up(store: Store) -> None:
 def test_a_silent_holder_is_overtaken_and_can_say_nothing_more() -> None:
     """It stalls past its lease: it cannot renew, move the pointer, or publish, before and after it is overtaken."""
     store = Store.open(f"memory://{uuid4().hex}")
-    stalled = Lease.take(store, "experts/000", 2, "stalled")
+    stalled = Lease.take(store, "experts/000", 2, holder="stalled")
     assert stalled is not None
-    assert Lease.take(store, "experts/000", 5, "other") is None
+    assert Lease.take(store, "experts/000", 5, holder="other") is None
     time.sleep(2.3)
     assert stalled.lost
     with pytest.raises(LeaseLost, match="ran out before it could be renewed"):
         stalled.end("done", manifest="0" * 64)
-    other = Lease.take(store, "experts/000", 5, "other")
+    other = Lease.take(store, "experts/000", 5, holder="other")
     assert other is not None
     stalled._deadline = time.monotonic() + 1000  # even if its clock stood still all the while
     for act in (stalled.renew, lambda: stalled.end("done", manifest="0" * 64)):
@@ -99,10 +99,10 @@ def test_a_silent_holder_is_overtaken_and_can_say_nothing_more() -> None:
 
 def test_an_old_epoch_whose_key_was_removed_counts_nothing() -> None:
     store = Store.open(f"memory://{uuid4().hex}")
-    sleeper = Lease.take(store, "experts/000", 0.1, "sleeper")
+    sleeper = Lease.take(store, "experts/000", 0.1, holder="sleeper")
     assert sleeper is not None
     time.sleep(0.3)
-    other = Lease.take(store, "experts/000", 1000, "other")
+    other = Lease.take(store, "experts/000", 1000, holder="other")
     assert other is not None
     for _ in range(KEPT + 3):
         other.renew()
@@ -118,7 +118,7 @@ def test_an_old_epoch_whose_key_was_removed_counts_nothing() -> None:
 
 def test_a_lease_is_kept_by_itself_as_long_as_the_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(f"memory://{uuid4().hex}")
-    lease = Lease.take(store, "experts/000", 3, "a")
+    lease = Lease.take(store, "experts/000", 3, holder="a")
     assert lease is not None
     with lease:
         wait_for(lambda: lease.record.epoch >= 4)  # it has outlived its own three seconds
@@ -126,7 +126,7 @@ def test_a_lease_is_kept_by_itself_as_long_as_the_store_answers(monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.setattr(Store, "create", silent)
             wait_for(lambda: lease.lost)
-    wait_for(lambda: Lease.take(store, "experts/000", 5, "b"))
+    wait_for(lambda: Lease.take(store, "experts/000", 5, holder="b"))
 
 
 def test_a_renewal_that_waited_while_the_lease_ended_does_not_bring_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +159,11 @@ def test_age_is_told_by_the_stores_clock_not_by_the_holders(monkeypatch: pytest.
     true = time.time
     for wrong in (-86400, 86400):
         monkeypatch.setattr(leases.time, "time", lambda wrong=wrong: true() + wrong)
-        lease = Lease.take(store, f"experts/{wrong % 7:03d}", 2, "wrong")
+        lease = Lease.take(store, f"experts/{wrong % 7:03d}", 2, holder="wrong")
         assert lease is not None
-        assert Lease.take(store, lease.job, 5, "other") is None
+        assert Lease.take(store, lease.job, 5, holder="other") is None
         time.sleep(2.3)
-        assert Lease.take(store, lease.job, 5, "other") is not None
+        assert Lease.take(store, lease.job, 5, holder="other") is not None
 
 
 def test_a_job_that_failed_thrice_is_left_alone() -> None:
@@ -177,7 +177,7 @@ def test_a_job_that_failed_thrice_is_left_alone() -> None:
 
 def test_what_a_holder_says_cannot_steer_a_terminal() -> None:
     store = Store.open(f"memory://{uuid4().hex}")
-    assert Lease.take(store, "experts/000", 5, "ann\x1b[2J\nbob") is not None
+    assert Lease.take(store, "experts/000", 5, holder="ann\x1b[2J\nbob") is not None
     seen = look(store, "experts/000")
     assert seen is not None
     assert seen.record.holder == "ann [2J bob"

@@ -35,7 +35,7 @@ def store() -> Store:
 
 
 def held(store: Store, seconds: float = 60, **news: Any) -> Lease:
-    lease = Lease.take(store, JOB, seconds, "a")
+    lease = Lease.take(store, JOB, seconds, holder="a")
     assert lease is not None
     lease.renew(**news)
     return lease
@@ -88,7 +88,7 @@ def test_a_record_whose_answer_got_lost_is_still_ours(store: Store, monkeypatch:
 def test_whoever_ends_a_lease_may_be_followed_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def followed(create: Create, store: Store, key: str, data: bytes) -> bool:
         assert create(store, key, data)
-        return Lease.take(store, JOB, 60, "next") is not None
+        return Lease.take(store, JOB, 60, holder="next") is not None
 
     lease = held(store)
     at_the_next_record(monkeypatch, followed)
@@ -122,8 +122,8 @@ def test_clearing_up_that_fails_undoes_nothing(store: Store, monkeypatch: pytest
 
 def test_only_what_was_looked_at_is_taken(store: Store) -> None:
     lease = held(store)
-    assert Lease.take(store, JOB, 60, "b", state=("held",), epoch=lease.record.epoch - 1) is None
-    assert Lease.take(store, JOB, 60, "b", state=("held",), epoch=lease.record.epoch) is not None
+    assert Lease.take(store, JOB, 60, holder="b", state=("held",), epoch=lease.record.epoch - 1) is None
+    assert Lease.take(store, JOB, 60, holder="b", state=("held",), epoch=lease.record.epoch) is not None
 
 
 # Contributors
@@ -180,7 +180,7 @@ def test_a_contribution_whose_judge_was_killed_is_judged_by_the_next(
 ) -> None:
     monkeypatch.setattr(leases, "MARGIN", 0.0)
     assert worker.run(expert=0) == 1
-    killed = Lease.take(worker.store, JOB, 0.1, "admission", state=("proposed",))
+    killed = Lease.take(worker.store, JOB, 0.1, holder="admission", state=("proposed",))
     assert killed is not None
     wait_for(lambda: (seen := look(worker.store, JOB)) is not None and seen.expired)
     worker._over.clear()

@@ -73,7 +73,7 @@ def store() -> Store:
 
 
 def taken(store: Store, job: str = JOB) -> Lease:
-    lease = Lease.take(store, job, 60, "ann")
+    lease = Lease.take(store, job, 60, holder="ann")
     assert lease is not None
     return lease
 
@@ -100,7 +100,7 @@ def test_a_holder_goes_on_above_a_malformed_record(store: Store, data: bytes) ->
     lease = taken(store)
     for epoch in (1, 2, 4, 999_999):
         store.write(key_of(JOB, epoch), data)
-    assert Lease.take(store, JOB, 60, "bob") is None, "it is held"
+    assert Lease.take(store, JOB, 60, holder="bob") is None, "it is held"
     lease.renew(samples=5)
     assert lease.record.epoch == 3
     lease.renew(samples=6)
@@ -112,7 +112,7 @@ def test_a_holder_goes_on_above_a_malformed_record(store: Store, data: bytes) ->
 def test_whoever_was_overtaken_is_still_stopped_above_malformed_records(store: Store) -> None:
     sleeper = taken(store)
     store.write(key_of(JOB, 1), b"x")
-    other = Lease.take(store, JOB, 60, "bob", state=("held",))
+    other = Lease.take(store, JOB, 60, holder="bob", state=("held",))
     assert other is not None
     for act in (sleeper.renew, lambda: sleeper.end("done")):
         with pytest.raises(leases.LeaseLost):
@@ -137,13 +137,13 @@ def test_keys_that_are_not_those_of_leases_are_ignored(store: Store, key: str) -
 
 def test_a_well_formed_record_at_the_last_epoch_blocks_its_own_job_only(store: Store) -> None:
     store.write(key_of(JOB, 999_999), json.dumps({**GOOD, "epoch": 999_999}).encode())
-    assert Lease.take(store, JOB, 60, "ann") is None
+    assert Lease.take(store, JOB, 60, holder="ann") is None
     assert taken(store, OTHER).record.epoch == 0
 
 
 def test_the_longest_record_of_ones_own_is_read_back(store: Store) -> None:
     wide = "\U0001f3dd"  # four bytes in UTF-8
-    lease = Lease.take(store, JOB, 60, wide * 200, choice={"train.ema": wide * 1000})
+    lease = Lease.take(store, JOB, 60, holder=wide * 200, choice={"train.ema": wide * 1000})
     assert lease is not None
     lease.end("failed", why=wide * 5000, failures=1)
     seen = look(store, JOB)
@@ -155,7 +155,7 @@ def test_the_longest_record_of_ones_own_is_read_back(store: Store) -> None:
 @pytest.mark.parametrize("choice", [{"train.lr": "1" * 5000}, {"island.setup": "x"}, {"train.lr": "a\nb"}])
 def test_what_nobody_could_read_is_not_written(store: Store, choice: dict[str, str]) -> None:
     with pytest.raises(AtollError, match="cannot be written into a lease: choice"):
-        Lease.take(store, JOB, 60, "ann", choice)
+        Lease.take(store, JOB, 60, holder="ann", choice=choice)
     assert store.entries("leases") == []
 
 
@@ -192,7 +192,9 @@ def test_a_record_names_nothing_that_is_deleted(store: Store, new_run: Copy, poi
     store.write(key_of(JOB, 0), json.dumps({**GOOD, "checkpoint": pointer}).encode())
     run = new_run(only=[])
     lease = taken(store)
-    reporter = Reporter(store, lease, Job(run, config.load(run), "expert", 1), None, 0.0, threading.Event())
+    reporter = Reporter(
+        store, lease, Job(run, config.load(run), "expert", 1), signer=None, every=0.0, stop=threading.Event()
+    )
     for samples in (8, 16, 24):
         reporter._waiting = published(run, samples)
         reporter._send()

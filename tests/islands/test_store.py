@@ -90,13 +90,13 @@ def test_an_artifact_makes_the_round_trip(store: Store, tmp_path: Path, monkeypa
     target = Artifact(tmp_path / "b", source.name)
     manifest = read_manifest(store, source.name)
     assert manifest is not None
-    fetch(store, source.name, manifest, target)
+    fetch(store, source.name, manifest, target=target)
     assert target.open("shards", verify=True).digest == manifest.digest
     assert content(target) == content(source)
     written = {entry.key: entry.modified for entry in store.entries(source.name)}
     publish(store, source, manifest)
     assert {entry.key for entry in store.entries(source.name)} == set(written)
-    fetch(store, source.name, manifest, target)
+    fetch(store, source.name, manifest, target=target)
 
 
 def test_other_content_cannot_take_a_published_name(store: Store, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_other_content_cannot_take_a_published_name(store: Store, tmp_path: Path
     manifest = read_manifest(store, first.name)
     assert manifest is not None
     assert manifest.digest == manifest_of(first).digest
-    fetch(store, first.name, manifest, Artifact(tmp_path / "c", first.name))
+    fetch(store, first.name, manifest, target=Artifact(tmp_path / "c", first.name))
     assert content(Artifact(tmp_path / "c", first.name)) == content(first)
 
 
@@ -121,11 +121,11 @@ def test_what_is_damaged_in_the_store_does_not_come_in(store: Store, tmp_path: P
     store.write(part.key, bytes(data))
     target = Artifact(tmp_path / "b", source.name)
     with pytest.raises(Refused, match=r"file-2.bin is not what its manifest says \(its SHA-256 differs\)"):
-        fetch(store, source.name, manifest, target)
+        fetch(store, source.name, manifest, target=target)
     assert target.manifest() is None
     assert not target.path("file-2.bin").exists()
     store.write(part.key, source.path("file-2.bin").read_bytes())
-    fetch(store, source.name, manifest, target)
+    fetch(store, source.name, manifest, target=target)
     assert content(target) == content(source)
 
 
@@ -137,10 +137,10 @@ def test_an_object_that_is_missing_or_short_is_named(tmp_path: Path, monkeypatch
     key = parts_of(source.name, manifest.files["file-2.bin"])[0].key
     store.write(key, b"short")
     with pytest.raises(AtollError, match="has 5 bytes; its manifest says 3,000,000"):
-        fetch(store, source.name, manifest, Artifact(tmp_path / "b", source.name))
+        fetch(store, source.name, manifest, target=Artifact(tmp_path / "b", source.name))
     store.delete([key])
     with pytest.raises(Refused, match="is missing though a manifest lists it"):
-        fetch(store, source.name, manifest, Artifact(tmp_path / "c", source.name))
+        fetch(store, source.name, manifest, target=Artifact(tmp_path / "c", source.name))
 
 
 def test_cuts_in_an_upload_leave_nothing_half_visible(
@@ -168,7 +168,7 @@ def test_cuts_in_an_upload_leave_nothing_half_visible(
         line.cut_up = [700_000, 300_000]  # some cuts more: the retries finish it
         publish(store, source, manifest)
         assert line.up - before < 1.5 * 3_050_000
-        fetch(store, source.name, manifest, Artifact(tmp_path / "b", source.name))
+        fetch(store, source.name, manifest, target=Artifact(tmp_path / "b", source.name))
     assert content(Artifact(tmp_path / "b", source.name)) == content(source)
 
 
@@ -187,11 +187,11 @@ def test_cuts_in_a_download_leave_nothing_half_visible_and_cost_little(
         store = Store.open(bucket)
         line.cut_down = [1_500_000, *[0] * 50]
         with pytest.raises(AtollError, match="of 4,000,000 bytes came"):
-            fetch(store, source.name, manifest, target)
+            fetch(store, source.name, manifest, target=target)
         assert target.manifest() is None
         assert not target.path("file-0.bin").exists()
         line.cut_down = [1_000_000]
-        fetch(store, source.name, manifest, target)
+        fetch(store, source.name, manifest, target=target)
         assert line.cuts >= 3
         assert line.down < 1.2 * 4_000_000, "a download goes on where it was cut"
     assert content(target) == content(source)
@@ -207,7 +207,7 @@ def test_bytes_moved_are_those_of_the_artifact(
         store = Store.open(bucket)
         publish(store, source, manifest_of(source))
         assert line.up < 1.05 * size
-        fetch(store, source.name, manifest_of(source), Artifact(tmp_path / "b", source.name))
+        fetch(store, source.name, manifest_of(source), target=Artifact(tmp_path / "b", source.name))
         assert line.down < 1.05 * size
 
 
@@ -215,17 +215,17 @@ def test_a_part_of_an_artifact_can_be_fetched(store: Store, tmp_path: Path) -> N
     source = make(tmp_path / "a")
     publish(store, source, manifest_of(source))
     target = Artifact(tmp_path / "b", source.name)
-    fetch(store, source.name, manifest_of(source), target, only=lambda file: file != "file-2.bin")
+    fetch(store, source.name, manifest_of(source), target=target, only=lambda file: file != "file-2.bin")
     assert set(content(target)) == {"file-0.bin", "file-1.bin", "manifest.json"}
     assert target.open("shards", verify=True).facts == {"rows": 1}
 
 
 def test_an_upload_alone_counts_for_nothing(store: Store, tmp_path: Path) -> None:
     source = make(tmp_path / "a")
-    upload(store, source, manifest_of(source), source.name)
+    upload(store, source, manifest_of(source), name=source.name)
     assert read_manifest(store, source.name) is None
     shutil.rmtree(tmp_path / "a")
     digest = next(entry.key for entry in store.entries(f"{source.name}/manifests")).split("/")[-1].removesuffix(".json")
     manifest = read_manifest(store, source.name, digest)
     assert manifest is not None
-    fetch(store, source.name, manifest, Artifact(tmp_path / "b", source.name))
+    fetch(store, source.name, manifest, target=Artifact(tmp_path / "b", source.name))

@@ -33,7 +33,7 @@ def noise(count=3):
 def test_unfolded_conversion_computes_what_the_source_computes(release, tmp_path):
     file, state = release
     options = FlowMatchingOptions(fold=False, final="keep", time="same", text_width=12)
-    conversion = convert(file, tmp_path / "out", "flow-matching", options, heads=HEADS)
+    conversion = convert(file, tmp_path / "out", "flow-matching", options=options, heads=HEADS)
     expert = load_network(tmp_path / "out")
     x, time = noise()
     null = torch.full((3,), CLASSES)
@@ -49,7 +49,7 @@ def test_unfolded_conversion_computes_what_the_source_computes(release, tmp_path
 def test_the_steps_clock_feeds_999_t(release, tmp_path):
     file, state = release
     options = FlowMatchingOptions(fold=False, final="keep", time="steps", text_width=0)
-    convert(file, tmp_path / "out", "flow-matching", options, heads=HEADS)
+    convert(file, tmp_path / "out", "flow-matching", options=options, heads=HEADS)
     expert = load_network(tmp_path / "out")
     x, _ = noise()
     time = torch.tensor([0.0, 500.25, 1000.0])
@@ -60,7 +60,7 @@ def test_the_steps_clock_feeds_999_t(release, tmp_path):
 def test_new_final_layer_answers_zero_and_labels_can_be_kept(release, tmp_path):
     file, _ = release
     options = FlowMatchingOptions(fold=False, keep_labels=True, text_width=0, time="same")
-    convert(file, tmp_path / "out", "flow-matching", options, heads=HEADS)
+    convert(file, tmp_path / "out", "flow-matching", options=options, heads=HEADS)
     expert = load_network(tmp_path / "out")
     x, time = noise()
     label = torch.tensor([1, 5, CLASSES])
@@ -73,7 +73,7 @@ def test_new_final_layer_answers_zero_and_labels_can_be_kept(release, tmp_path):
 
 def test_fold_is_the_least_squares_fit(release, tmp_path):
     file, _ = release
-    convert(file, tmp_path / "out", "flow-matching", FlowMatchingOptions(text_width=0), heads=HEADS)
+    convert(file, tmp_path / "out", "flow-matching", options=FlowMatchingOptions(text_width=0), heads=HEADS)
     source, folded = read_source(file, HEADS), load_network(tmp_path / "out").state_dict()
     depth, values = source.config.depth, activated_embeddings(folded, DiTConfig(width=WIDTH, heads=HEADS)).double()
     target = torch.stack(
@@ -104,7 +104,7 @@ def test_fold_is_exact_when_blocks_share_their_change_in_time(release, tmp_path)
             state[name] = state["blocks.0.adaLN_modulation.1.weight"].clone()
     torch.save(state, file)
     options = FlowMatchingOptions(final="keep", time="same", text_width=12)
-    conversion = convert(file, tmp_path / "out", "flow-matching", options, heads=HEADS)
+    conversion = convert(file, tmp_path / "out", "flow-matching", options=options, heads=HEADS)
     assert conversion.figures["residual"] < 1e-6
     x, time = noise()
     expected = release_forward(state, x, time, torch.full((3,), CLASSES), HEADS)[:, :4]

@@ -152,7 +152,7 @@ def test_checkpointing_gives_the_same_gradients():
 
 
 def test_other_resolutions_stretch_the_positions():
-    fine, coarse = sincos_positions(16, 8, 8, 4), sincos_positions(16, 4, 4, 4)
+    fine, coarse = sincos_positions(16, 8, 8, base=4), sincos_positions(16, 4, 4, base=4)
     torch.testing.assert_close(fine.view(8, 8, 16)[::2, ::2], coarse.view(4, 4, 16))
     network = awake(DiT(DiTConfig(**TINY)))
     assert network(torch.randn(2, 4, 24, 32), torch.tensor(5.0)).shape == (2, 4, 24, 32)
@@ -169,7 +169,7 @@ def test_patches_go_and_come_back():
     by_linear = torch.nn.functional.linear(tokens, conv.weight.flatten(1), conv.bias)
     torch.testing.assert_close(by_linear, conv(images).flatten(2).transpose(1, 2))
     channels_last = tokens.view(2, 6, 3, 16).transpose(2, 3).flatten(2)
-    assert unpatchify(channels_last, 4, 2, 3).equal(images)
+    assert unpatchify(channels_last, 4, 2, columns=3).equal(images)
 
 
 def test_time_features_are_cosines_then_sines():

@@ -291,4 +291,4 @@ def test_a_pixart_of_another_kind_is_refused(tmp_path):
         read_source(tmp_path / "without.safetensors", HEADS)
     torch.save(pixart_state(), tmp_path / "pixart.pth")
     with pytest.raises(AtollError, match="starts from a network without"):
-        convert(tmp_path / "pixart.pth", tmp_path / "out", "flow-matching", FlowMatchingOptions(), HEADS)
+        convert(tmp_path / "pixart.pth", tmp_path / "out", "flow-matching", options=FlowMatchingOptions(), heads=HEADS)

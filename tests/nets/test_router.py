@@ -86,8 +86,8 @@ def test_another_size_interpolates_a_learned_table_and_stretches_the_formula():
         parameter.normal_(std=0.1)
     x, time = torch.randn(2, 1, 12, 12), torch.tensor(3.0)
     for dtype in (torch.float32, torch.bfloat16):  # a formula rounded to half precision is still the formula
-        router.positions.copy_(sincos_positions(48, 4, 4, 4).to(dtype))
-        larger.load_state_dict(router.state_dict() | {"positions": sincos_positions(48, 6, 6, 4)})
+        router.positions.copy_(sincos_positions(48, 4, 4, base=4).to(dtype))
+        larger.load_state_dict(router.state_dict() | {"positions": sincos_positions(48, 6, 6, base=4)})
         assert router(x, time).equal(larger(x, time))
     router.positions.normal_()
     image = router.positions.view(1, 4, 4, 48).permute(0, 3, 1, 2)

@@ -187,7 +187,9 @@ def test_half_precision_is_read_as_float32(dtype, tmp_path):
     theirs = release_forward({name: tensor.float() for name, tensor in half.items()}, x, time, label, heads=2)
     torch.testing.assert_close(source.network()(x, time, Condition(label=label)), theirs, atol=1e-5, rtol=0)
     options = FlowMatchingOptions(final="keep")
-    conversion = convert(tmp_path / "half-dit.pt", tmp_path / "out", "flow-matching", options, heads=2, num_classes=10)
+    conversion = convert(
+        tmp_path / "half-dit.pt", tmp_path / "out", "flow-matching", options=options, heads=2, num_classes=10
+    )
     assert conversion.figures["residual"] > 0
     paris = randomise(Paris(48, 2, 1, 8, text_width=20)).to(dtype)  # its null condition is not in the file
     torch.save(paris.state_dict(), tmp_path / "paris.pt")
@@ -222,7 +224,7 @@ def test_the_null_caption_of_a_released_pixart_is_kept(tmp_path):
 
 
 def test_positions_are_those_of_mae():
-    torch.testing.assert_close(sincos_positions(32, 5, 5, 5), positions(32, 5), atol=1e-6, rtol=0)
+    torch.testing.assert_close(sincos_positions(32, 5, 5, base=5), positions(32, 5), atol=1e-6, rtol=0)
 
 
 def test_router_config_is_read_from_shapes():

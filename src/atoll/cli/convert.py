@@ -53,7 +53,14 @@ class Convert:
 
         options = FlowMatchingOptions(self.fold, self.text_width, self.keep_labels, self.final, self.time, self.seed)
         conversion = convert(
-            self.source, self.destination, self.to, options, self.heads, self.force, self.layout, self.num_classes
+            self.source,
+            self.destination,
+            self.to,
+            options=options,
+            heads=self.heads,
+            force=self.force,
+            layout=self.layout,
+            num_classes=self.num_classes,
         )
         if self.json:
             print((self.destination / CONVERSION_FILE).read_text(encoding="utf-8"), end="")

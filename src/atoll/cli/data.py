@@ -40,7 +40,7 @@ class Prepare:
         if self.dry_run:
             self.show(Preparation(self.folder, config))
         else:
-            prepare(self.folder, config, self.stage, share)
+            prepare(self.folder, config, self.stage, share=share)
 
     def show(self, work: "Preparation") -> None:
         """Print the plan."""

@@ -122,7 +122,7 @@ class Export:
         """Export, and say how to open it."""
         from atoll.export.writer import export
 
-        made = export(self.folder, self.destination, self.model, self.licence)
+        made = export(self.folder, self.destination, self.model, licence=self.licence)
         if self.json:
             print(json.dumps({"folder": str(self.destination), "digest": made.digest, **made.facts}))
             return

@@ -118,5 +118,5 @@ class Report:
 
         options = Options(self.prompts, self.routings or None, self.steps, self.guidance, self.seed)
         with redirect_stdout(sys.stderr):
-            page = report(self.folder, config, options, self.out)
+            page = report(self.folder, config, options, out=self.out)
         print(json.dumps({"report": str(page)}) if self.json else f"report: {page}")

@@ -59,13 +59,13 @@ class Launch:
         launcher = open_launcher(self.on, Setting(run, config.island, self.retries, self.at_once))
         wish = Wish(self.jobs, self.experts, self.shares, self.overrides)
         if self.print:
-            print(show(launcher, run, config, wish))
+            print(show(launcher, run, config, wish=wish))
             return
         with redirect_stdout(sys.stderr):  # Ray tells of its nodes there
-            found = submit(launcher, run, config, wish)
+            found = submit(launcher, run, config, wish=wish)
             print("\n".join(as_lines(found)), flush=True)
             if self.wait or launcher.stays:
-                finish(found, run, config, wish)
+                finish(found, run, config, wish=wish)
         if self.json:
             print(json.dumps(as_dict(found)))
 

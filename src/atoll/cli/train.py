@@ -48,7 +48,7 @@ class Train:
         from atoll.train.loop import REQUEUE, Requeue
 
         if not jobs:
-            show_survey(self.folder, config, self.gpus, self.json)
+            show_survey(self.folder, config, self.gpus, as_json=self.json)
             return
         job = Job(self.folder, config, cast(Any, jobs[0]), self.expert, self.match_flops)
         if self.dry_run:

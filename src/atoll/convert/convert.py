@@ -61,7 +61,7 @@ class Conversion:
 
 
 def read_source(
-    path: str | Path, heads: int | None = None, layout: str | None = None, num_classes: int | None = None
+    path: str | Path, heads: int | None = None, layout: str | None = None, *, num_classes: int | None = None
 ) -> Source:
     """Read a checkpoint: a `.pt` or `.safetensors` file, or a folder with one and perhaps a config.json.
 
@@ -162,6 +162,7 @@ def convert(
     source: str | Path,
     destination: str | Path,
     to: str = "atoll",
+    *,
     options: FlowMatchingOptions | None = None,
     heads: int | None = None,
     force: bool = False,
@@ -174,7 +175,7 @@ def convert(
     destination = Path(destination)
     if destination.exists() and any(destination.iterdir() if destination.is_dir() else [destination]) and not force:
         raise AtollError(f"{destination} exists and is not empty; choose another folder, or replace it with --force")
-    read = read_source(source, heads, layout, num_classes)
+    read = read_source(source, heads, layout, num_classes=num_classes)
     options = options or FlowMatchingOptions()
     if to == "flow-matching":
         state, fields, changes, figures = _flow_matching(read, options)

@@ -142,7 +142,7 @@ def _modulation(state: State, config: DiTConfig, target: DiTConfig) -> tuple[Sta
     result = {"shared_modulation.weight": shared, "shared_modulation.bias": middle}
     for n, offset in enumerate(offsets):
         result[f"blocks.{n}.modulation.table"] = (offset - middle).view(6, config.width)
-    return result, _residuals(weights, biases, shared, activated)
+    return result, _residuals(weights, biases, shared, activated=activated)
 
 
 def activated_embeddings(state: State, config: DiTConfig) -> Tensor:
@@ -159,7 +159,7 @@ def activated_embeddings(state: State, config: DiTConfig) -> Tensor:
     return functional.silu(embedding)
 
 
-def _residuals(weights: list[Tensor], biases: list[Tensor], shared: Tensor, activated: Tensor) -> dict[str, float]:
+def _residuals(weights: list[Tensor], biases: list[Tensor], shared: Tensor, *, activated: Tensor) -> dict[str, float]:
     """Root-mean-square residual of the fit over that of the modulation, and over that of its change in time."""
     centre = activated.mean(0)
     # (s(t) - mean) lies in a small space, for the embedding is smooth in t: work in its basis instead of all timesteps.

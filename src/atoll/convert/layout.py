@@ -121,7 +121,7 @@ class Layout:
         check_fit(state, self._foreign(template, config), f"the {self.title} layout")
         native: State = {}
         for pair in self.pairs(config):
-            _read_pair(pair, state, template, native)
+            _read_pair(pair, state, template, native=native)
         return self.after_reading(native | self._made_by_network(self.without_place(template, config), config))
 
     def from_native(self, state: State, config: Any) -> State:
@@ -153,7 +153,7 @@ class Layout:
         return {name: buffers[name] if name in buffers else torch.zeros(shapes[name].shape) for name in names}
 
 
-def _read_pair(pair: Pair, state: State, template: Mapping[str, Tensor], native: State) -> None:
+def _read_pair(pair: Pair, state: State, template: Mapping[str, Tensor], *, native: State) -> None:
     if pair.joined:
         sizes = [template[name].shape[0] for name in pair.joined]
         parts = torch.split(state[pair.foreign[0]], sizes)

@@ -190,7 +190,7 @@ def _pixart_positions(state: State, given: Mapping[str, Any], patch: int) -> dic
 def _pixart_made(state: State, config: DiTConfig) -> dict[str, tuple[Tensor, str]]:
     if "pos_embed" in state:
         return {}
-    made = sincos_positions(config.width, config.grid, config.grid, config.grid, config.position_scale)
+    made = sincos_positions(config.width, config.grid, config.grid, base=config.grid, scale=config.position_scale)
     return {"pos_embed": (made, "the file has no positions: they are computed by the formula")}
 
 

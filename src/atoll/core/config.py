@@ -364,11 +364,11 @@ def _section_in(annotation: object) -> type[BaseModel] | None:
 def to_yaml(config: Config, notes: Mapping[str, str] | None = None) -> str:
     """The whole configuration with a comment for every key, as `atoll init` writes it; `notes` by dotted key."""
     lines: list[str] = []
-    _write_section(config, lines, "", notes or {})
+    _write_section(config, lines, "", notes=notes or {})
     return "\n".join(lines) + "\n"
 
 
-def _write_section(section: BaseModel, lines: list[str], above: str, notes: Mapping[str, str]) -> None:
+def _write_section(section: BaseModel, lines: list[str], above: str, *, notes: Mapping[str, str]) -> None:
     indent = "  " if above else ""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
@@ -377,7 +377,7 @@ def _write_section(section: BaseModel, lines: list[str], above: str, notes: Mapp
             if lines and not indent:
                 lines.append("")
             lines.append(f"{indent}{name}:" + (f"  # {type(value).__doc__}" if not indent else ""))
-            _write_section(value, lines, f"{name}.", notes)
+            _write_section(value, lines, f"{name}.", notes=notes)
             continue
         plain = section.model_dump(mode="json", include={name})[name]
         if name == "experts":

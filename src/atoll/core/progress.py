@@ -21,7 +21,7 @@ class Progress(Protocol):
 class _Lines:
     """Progress as lines, for logs and pipes."""
 
-    def __init__(self, what: str, total: int, done: int, unit: str) -> None:
+    def __init__(self, what: str, total: int, done: int, *, unit: str) -> None:
         self.what, self.total, self.done, self.unit = what, total, done, unit
         self.before = done
         self.start = self.last = time.monotonic()
@@ -38,10 +38,10 @@ class _Lines:
 
 
 @contextmanager
-def progress(what: str, total: int, done: int = 0, unit: str = "samples") -> Iterator[Progress]:
+def progress(what: str, total: int, done: int = 0, *, unit: str = "samples") -> Iterator[Progress]:
     """Show how far some work of `total` units is, of which `done` were there before."""
     if sys.stderr.isatty():
         with tqdm(total=total, initial=done, desc=what, unit=f" {unit}", dynamic_ncols=True) as bar:
             yield bar
     else:
-        yield _Lines(what, total, done, unit)
+        yield _Lines(what, total, done, unit=unit)

@@ -1,4 +1,4 @@
-"""Signatures over manifests (ed25519), and networks of a run that are opened only if they are signed as its policy says.
+"""Signatures over manifests (ed25519). A network of a run with a policy is opened only if it is signed as that asks.
 
 A signature is over the job's name, the manifest's digest and the role (`publish` or `admit`), so it cannot be moved to
 another expert, to other weights, or to another purpose.
@@ -67,7 +67,7 @@ def _message(role: Role, name: str, manifest: Manifest) -> bytes:
     return to_json({"atoll": role, "name": name, "manifest": manifest.digest})
 
 
-def verify(policy: Policy | None, role: Role, name: str, manifest: Manifest, signature: Any) -> str:
+def verify(policy: Policy | None, role: Role, name: str, *, manifest: Manifest, signature: Any) -> str:
     """Who signed a manifest in a role that the policy gives them; raises `AtollError` if nobody did."""
     allowed = policy.keys(role) if policy else {}
     if not allowed:
@@ -103,7 +103,7 @@ def open_trusted(artifact: Artifact, kind: str, verify_hashes: bool = False) -> 
     roles: tuple[Role, ...] = ("publish", "admit") if artifact.name.startswith("experts/") else ("publish",)
     for role in roles:
         try:
-            verify(policy, role, artifact.name, manifest, signatures.get(role))
+            verify(policy, role, artifact.name, manifest=manifest, signature=signatures.get(role))
         except AtollError as error:
             raise AtollError(
                 f"{error}. Networks come signed with atoll pull; one's own are signed by atoll push; "

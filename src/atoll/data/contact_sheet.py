@@ -11,7 +11,7 @@ from atoll.data.stages.ingest import Index
 _SIDE, _GAP, _COLUMNS = 64, 4, 8
 
 
-def contact_sheets(artifact: Artifact, index: Index, source: Source, examples: list[list[str]]) -> None:
+def contact_sheets(artifact: Artifact, index: Index, source: Source, *, examples: list[list[str]]) -> None:
     """Write `cluster_000.png` and so on, from the ids of each cluster's examples."""
     wanted = {id for ids in examples for id in ids}
     side = min(_SIDE, int(index.manifest.made_from["resolution"]))

@@ -96,7 +96,12 @@ class Shards:
 
     @classmethod
     def open(
-        cls, run: Path | str, clusters: list[int], split: Literal["train", "held-out"] = "train", verify: bool = False
+        cls,
+        run: Path | str,
+        clusters: list[int],
+        split: Literal["train", "held-out"] = "train",
+        *,
+        verify: bool = False,
     ) -> "Shards":
         """The shards of some clusters of a run."""
         return cls([Artifact(Path(run), shards.name(cluster)) for cluster in clusters], split, verify)
@@ -163,7 +168,7 @@ class Shards:
         return part
 
     def stream(
-        self, batch: int, seed: int, start: int = 0, rank: int = 0, world: int = 1, workers: int = 1
+        self, batch: int, seed: int, start: int = 0, *, rank: int = 0, world: int = 1, workers: int = 1
     ) -> Iterator[Batch]:
         """Batches without end, from position `start` on: this rank's share of every global batch of `batch` samples."""
         if batch % world or not 0 <= rank < world:
@@ -187,7 +192,7 @@ class Shards:
         result = np.empty_like(places)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            result[here] = shuffled(places[here], len(self), seed, int(epoch))
+            result[here] = shuffled(places[here], len(self), seed, epoch=int(epoch))
         return result
 
     def ids(self, indices: list[int] | None = None) -> list[str]:

@@ -32,7 +32,7 @@ def fine_count(rows: int, clusters: int, at_most: int) -> int:
     return min(rows, max(clusters, min(at_most, max(rows // 32, 8 * clusters))))
 
 
-def fit_fine(rows: Floats, count: int, iterations: int, seed: int) -> Floats:
+def fit_fine(rows: Floats, count: int, iterations: int, *, seed: int) -> Floats:
     """Centres (count, D) of spherical k-means, each of length one."""
     import faiss
 
@@ -74,15 +74,15 @@ class _Stuck(Exception):  # noqa: N818 - it names a state
 
 
 def merge(
-    sums: Floats, sizes: Integers, clusters: int, max_imbalance: float, seed: int, part: Part = "fine cluster"
+    sums: Floats, sizes: Integers, clusters: int, *, max_imbalance: float, seed: int, part: Part = "fine cluster"
 ) -> Merged:
     """Join parts, given by the sum of their vectors and their number of samples, into `clusters` even ones."""
     total = int(sizes.sum())
     limit = max_imbalance * total / clusters
-    _check_parts(sizes, clusters, limit, part)
+    _check_parts(sizes, clusters, limit, part=part)
     best: tuple[float, Integers] | None = None
-    for groups in _attempts(sums, sizes, clusters, limit, seed):
-        groups = _improve(sums, sizes, groups, clusters, limit)
+    for groups in _attempts(sums, sizes, clusters, limit=limit, seed=seed):
+        groups = _improve(sums, sizes, groups, clusters=clusters, limit=limit)
         score = float(np.linalg.norm(_group_sums(sums, groups, clusters), axis=1).sum())
         if best is None or score > best[0]:
             best = score, groups
@@ -95,7 +95,7 @@ def merge(
     return Merged(best[1].astype(np.int32), float(loads.max() * clusters / total), best[0] / total)
 
 
-def _check_parts(sizes: Integers, clusters: int, limit: float, part: Part) -> None:
+def _check_parts(sizes: Integers, clusters: int, limit: float, *, part: Part) -> None:
     """Refuse what no merge can fill or balance."""
     if (found := np.count_nonzero(sizes)) < clusters:
         raise AtollError(f"only {found} distinct groups of samples for {clusters} clusters; lower clusters.count")
@@ -107,13 +107,13 @@ def _check_parts(sizes: Integers, clusters: int, limit: float, part: Part) -> No
         )
 
 
-def _attempts(sums: Floats, sizes: Integers, clusters: int, limit: float, seed: int) -> Iterator[Integers]:
+def _attempts(sums: Floats, sizes: Integers, clusters: int, *, limit: float, seed: int) -> Iterator[Integers]:
     """Every balanced grouping that some restart finds; if none does, that of packing the largest first."""
     generator = np.random.Generator(np.random.PCG64(seed))
     found = False
     for _ in range(_RESTARTS if clusters > 1 else 1):
         with suppress(_Stuck):
-            yield _balanced_kmeans(sums, sizes, clusters, limit, generator)
+            yield _balanced_kmeans(sums, sizes, clusters, limit=limit, generator=generator)
             found = True
     if not found:
         with suppress(_Stuck):
@@ -145,10 +145,10 @@ def _unit(vectors: Floats) -> Floats:
 
 
 def _balanced_kmeans(
-    sums: Floats, sizes: Integers, clusters: int, limit: float, generator: np.random.Generator
+    sums: Floats, sizes: Integers, clusters: int, *, limit: float, generator: np.random.Generator
 ) -> Integers:
     """Spherical k-means over the fine clusters in which every assignment respects the limit."""
-    centres = _spread_centres(sums, sizes, clusters, generator)
+    centres = _spread_centres(sums, sizes, clusters, generator=generator)
     groups: Integers = np.full(len(sums), -1)
     for _ in range(_ROUNDS):
         before, groups = groups, _assign_evenly(sums @ centres.T, sizes, limit)
@@ -158,7 +158,7 @@ def _balanced_kmeans(
     return groups
 
 
-def _spread_centres(sums: Floats, sizes: Integers, clusters: int, generator: np.random.Generator) -> Floats:
+def _spread_centres(sums: Floats, sizes: Integers, clusters: int, *, generator: np.random.Generator) -> Floats:
     """k-means++ by samples: each next centre is drawn with the weight of what the ones before it leave unexplained."""
     directions = _unit(sums)
     weight = sizes.astype(float)
@@ -186,10 +186,10 @@ def _assign_evenly(gain: Floats, sizes: Integers, limit: float) -> Integers:
             break
         price = np.maximum(0, price + step / (1 + round / 4) * (loads / limit - 1))
         price -= price.min()
-    return _relieve(gain - price * weight, sizes, groups, limit)
+    return _relieve(gain - price * weight, sizes, groups, limit=limit)
 
 
-def _relieve(gain: Floats, sizes: Integers, groups: Integers, limit: float) -> Integers:
+def _relieve(gain: Floats, sizes: Integers, groups: Integers, *, limit: float) -> Integers:
     """Move fine clusters out of full clusters, the least loss for a sample first, until the limit holds."""
     groups = groups.copy()
     clusters = gain.shape[1]
@@ -210,7 +210,7 @@ def _relieve(gain: Floats, sizes: Integers, groups: Integers, limit: float) -> I
     return groups
 
 
-def _improve(sums: Floats, sizes: Integers, groups: Integers, clusters: int, limit: float) -> Integers:
+def _improve(sums: Floats, sizes: Integers, groups: Integers, *, clusters: int, limit: float) -> Integers:
     """Take the best single move again and again while it raises Σ‖T_k‖ and keeps the limit."""
     groups = groups.copy()
     everyone = np.arange(len(sums))

@@ -109,11 +109,11 @@ class Preparation:
         if stage == "ingest":
             ingest.ingest(self.run, self.config, self.source)
         elif stage == "features":
-            return features.extract(self.run, self.config, self.source, share) is not None
+            return features.extract(self.run, self.config, self.source, share=share) is not None
         elif stage == "clusters":
             clusters.partition(self.run, self.config, self.source)
         elif stage == "latents":
-            return latents.encode(self.run, self.config, self.source, share) is not None
+            return latents.encode(self.run, self.config, self.source, share=share) is not None
         elif stage == "text":
             return text.encode(self.run, self.config, share) is not None
         else:
@@ -174,7 +174,7 @@ def _is_made(artifact: Artifact, kind: str, inputs: dict[str, Any]) -> bool:
     return artifact.check(kind, inputs)
 
 
-def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), share: Share = Share()) -> None:  # noqa: B008
+def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, share: Share = Share()) -> None:  # noqa: B008
     """Do the wanted stages, or all of them, in their order."""
     work = Preparation(run, config)
     if share.of > 1 and not (stages and set(stages) <= set(SHARED)):

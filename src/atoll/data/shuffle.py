@@ -9,7 +9,7 @@ Integers = np.ndarray[Any, np.dtype[np.uint64]]
 _ROUNDS = 8
 
 
-def shuffled(positions: Integers, count: int, seed: int, epoch: int) -> Integers:
+def shuffled(positions: Integers, count: int, seed: int, *, epoch: int) -> Integers:
     """Where a shuffle of `count` items puts these positions; a permutation for every (seed, epoch).
 
     A Feistel network permutes the numbers below the next power of four; a result that is too large is sent through

@@ -36,7 +36,7 @@ class IdealNetwork(nn.Module):
         last = float(schedule.network_time(torch.ones(1)))
         t = (time.double() / last).clamp(END, 1).expand(len(x))
         z = x.flatten(1).double() / schedule.input_scale(t)[:, None]
-        return self.mixture.predict(z, t, self.objective.prediction, schedule).view(x.shape).to(x.dtype)
+        return self.mixture.predict(z, t, self.objective.prediction, schedule=schedule).view(x.shape).to(x.dtype)
 
 
 class IdealRouter(nn.Module):
@@ -57,6 +57,7 @@ def ideal_ensemble(
     mixture: flow.GaussianMixture,
     clusters: Sequence[Sequence[int]],
     objectives: Sequence[str] = ("flow-matching",),
+    *,
     spaces: Sequence[Statistics] | None = None,
 ) -> Ensemble:
     """One ideal expert for each cluster of components, with objectives in turn, behind the ideal router.
@@ -74,9 +75,9 @@ def ideal_ensemble(
         share = float(mixture.weights[list(components)].sum())
         drawn = part.sample(SAMPLES, torch.Generator().manual_seed(number)).view(-1, dimensions, 1, 1)
         density = Density.fit(drawn, count=round(1e6 * share))
-        declaration = _declaration(f"experts/{number:03d}", (number,), space, objective.bridge(x0_bound=None))
+        declaration = _declaration(f"experts/{number:03d}", (number,), space, bridge=objective.bridge(x0_bound=None))
         members.append(Member(declaration, _opener(part, objective), 0, density=density))
-    known = _declaration("router", tuple(range(len(clusters))), plain, flow.Objective().bridge())
+    known = _declaration("router", tuple(range(len(clusters))), plain, bridge=flow.Objective().bridge())
     return Ensemble(members, OpenRouter(known, cast(Router, IdealRouter(mixture, clusters))))
 
 
@@ -92,6 +93,6 @@ def _opener(mixture: flow.GaussianMixture, objective: flow.Objective) -> Any:
     return lambda: IdealNetwork(mixture, objective)
 
 
-def _declaration(name: str, clusters: tuple[int, ...], space: Statistics, bridge: flow.Bridge) -> Declaration:
+def _declaration(name: str, clusters: tuple[int, ...], space: Statistics, *, bridge: flow.Bridge) -> Declaration:
     latents = {"autoencoder": "pixels", "weights": None, "shape": [len(space.mean), 1, 1]}
     return Declaration(name, clusters, {}, frozenset(), space, latents, None, (), bridge)

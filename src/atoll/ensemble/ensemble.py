@@ -95,10 +95,10 @@ class Ensemble(nn.Module):
         x: Tensor,
         t: Tensor | float,
         condition: Condition | Told | None = None,
+        *,
         routing: str | Routing | None = None,
         guidance: Guidance = 1.0,
         cluster: Tensor | None = None,
-        *,
         rescale: float = 0.0,
         draw: Tensor | None = None,
         memory: Memory | None = None,
@@ -113,13 +113,22 @@ class Ensemble(nn.Module):
         told = condition if isinstance(condition, Told) else self.tell(condition, len(x))
         guided = self._guided(guidance, told, x)
         memory = memory or Memory()
-        weights = self._weights(x, t, told, parse(routing or self.routing), cluster, draw, memory, len(guided) > 0)
+        weights = self._weights(
+            x,
+            t,
+            told,
+            routing=parse(routing or self.routing),
+            cluster=cluster,
+            draw=draw,
+            m=memory,
+            null=len(guided) > 0,
+        )
         samples = torch.arange(len(x), device=x.device)
         halves = len(weights) // len(x)  # a router that is told something has another answer for the null condition
         rows = torch.cat([told.rows, told.null[guided]])
         weights = torch.cat([weights[: len(x)], weights[(halves - 1) * len(x) + guided]])
-        v = self._mixed(x, t, told, torch.cat([samples, guided]), rows, weights)
-        return _guide(v, guided, guidance, len(x), rescale) if len(guided) else v
+        v = self._mixed(x, t, told, samples=torch.cat([samples, guided]), rows=rows, weights=weights)
+        return _guide(v, guided, guidance, count=len(x), rescale=rescale) if len(guided) else v
 
     def tell(self, condition: Condition | None, count: int) -> Told:
         """A condition of `count` samples, to be given to one evaluation of the velocity."""
@@ -130,6 +139,7 @@ class Ensemble(nn.Module):
         x: Tensor,
         t: Tensor | float,
         condition: Condition | Told | None = None,
+        *,
         routing: str | Routing | None = None,
         cluster: Tensor | None = None,
         draw: Tensor | None = None,
@@ -138,7 +148,9 @@ class Ensemble(nn.Module):
         self._check_batch(x, {"cluster": cluster, "draw": draw})
         t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
         told = condition if isinstance(condition, Told) else self.tell(condition, len(x))
-        return self._weights(x, t, told, parse(routing or self.routing), cluster, draw, Memory())[: len(x)]
+        return self._weights(
+            x, t, told, routing=parse(routing or self.routing), cluster=cluster, draw=draw, m=Memory()
+        )[: len(x)]
 
     def _check_batch(self, x: Tensor, options: Mapping[str, Any]) -> None:
         """Refuse states of other latents, and options of another batch size."""
@@ -181,11 +193,13 @@ class Ensemble(nn.Module):
         scheduler_times, seed.
         """
         chosen = sampler.Settings(**{"routing": self.routing.text, **settings})
-        return sampler.generate(self, sampler.request(self, prompts, labels, n, clusters), chosen, batch, trace)
+        return sampler.generate(
+            self, sampler.request(self, prompts, labels, n=n, clusters=clusters), chosen, batch=batch, trace=trace
+        )
 
     def plan(self, batch: int = 64, distinct: int | None = None, guided: bool = True) -> Plan:
         """What sampling batches of that size will take in memory; `distinct` prompts, one for each sample if None."""
-        return make_plan(self, batch, batch if distinct is None else distinct, guided)
+        return make_plan(self, batch, batch if distinct is None else distinct, guided=guided)
 
     def _guided(self, guidance: Guidance, told: Told, x: Tensor) -> Tensor:
         """The samples that also need the answer for the null condition."""
@@ -200,6 +214,7 @@ class Ensemble(nn.Module):
         x: Tensor,
         t: Tensor,
         told: Told,
+        *,
         routing: Routing,
         cluster: Tensor | None,
         draw: Tensor | None,
@@ -218,7 +233,7 @@ class Ensemble(nn.Module):
             elif (settled := routing.settled(rule, m)) is not None:  # the router need not be asked again
                 m.kept.setdefault(rule.source, settled)
             elif rule.source not in asked:
-                m.kept[rule.source] = self._probabilities(rule.source, x, t, told, null)
+                m.kept[rule.source] = self._probabilities(rule.source, x, t, told=told, null=null)
                 asked.add(rule.source)
         rows = max(len(p) for p in m.kept.values())
         kept = {source: p.repeat(rows // len(p), 1) for source, p in m.kept.items()}
@@ -226,14 +241,14 @@ class Ensemble(nn.Module):
             draw = m.draw(routing, len(x))
         draw = None if draw is None else draw.to(x.device)
         times = t if t.numel() == 1 else t.repeat(rows // len(x))
-        weights = routing.weights(kept, times, m, draw)
+        weights = routing.weights(kept, times, m, draw=draw)
         m.record(t, kept[routing.active(t)[0].source][: len(x)], weights[: len(x)])
         return weights
 
-    def _probabilities(self, source: Source, x: Tensor, t: Tensor, told: Told, null: bool) -> Tensor:
+    def _probabilities(self, source: Source, x: Tensor, t: Tensor, *, told: Told, null: bool) -> Tensor:
         """Probabilities of the experts that are there, renormalised over them; below, with the null condition."""
         if source == "nearest":
-            return self._nearest(x, t, told, null)
+            return self._nearest(x, t, told, null=null)
         if self.router is None:
             raise AtollError("this ensemble has no router; train one, or use --routing nearest or oracle")
         column = {cluster: number for number, cluster in enumerate(self.router.declaration.clusters)}
@@ -248,7 +263,7 @@ class Ensemble(nn.Module):
             logits = self.router.logits(x, t, Condition())
         return logits[:, [column[expert.clusters[0]] for expert in self.experts]].softmax(-1)
 
-    def _nearest(self, x: Tensor, t: Tensor, told: Told, null: bool) -> Tensor:
+    def _nearest(self, x: Tensor, t: Tensor, told: Told, *, null: bool) -> Tensor:
         """Posterior of the clusters by their own densities, each measured in its expert's own space."""
         columns, words, t, states = [], [], t.cpu().expand(len(x)), x.detach().cpu()
         for member in self.members:
@@ -282,7 +297,7 @@ class Ensemble(nn.Module):
             raise AtollError(f"there is no expert of cluster {', '.join(map(str, absent))} here")
         return weights
 
-    def _mixed(self, x: Tensor, t: Tensor, told: Told, samples: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    def _mixed(self, x: Tensor, t: Tensor, told: Told, *, samples: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of the experts' velocities, each expert asked once.
 
         Row i of `weights` is sample `samples[i]` with the condition of number `rows[i]`.
@@ -306,7 +321,7 @@ class Ensemble(nn.Module):
         return torch.zeros(len(rows), *x.shape[1:], dtype=x.dtype, device=x.device).index_add(0, row, parts)
 
 
-def _guide(v: Tensor, guided: Tensor, guidance: Guidance, count: int, rescale: float) -> Tensor:
+def _guide(v: Tensor, guided: Tensor, guidance: Guidance, *, count: int, rescale: float) -> Tensor:
     """Classifier-free guidance, v_null + g (v - v_null), for the guided samples.
 
     Guidance makes velocities too large; `rescale` moves their spread back to that of the unguided ones (Lin 2023).

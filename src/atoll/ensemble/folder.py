@@ -47,14 +47,14 @@ def fetch(source: str | Path) -> Path:
 
 
 def load_folder(
-    source: str | Path, model: str, placement: Placement, resident: int | None = None, routing: str = "top-1"
+    source: str | Path, model: str, placement: Placement, *, resident: int | None = None, routing: str = "top-1"
 ) -> Ensemble:
     """Open a folder as one model; `model` is `experts`, or `expert:K` for one of them."""
     folder = fetch(source)
     index = read_index(folder)
     if index.get("_class_name") == PIPELINE_CLASS:
         verify(folder, index)
-        return _exported(folder, index, model, placement, resident, routing)
+        return _exported(folder, index, model, placement=placement, resident=resident, routing=routing)
     if Paris.recognises(folder):
         paris = Paris(folder)
         members = paris.members()
@@ -157,7 +157,7 @@ class FolderModels(Models):
 
 
 def _exported(
-    folder: Path, index: dict[str, Any], model: str, placement: Placement, resident: int | None, routing: str
+    folder: Path, index: dict[str, Any], model: str, *, placement: Placement, resident: int | None, routing: str
 ) -> Ensemble:
     members = [Stored.open(folder / name).member() for name in expert_names(folder, index)]
     chosen = _chosen(members, model, folder)

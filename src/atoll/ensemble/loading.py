@@ -49,7 +49,7 @@ def load(
     placement = Placement(torch.device(device) if device else pick_device(), _dtype(dtype), quantise, compile)
     if not (run / CONFIG_FILE).is_file():
         if is_folder(source):
-            return load_folder(source, model, placement, resident, routing)
+            return load_folder(source, model, placement, resident=resident, routing=routing)
         raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}")
     if model != "experts":
         return Ensemble([open_member(run, _job(model), verify)], placement=placement)

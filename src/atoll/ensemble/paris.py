@@ -101,7 +101,7 @@ class Paris:
         known, file = layout("paris-router"), weights_of(self.folder / "router", ROUTER_FILES)
         config = _config(known, file)
         assert isinstance(config, RouterConfig)
-        network = _filled(Router(config), known, file, config)
+        network = _filled(Router(config), known, file, config=config)
         assert isinstance(network, Router)
         about = self._declaration(None, config.to_dict())
         experts = len(self.members())
@@ -127,7 +127,7 @@ class Paris:
         known, file = layout("paris"), self._expert(number)
         config = _config(known, file)
         assert isinstance(config, DiTConfig)
-        network = _filled(DiT(config), known, file, config)
+        network = _filled(DiT(config), known, file, config=config)
         network.null_text = nn.Parameter(self.models.null_text)
         return network
 
@@ -197,6 +197,6 @@ def _config(known: Layout, file: Path) -> DiTConfig | RouterConfig:
     return config
 
 
-def _filled(network: nn.Module, known: Layout, file: Path, config: DiTConfig | RouterConfig) -> nn.Module:
+def _filled(network: nn.Module, known: Layout, file: Path, *, config: DiTConfig | RouterConfig) -> nn.Module:
     network.load_state_dict(known.to_native(read_weights(file), config))
     return network

@@ -59,14 +59,14 @@ class Plan:
         return [head, *rows, f"  {'together':<44} {self.total / MEGABYTE:10.1f} MB"]
 
 
-def plan(ensemble: Planned, batch: int, distinct: int, guided: bool) -> Plan:
+def plan(ensemble: Planned, batch: int, distinct: int, *, guided: bool) -> Plan:
     """The plan for batches of `batch` samples told `distinct` different things, with or without guidance."""
     placement, members = ensemble.placement, ensemble.members
     sizes = sorted((expert_bytes(member, placement) for member in members), reverse=True)
     limit = min(ensemble.residents.limit, len(members))
     rows = batch * (2 if guided and ensemble.told else 1)
     largest = max(members, key=lambda member: member.size)
-    working, conditions = working_bytes(largest, placement, rows, distinct)
+    working, conditions = working_bytes(largest, placement, rows, distinct=distinct)
     parts = {
         "experts": sum(sizes[:limit]),
         "prepared conditions": limit * conditions,
@@ -95,7 +95,7 @@ def expert_bytes(member: Member, placement: Placement) -> int:
     return weights_of(network) * width // 4 - saved
 
 
-def working_bytes(member: Member, placement: Placement, rows: int, distinct: int) -> tuple[int, int]:
+def working_bytes(member: Member, placement: Placement, rows: int, *, distinct: int) -> tuple[int, int]:
     """Memory of one evaluation of `rows` samples, and of their prepared conditions."""
     declaration = member.declaration
     text = declaration.text if "text" in declaration.told else None

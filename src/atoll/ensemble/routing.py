@@ -111,25 +111,27 @@ class Routing:
         drawn = memory.drawn if rule.name == "drawn" and rule is self.rules[-1] else None
         return drawn if drawn is not None and bool(drawn.any(-1).all()) else None
 
-    def weights(self, probabilities: dict[Source, Tensor], t: Tensor, memory: "Memory", draw: Tensor | None) -> Tensor:
+    def weights(
+        self, probabilities: dict[Source, Tensor], t: Tensor, memory: "Memory", *, draw: Tensor | None
+    ) -> Tensor:
         """Weights (rows, experts) at times t (rows or 1,); `draw` (samples,), where a sample may have several rows."""
         active, stage = self.active(t), self._stage(t)[:, None]
         weights = None
         for rule in active:
             here = stage == self.rules.index(rule)
-            part = self._one(rule, probabilities[rule.source], here, memory, draw)
+            part = self._one(rule, probabilities[rule.source], here, memory=memory, draw=draw)
             weights = part if weights is None else torch.where(here, part, weights)
         assert weights is not None
         return weights
 
-    def _one(self, rule: Rule, p: Tensor, here: Tensor, memory: "Memory", draw: Tensor | None) -> Tensor:
+    def _one(self, rule: Rule, p: Tensor, here: Tensor, *, memory: "Memory", draw: Tensor | None) -> Tensor:
         if rule.source == "given":
             return p
         if rule.name == "drawn" and draw is not None:
-            return self._drawn(rule, p, here, memory, draw)
+            return self._drawn(rule, p, here, memory=memory, draw=draw)
         return rule.weights(p, None if draw is None else draw.repeat(len(p) // len(draw)))
 
-    def _drawn(self, rule: Rule, p: Tensor, here: Tensor, memory: "Memory", draw: Tensor) -> Tensor:
+    def _drawn(self, rule: Rule, p: Tensor, here: Tensor, *, memory: "Memory", draw: Tensor) -> Tensor:
         """What was drawn before, else what is drawn now: one expert answers for all rows of a sample."""
         new = rule.weights(p[: len(draw)], draw)
         before = torch.zeros_like(new) if memory.drawn is None else memory.drawn
@@ -187,7 +189,7 @@ def parse(text: str | Routing) -> Routing:
         word, at, above = part.partition("@")
         if bool(at) != (number < len(parts) - 1):
             raise _refused(text, "all rules but the last say from which time on they count")
-        rules.append(_rule(word, _number(above, text, 0, 1) if at else 0.0, text))
+        rules.append(_rule(word, _number(above, text, 0, high=1) if at else 0.0, text))
     times = [rule.above for rule in rules]
     if times != sorted(times, reverse=True) or len(set(times)) != len(times):
         raise _refused(text, "times must fall from rule to rule")
@@ -212,12 +214,12 @@ def _rule(word: str, above: float, text: str) -> Rule:
     if name == "top" and value.isdecimal() and int(value) > 0:
         return Rule("top", int(value), source=source, above=above)
     if name in ("threshold", "nucleus") and value:
-        return Rule(name, _number(value, text, 0, 1), source=source, above=above)
+        return Rule(name, _number(value, text, 0, high=1), source=source, above=above)
     guess = nearest(word, _EXAMPLES)
     raise _refused(text, f"unknown rule {word!r}" + (f" (did you mean {guess!r}?)" if guess else ""))
 
 
-def _number(value: str, text: str, low: float, high: float) -> float:
+def _number(value: str, text: str, low: float, *, high: float) -> float:
     try:
         number = float(value)
     except ValueError:

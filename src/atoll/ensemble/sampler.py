@@ -209,6 +209,7 @@ def request(
     ensemble: Sampled,
     prompts: Sequence[str] | None,
     labels: Sequence[str | int] | None,
+    *,
     n: int | None,
     clusters: Sequence[int] | None,
 ) -> Request:
@@ -260,7 +261,7 @@ def draws_unheard(ensemble: Sampled, routing: str) -> bool:
 
 
 @torch.no_grad()
-def generate(ensemble: Sampled, wanted: Request, settings: Settings, batch: int, trace: bool) -> Samples:
+def generate(ensemble: Sampled, wanted: Request, settings: Settings, *, batch: int, trace: bool) -> Samples:
     """Sample, in batches, and decode."""
     for notice in notices(ensemble, wanted, settings):
         print(f"warning: {notice}", file=sys.stderr)
@@ -268,7 +269,9 @@ def generate(ensemble: Sampled, wanted: Request, settings: Settings, batch: int,
     latents, traces = [], []
     with progress("sampling", -(-count // batch) * len(settings.evaluated_at), unit="steps") as bar:
         for first in range(0, count, batch):
-            part, decisions = _batch(ensemble, wanted, settings, slice(first, min(first + batch, count)), trace, bar)
+            part, decisions = _batch(
+                ensemble, wanted, settings, part=slice(first, min(first + batch, count)), trace=trace, bar=bar
+            )
             latents.append(part)
             traces.append(decisions)
     made = torch.cat(latents)
@@ -276,7 +279,7 @@ def generate(ensemble: Sampled, wanted: Request, settings: Settings, batch: int,
 
 
 def _batch(
-    ensemble: Sampled, wanted: Request, settings: Settings, part: slice, trace: bool, bar: Any
+    ensemble: Sampled, wanted: Request, settings: Settings, *, part: slice, trace: bool, bar: Any
 ) -> tuple[Tensor, list[Any]]:
     """The latents of one batch and its routing decisions."""
     used, rows = (rows.to(ensemble.device) for rows in torch.unique(wanted.rows[part], return_inverse=True))
@@ -289,14 +292,21 @@ def _batch(
         bar.update(1)
         guidance = settings.guidance_at(float(t[0]))
         return ensemble.velocity(
-            x, t[:1], told, settings.routing, guidance, clusters, rescale=settings.rescale, memory=memory
+            x,
+            t[:1],
+            told,
+            routing=settings.routing,
+            guidance=guidance,
+            cluster=clusters,
+            rescale=settings.rescale,
+            memory=memory,
         )
 
     shape = (len(rows), *ensemble.shape)
     noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=part.start).to(ensemble.device)
     own = settings.scheduler_times
     if ensemble.scheduler is not None:
-        made = flow.run_scheduler(ensemble.scheduler, velocity, noise, settings.steps, scheduler_times=own)
+        made = flow.run_scheduler(ensemble.scheduler, velocity, noise, steps=settings.steps, scheduler_times=own)
     else:
         made = flow.solve(
             velocity, noise, steps=settings.steps, solver=settings.solver, shift=settings.shift, scheduler_times=own

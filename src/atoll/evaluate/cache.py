@@ -16,7 +16,7 @@ ROOM = "evaluation"
 FIGURES = "figures.json"
 
 
-def keyed(run: Path, group: str, label: str, made_from: Mapping[str, Any]) -> Artifact:
+def keyed(run: Path, group: str, label: str, *, made_from: Mapping[str, Any]) -> Artifact:
     """The artifact for these settings; `label` is for people."""
     name = re.sub(r"[^A-Za-z0-9.@]+", "-", label).strip("-")[:60]
     digest = hashlib.sha256(to_json(made_from)).hexdigest()[:10]
@@ -24,10 +24,10 @@ def keyed(run: Path, group: str, label: str, made_from: Mapping[str, Any]) -> Ar
 
 
 def figures(
-    run: Path, group: str, label: str, made_from: Mapping[str, Any], compute: Callable[[], dict[str, Any]]
+    run: Path, group: str, label: str, *, made_from: Mapping[str, Any], compute: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """Figures that are computed once and kept: `figures.json` of an artifact."""
-    artifact = keyed(run, group, label, made_from)
+    artifact = keyed(run, group, label, made_from=made_from)
     if artifact.begin("figures", made_from) is None:
         artifact.write(FIGURES, to_json(compute()))
         artifact.commit({})

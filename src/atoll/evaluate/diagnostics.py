@@ -44,7 +44,7 @@ class Noisy:
         return condition_of(self.batch, told)
 
 
-def noisy(shards: Shards, limit: int, seed: int, device: torch.device) -> Iterator[Noisy]:
+def noisy(shards: Shards, limit: int, seed: int, *, device: torch.device) -> Iterator[Noisy]:
     """Yield the validation's images, at most `limit` of each cluster, noised once in every bin of time."""
     for part in ValidationSet(shards, seed, limit).batches(device):
         noised = part.noised
@@ -77,11 +77,11 @@ class Answers:
 
 
 @torch.no_grad()
-def ask(model: Ensemble, shards: Shards, routings: Sequence[str], limit: int, seed: int) -> Answers:
+def ask(model: Ensemble, shards: Shards, routings: Sequence[str], *, limit: int, seed: int) -> Answers:
     """Ask every expert and the router about held-out samples."""
     parts: list[dict[str, Tensor]] = []
     with progress("held-out errors of the experts", len(ValidationSet(shards, seed, limit))) as bar:
-        for sample in noisy(shards, limit, seed, model.device):
+        for sample in noisy(shards, limit, seed, device=model.device):
             parts.append(_ask(model, sample, routings))
             bar.update(len(sample.t))
     joined = {key: torch.cat([part[key] for part in parts]).cpu() for key in parts[0]}
@@ -105,7 +105,9 @@ def ask(model: Ensemble, shards: Shards, routings: Sequence[str], limit: int, se
 
 def _ask(model: Ensemble, sample: Noisy, routings: Sequence[str]) -> dict[str, Tensor]:
     condition, experts = sample.condition(model.told), len(model.experts)
-    velocities = torch.stack([expert_velocity(model, number, sample, condition) for number in range(experts)], 1)
+    velocities = torch.stack(
+        [expert_velocity(model, number, sample, condition=condition) for number in range(experts)], 1
+    )
     found = {
         "t": sample.t,
         "cluster": sample.batch.cluster,
@@ -113,24 +115,24 @@ def _ask(model: Ensemble, sample: Noisy, routings: Sequence[str]) -> dict[str, T
         "angles": mean_angle(velocities),
     }
     if model.router is not None and experts > 1:
-        p = model.weights(sample.x, sample.t, condition, "full")
+        p = model.weights(sample.x, sample.t, condition, routing="full")
         found["probabilities"] = p
         two = p.topk(2).indices[..., None, None, None].expand(-1, -1, *velocities.shape[2:])
         found["chosen_angles"] = mean_angle(velocities.gather(1, two))
     if experts > 1 and all(member.density is not None for member in model.members):
-        found["nearest"] = model.weights(sample.x, sample.t, condition, "nearest:full")
+        found["nearest"] = model.weights(sample.x, sample.t, condition, routing="nearest:full")
     for routing in routings:
         cluster, draw = sample.batch.cluster, sample.draw
-        weights = model.weights(sample.x, sample.t, condition, routing, cluster=cluster, draw=draw)
+        weights = model.weights(sample.x, sample.t, condition, routing=routing, cluster=cluster, draw=draw)
         mixed = torch.einsum("bk,bk...->b...", weights, velocities)
         found[f"routed {routing}"] = velocity_errors(mixed, sample.target)
     return found
 
 
-def expert_velocity(model: Ensemble, number: int, sample: Noisy, condition: Condition) -> Tensor:
+def expert_velocity(model: Ensemble, number: int, sample: Noisy, *, condition: Condition) -> Tensor:
     """The velocity of one expert alone."""
     cluster = torch.full_like(sample.batch.cluster, model.experts[number].clusters[0])
-    return model.velocity(sample.x, sample.t, condition, "oracle", cluster=cluster)
+    return model.velocity(sample.x, sample.t, condition, routing="oracle", cluster=cluster)
 
 
 def mean_angle(velocities: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ def mean_angle(velocities: Tensor) -> Tensor:
     return torch.rad2deg(torch.arccos(cosines[:, first, second].clamp(-1, 1))).mean(1)
 
 
-def dense_error(model: Ensemble, shards: Shards, limit: int, seed: int, name: str) -> dict[str, Any]:
+def dense_error(model: Ensemble, shards: Shards, limit: int, *, seed: int, name: str) -> dict[str, Any]:
     """Held-out error of a dense model (monolith, student) on the very same noisy samples."""
     with progress(f"held-out error of {name}", len(ValidationSet(shards, seed, limit))) as bar:
 

@@ -103,7 +103,8 @@ class Evaluation:
         """Features of real pictures, through each network."""
         how = self.options
         return {
-            name: of_reference(self.run, self.config, how.reference, how.references, name) for name in how.extractors
+            name: of_reference(self.run, self.config, how.reference, count=how.references, vision=name)
+            for name in how.extractors
         }
 
     def prompts(self, count: int) -> Prompts:
@@ -123,7 +124,7 @@ class Evaluation:
             samples = self._draw(subject, self.prompts(how.samples), "samples")
             answer["metrics"] = {
                 name: metrics.against_reference(
-                    self.run, of_samples(self.run, samples, name), reference, f"{subject.label} {Path(name).name}"
+                    self.run, of_samples(self.run, samples, name), reference, label=f"{subject.label} {Path(name).name}"
                 )
                 for name, reference in references.items()
             }
@@ -133,7 +134,7 @@ class Evaluation:
         if how.does("diversity"):
             prompts, seeds = how.diversity
             samples = self._draw(subject, self.prompts(prompts).repeated(prompts, seeds), "diversity")
-            answer["diversity"] = metrics.diversity(self.run, samples, seeds, how.extractors[0], how.lpips)
+            answer["diversity"] = metrics.diversity(self.run, samples, seeds, vision=how.extractors[0], lpips=how.lpips)
             if "sampling" not in answer:
                 answer |= self._use(subject, samples)
         if how.does("trajectories"):
@@ -141,7 +142,14 @@ class Evaluation:
         return answer
 
     def _draw(self, subject: Subject, prompts: Prompts, what: str) -> Samples:
-        return draw(subject, prompts, self.settings(subject), what, self.options.batch, self.options.resident)
+        return draw(
+            subject,
+            prompts,
+            self.settings(subject),
+            what=what,
+            batch=self.options.batch,
+            resident=self.options.resident,
+        )
 
     def _use(self, subject: Subject, samples: Samples) -> dict[str, Any]:
         """Which experts worked, and what a picture cost."""
@@ -159,7 +167,7 @@ class Evaluation:
         def compute() -> dict[str, Any]:
             return {"bytes": subject.open(self.options.resident).plan(batch, guided=guided).total}
 
-        return figures(self.run, "plans", subject.model, told, compute)
+        return figures(self.run, "plans", subject.model, made_from=told, compute=compute)
 
     def _trajectory(self, subject: Subject) -> dict[str, Any]:
         settings, prompts = self.settings(subject), self.prompts(self.options.followed)
@@ -168,9 +176,11 @@ class Evaluation:
 
         def compute() -> dict[str, Any]:
             clusters = trajectories.bank(self.run, self.config.clusters.count)
-            return trajectories.follow(subject.open(self.options.resident), prompts, settings, clusters, subject.label)
+            return trajectories.follow(
+                subject.open(self.options.resident), prompts, settings, clusters=clusters, what=subject.label
+            )
 
-        return figures(self.run, "trajectories", subject.label, {**told, "data": data}, compute)
+        return figures(self.run, "trajectories", subject.label, made_from={**told, "data": data}, compute=compute)
 
     def diagnose(self, found: Sequence[Subject]) -> dict[str, Any]:
         """Errors on the same held-out samples: of every expert, of their mixtures, and of the dense models."""
@@ -194,17 +204,19 @@ class Evaluation:
 
             def asked() -> dict[str, Any]:
                 model = group.open(how.resident)
-                return diagnostics.report(diagnostics.ask(model, shards, routings, told["samples"], told["seed"]))
+                return diagnostics.report(
+                    diagnostics.ask(model, shards, routings, limit=told["samples"], seed=told["seed"])
+                )
 
             made_from = {**told, "networks": digests, "routings": routings}
-            answer["experts"] = figures(self.run, "diagnostics", "experts", made_from, asked)
+            answer["experts"] = figures(self.run, "diagnostics", "experts", made_from=made_from, compute=asked)
         answer["dense"] = {
             subject.model: figures(
                 self.run,
                 "diagnostics",
                 subject.model,
-                {**told, "networks": subject.digests},
-                self._dense(subject, told),
+                made_from={**told, "networks": subject.digests},
+                compute=self._dense(subject, told),
             )
             for subject in found
             if subject.routing is None and not subject.model.startswith("expert:")
@@ -213,7 +225,9 @@ class Evaluation:
 
     def _dense(self, subject: Subject, told: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         shards = diagnostics.held_out(self.run, self.config.clusters.count)
-        return lambda: diagnostics.dense_error(subject.open(), shards, told["samples"], told["seed"], subject.model)
+        return lambda: diagnostics.dense_error(
+            subject.open(), shards, told["samples"], seed=told["seed"], name=subject.model
+        )
 
 
 _opened_alignment = cache(open_alignment)

@@ -65,7 +65,7 @@ class FeatureSet:
 def of_samples(run: Path, samples: Samples, vision: str) -> FeatureSet:
     """Features of generated pictures."""
     made_from = {"samples": samples.digest, "extractor": vision, "weights": weights_of(vision)}
-    artifact = keyed(run, "features", f"{samples.label}-{_short(vision)}", made_from)
+    artifact = keyed(run, "features", f"{samples.label}-{_short(vision)}", made_from=made_from)
     if artifact.begin(KIND, made_from) is None:
         chunks = Chunks(artifact, len(samples), CHUNK)
         missing = chunks.missing()
@@ -76,19 +76,19 @@ def of_samples(run: Path, samples: Samples, vision: str) -> FeatureSet:
     return FeatureSet(artifact, {**samples.protocol, **artifact.open(KIND).facts["protocol"]})
 
 
-def of_reference(run: Path, config: Config, split: Split, count: int, vision: str) -> FeatureSet:
+def of_reference(run: Path, config: Config, split: Split, *, count: int, vision: str) -> FeatureSet:
     """Features of real pictures of a split: `count` of them, always the same, or all if there are fewer."""
     index = Index.open(run)
     rows = _chosen(index, split, count)
     about = {"split": split, "pictures": len(rows), "resolution": config.data.resolution}
     made_from = {"ingest": index.manifest.digest, **about, "extractor": vision, "weights": weights_of(vision)}
-    artifact = keyed(run, "reference", f"{split}-{len(rows)}-{_short(vision)}", made_from)
+    artifact = keyed(run, "reference", f"{split}-{len(rows)}-{_short(vision)}", made_from=made_from)
     if artifact.begin(KIND, made_from) is None:
         chunks = Chunks(artifact, len(rows), CHUNK)
         missing = chunks.missing()
         source = open_configured(config.data)
-        pictures = _read(index, source, [rows[c * CHUNK : (c + 1) * CHUNK] for c in missing], config)
-        encoded = _encoded(pictures, opened(vision), chunks, missing)
+        pictures = _read(index, source, [rows[c * CHUNK : (c + 1) * CHUNK] for c in missing], config=config)
+        encoded = _encoded(pictures, opened(vision), chunks, missing=missing)
         chunks.fill(f"reference ({split}, {_short(vision)})", missing, encoded)
         _commit(artifact, chunks, opened(vision))
     manifest = artifact.open(KIND)
@@ -115,7 +115,7 @@ def _chosen(index: Index, split: Split, count: int) -> "np.ndarray[Any, Any]":
     return np.sort(rows[order.astype(np.int64)])
 
 
-def _read(index: Index, source: Source, wanted: "list[np.ndarray[Any, Any]]", config: Config) -> Iterator[Pixels]:
+def _read(index: Index, source: Source, wanted: "list[np.ndarray[Any, Any]]", *, config: Config) -> Iterator[Pixels]:
     """The wanted pictures one by one, in order, decoded ahead in threads."""
     rows = np.concatenate(wanted) if wanted else np.array([], dtype=np.int64)
     by_chunk = {
@@ -137,7 +137,7 @@ def _pixels(sample: Sample, resolution: int) -> Pixels:
 
 
 def _encoded(
-    pictures: Iterator[Pixels], vision: Vision, chunks: Chunks, missing: list[int]
+    pictures: Iterator[Pixels], vision: Vision, chunks: Chunks, *, missing: list[int]
 ) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
     for chunk in missing:
         left = chunks.length(chunk)

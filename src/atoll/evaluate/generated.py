@@ -64,7 +64,7 @@ class Prompts:
 
 
 def prompts_of(
-    run: Path, clusters: int, count: int, seed: int = 0, split: Literal["train", "held-out"] = "held-out"
+    run: Path, clusters: int, count: int, *, seed: int = 0, split: Literal["train", "held-out"] = "held-out"
 ) -> Prompts:
     """Prompts of samples of a split, as many of each cluster as its share of the training data asks for.
 
@@ -84,12 +84,13 @@ def prompts_of(
     owners: list[int] = []
     for cluster, (shards, many) in enumerate(zip(opened, wanted, strict=True)):
         rows = [
-            int(shuffled(np.array([i % len(shards)], np.uint64), len(shards), seed, cluster)[0]) for i in range(many)
+            int(shuffled(np.array([i % len(shards)], np.uint64), len(shards), seed, epoch=cluster)[0])
+            for i in range(many)
         ]
         captions += [caption or "" for caption in shards.captions(rows)] if rows else []
         labels += shards.read(np.array(rows)).label.tolist() if rows else []
         owners += [cluster] * many
-    order = shuffled(np.arange(count, dtype=np.uint64), count, seed, clusters).astype(np.int64)
+    order = shuffled(np.arange(count, dtype=np.uint64), count, seed, epoch=clusters).astype(np.int64)
     facts = opened[0].facts
     told = [captions[i] for i in order] if facts["text"] else None
     return Prompts(told, [labels[i] for i in order] if facts["labels"] else None, [owners[i] for i in order])
@@ -152,13 +153,13 @@ class Samples:
 
 
 def draw(
-    subject: Subject, prompts: Prompts, settings: Settings, what: str, batch: int, resident: int | None
+    subject: Subject, prompts: Prompts, settings: Settings, *, what: str, batch: int, resident: int | None
 ) -> Samples:
     """Make a set of samples, or open it if it is there; interrupted, it continues with the next chunk."""
     plain = {key: value for key, value in asdict(settings).items() if key != "routing" or subject.routing}
     told = to_json(asdict(prompts))
     made_from = {"model": subject.model, "networks": subject.digests, "settings": plain, "prompts": asdict(prompts)}
-    artifact = keyed(subject.run, "samples", f"{subject.label} {what}", made_from)
+    artifact = keyed(subject.run, "samples", f"{subject.label} {what}", made_from=made_from)
     short = {**made_from, "prompts": f"{len(prompts)} in prompts.json"}
     if artifact.begin(KIND, short) is None:
         artifact.write("prompts.json", told)
@@ -166,24 +167,24 @@ def draw(
         # One step first, so that opening networks is no part of the time that pictures take.
         for number in range(len(model.members)) if resident is None else ():
             model.residents.get(number)
-        _generate(model, prompts.part(slice(0, 1)), replace(settings, steps=1), batch)
+        _generate(model, prompts.part(slice(0, 1)), replace(settings, steps=1), batch=batch)
         for chunk in chunks.missing():
             print(f"{subject.label}: {what}, from {chunk * CHUNK:,} of {len(prompts):,}", flush=True)
-            artifact.write_tensors(chunks.file(chunk), _chunk(model, prompts, settings, chunk, batch))
+            artifact.write_tensors(chunks.file(chunk), _chunk(model, prompts, settings, chunk=chunk, batch=batch))
         artifact.commit(_finish(artifact, chunks))
     return Samples(subject.label, artifact, prompts)
 
 
-def _chunk(model: Ensemble, prompts: Prompts, settings: Settings, chunk: int, batch: int) -> dict[str, Tensor]:
+def _chunk(model: Ensemble, prompts: Prompts, settings: Settings, *, chunk: int, batch: int) -> dict[str, Tensor]:
     """One chunk of pictures. Its noise is the same for every model and routing."""
     part = prompts.part(slice(chunk * CHUNK, (chunk + 1) * CHUNK))
     seed = rng.key(settings.seed, SEED_STREAM, chunk) >> 33
-    made, seconds = _generate(model, part, replace(settings, seed=seed), batch)
+    made, seconds = _generate(model, part, replace(settings, seed=seed), batch=batch)
     pictures = torch.from_numpy(np.stack([np.asarray(image) for image in made.images]))
     return {"pictures": pictures, "seconds": torch.tensor(seconds, dtype=torch.float64), **_use(made)}
 
 
-def _generate(model: Ensemble, prompts: Prompts, settings: Settings, batch: int) -> tuple[Generated, float]:
+def _generate(model: Ensemble, prompts: Prompts, settings: Settings, *, batch: int) -> tuple[Generated, float]:
     """Pictures, and the seconds they took."""
     labels = prompts.labels if "label" in model.told else None
     how = {"batch": batch, "trace": len(model.experts) > 1, **asdict(settings)}

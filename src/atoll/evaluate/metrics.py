@@ -34,7 +34,7 @@ def check_enough(samples: int, reference: FeatureSet) -> None:
         )
 
 
-def against_reference(run: Path, made: FeatureSet, reference: FeatureSet, label: str) -> dict[str, Any]:
+def against_reference(run: Path, made: FeatureSet, reference: FeatureSet, *, label: str) -> dict[str, Any]:
     """Frechet distance, KID, precision and recall of samples against real pictures."""
     made_from = {"samples": made.digest, "reference": reference.digest}
 
@@ -49,7 +49,10 @@ def against_reference(run: Path, made: FeatureSet, reference: FeatureSet, label:
             "floor": floor(reference, len(made)),
         }
 
-    return {**figures(run, "figures", label, made_from, compute), "protocol": {**made.protocol, **reference.protocol}}
+    return {
+        **figures(run, "figures", label, made_from=made_from, compute=compute),
+        "protocol": {**made.protocol, **reference.protocol},
+    }
 
 
 def _first(reference: FeatureSet, count: int) -> torch.Tensor:
@@ -73,7 +76,7 @@ def floor(reference: FeatureSet, samples: int) -> dict[str, Any]:
     }
 
 
-def diversity(run: Path, samples: Samples, seeds: int, vision: str, lpips: Path | None) -> dict[str, Any]:
+def diversity(run: Path, samples: Samples, seeds: int, *, vision: str, lpips: Path | None) -> dict[str, Any]:
     """Mean distance between pictures of one prompt, over prompts. `samples` has each prompt `seeds` times in a row."""
     distance = open_perceptual(opened(vision), lpips)
     made_from = {"samples": samples.digest, "seeds": seeds, "distance": distance.name, "weights": distance.weights}
@@ -88,7 +91,7 @@ def diversity(run: Path, samples: Samples, seeds: int, vision: str, lpips: Path 
                 bar.update(seeds)
         return asdict(Spread.of(pairwise_mean(torch.stack(distances))))
 
-    answer = figures(run, "figures", f"{samples.label} diversity", made_from, compute)
+    answer = figures(run, "figures", f"{samples.label} diversity", made_from=made_from, compute=compute)
     return {**answer, "protocol": {**samples.protocol, **_protocol(distance), "seeds_per_prompt": seeds}}
 
 
@@ -110,6 +113,6 @@ def alignment(run: Path, samples: Samples, model: Alignment) -> dict[str, Any]:
             start += len(chunk)
         return asdict(Spread.of(torch.cat(scores)))
 
-    answer = figures(run, "figures", f"{samples.label} alignment", made_from, compute)
+    answer = figures(run, "figures", f"{samples.label} alignment", made_from=made_from, compute=compute)
     about = {"image_text_model": model.name, "weights_sha256": model.weights}
     return {**answer, "protocol": {**samples.protocol, **about}}

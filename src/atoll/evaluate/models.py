@@ -50,7 +50,7 @@ class Subject:
     def open(self, resident: int | None = None) -> Ensemble:
         """The model itself, with no routing chosen: all routings of the experts share one."""
         router = Artifact(self.run, "router/final").manifest()
-        return _opened(self.run, self.model, resident, frozenset({*self.digests, router and router.digest}))
+        return _opened(self.run, self.model, resident, _networks=frozenset({*self.digests, router and router.digest}))
 
     def training(self) -> dict[str, Any]:
         """What its networks cost in training, from their manifests."""
@@ -63,7 +63,7 @@ class Subject:
         settings = config.train
         micro, half = settings.batch // settings.accumulate, settings.precision != "float32"
         sizes = [
-            training_bytes(one, micro, len(settings.ema), half, checkpointing=settings.checkpointing)
+            training_bytes(one, micro, len(settings.ema), half=half, checkpointing=settings.checkpointing)
             for one in self._costs().values()
         ]
         return max(sizes)
@@ -103,7 +103,7 @@ class Subject:
 
 
 @lru_cache(maxsize=1)
-def _opened(run: Path, model: str, resident: int | None, _networks: frozenset[str | None]) -> Ensemble:
+def _opened(run: Path, model: str, resident: int | None, *, _networks: frozenset[str | None]) -> Ensemble:
     """One model is in memory at a time, as long as its networks are the same."""
     return load(run, model, resident=resident)
 

@@ -65,7 +65,9 @@ class _Record:
 
 
 @torch.no_grad()
-def follow(model: Ensemble, prompts: Prompts, settings: Settings, clusters: list[Tensor], what: str) -> dict[str, Any]:
+def follow(
+    model: Ensemble, prompts: Prompts, settings: Settings, *, clusters: list[Tensor], what: str
+) -> dict[str, Any]:
     """Sample with N and with 2 N steps from the same noise.
 
     `refinement` is the mean over samples of |x_N - x_2N| / |x_2N|, the relative change of the final latent; the
@@ -75,8 +77,12 @@ def follow(model: Ensemble, prompts: Prompts, settings: Settings, clusters: list
     shape = (len(prompts), *model.shape)
     noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=0).to(model.device)
     with progress(f"refinement of {what}", 3 * settings.steps, unit="steps") as bar:
-        coarse = _solve(model, prompts, settings, noise, settings.steps, bar, record, clusters)
-        fine = _solve(model, prompts, settings, noise, 2 * settings.steps, bar, None, clusters)
+        coarse = _solve(
+            model, prompts, settings, noise=noise, steps=settings.steps, bar=bar, record=record, clusters=clusters
+        )
+        fine = _solve(
+            model, prompts, settings, noise=noise, steps=2 * settings.steps, bar=bar, record=None, clusters=clusters
+        )
     change = (coarse - fine).flatten(1).norm(dim=1) / fine.flatten(1).norm(dim=1)
     answer = {
         "refinement": change.mean().item(),
@@ -91,6 +97,7 @@ def _solve(
     model: Ensemble,
     prompts: Prompts,
     settings: Settings,
+    *,
     noise: Tensor,
     steps: int,
     bar: Any,
@@ -104,7 +111,16 @@ def _solve(
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         guidance = settings.guidance_at(float(t[0]))
-        v = model.velocity(x, t[:1], told, settings.routing, guidance, given, rescale=settings.rescale, memory=memory)
+        v = model.velocity(
+            x,
+            t[:1],
+            told,
+            routing=settings.routing,
+            guidance=guidance,
+            cluster=given,
+            rescale=settings.rescale,
+            memory=memory,
+        )
         if record is not None and len(homes) > 1 and len(clusters) > 1:
             assert memory.trace is not None
             lead = homes[memory.trace[-1].weights.argmax(1)]

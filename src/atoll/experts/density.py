@@ -50,7 +50,7 @@ class Density:
     classes: Tensor | None = None
 
     @classmethod
-    def fit(cls, x: Tensor, noise: Tensor | None = None, count: int | None = None, rank: int = RANK) -> "Density":
+    def fit(cls, x: Tensor, noise: Tensor | None = None, count: int | None = None, *, rank: int = RANK) -> "Density":
         """From samples x (N, …), of which `noise` (…) is extra variance, as of an autoencoder's posterior."""
         rows = x.flatten(1).double()
         mean = rows.mean(0)

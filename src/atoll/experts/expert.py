@@ -90,7 +90,7 @@ class OpenExpert:
         return answer if self.change is None else self.change.velocity(answer, own, t)
 
 
-def open_expert(run: Path, name: str, space: Statistics, device: torch.device | None = None) -> OpenExpert:
+def open_expert(run: Path, name: str, space: Statistics, *, device: torch.device | None = None) -> OpenExpert:
     """Open a finished expert of a run (`experts/003`, `monolith`, `student`) after checking its hashes."""
     artifact = Artifact(run, f"{name}/final")
     declaration = Declaration.from_facts(artifact.open(EXPERT_KIND, verify=True).facts)

@@ -36,16 +36,16 @@ LAYOUTS = {"PixArtTransformer2DModel": "diffusers-pixart", "DiTTransformer2DMode
 """Classes of diffusers that compute exactly what some DiTs compute, and the layouts of their weights."""
 
 
-def write(folder: Path, network: nn.Module, facts: Mapping[str, Any], density: Density | None) -> None:
+def write(folder: Path, network: nn.Module, facts: Mapping[str, Any], *, density: Density | None) -> None:
     """Write a network with its declaration."""
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(network, DiffusersExpert):
         state = network.state_dict()
         inner = {name.removeprefix("model."): part for name, part in state.items() if name.startswith("model.")}
         fields = {key: value for key, value in dict(network.model.config).items() if not key.startswith("_")}
-        _write_parts(folder, inner, {"_class_name": network.model_class, **fields}, state)
+        _write_parts(folder, inner, {"_class_name": network.model_class, **fields}, state=state)
     elif isinstance(network, DiT) and (exact := diffusers_layout(network)):
-        _write_parts(folder, *exact, network.state_dict())
+        _write_parts(folder, *exact, state=network.state_dict())
     else:
         save_network(network, folder)  # type: ignore[arg-type]
     if density is not None:
@@ -53,7 +53,7 @@ def write(folder: Path, network: nn.Module, facts: Mapping[str, Any], density: D
     (folder / DECLARATION_FILE).write_bytes(to_json(facts))
 
 
-def _write_parts(folder: Path, weights: dict[str, Tensor], fields: dict[str, Any], state: dict[str, Tensor]) -> None:
+def _write_parts(folder: Path, weights: dict[str, Tensor], fields: dict[str, Any], *, state: dict[str, Tensor]) -> None:
     write_weights(weights, folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     if null := {name: part for name, part in state.items() if "null_" in name}:

@@ -71,7 +71,7 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
     def save_pretrained(self, save_directory: str | Path, safe_serialization: bool = True, **_: Any) -> None:
         """Write the network and its declaration; always safetensors."""
         _only_safetensors(safe_serialization)
-        stored.write(Path(save_directory), self.network, self.facts, self.density)
+        stored.write(Path(save_directory), self.network, self.facts, density=self.density)
 
     @classmethod
     def from_pretrained(
@@ -174,7 +174,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         text = members[0].declaration.text
         if text is not None and self.text_encoder is not None:
             place = self.text_encoder.device
-            ensemble.models.text_encoder = TextEncoder(self.text_encoder, self.tokenizer, text["max_tokens"], place)
+            ensemble.models.text_encoder = TextEncoder(
+                self.text_encoder, self.tokenizer, text["max_tokens"], place=place
+            )
         return ensemble
 
     @torch.no_grad()
@@ -183,8 +185,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         prompt: str | list[str] | None = None,
         num_inference_steps: int = 50,
         guidance_scale: float = 4.0,
-        routing: str | None = None,
         *,
+        routing: str | None = None,
         label: str | int | list[str | int] | None = None,
         cluster: int | list[int] | None = None,
         num_images_per_prompt: int = 1,

@@ -34,7 +34,7 @@ from atoll.export.model_card import CARD_FILE, About, card
 from atoll.train.job import ROUTER_KIND
 
 
-def export(run: Path, destination: Path, model: str = "experts", licence: str | None = None) -> Manifest:
+def export(run: Path, destination: Path, model: str = "experts", *, licence: str | None = None) -> Manifest:
     """Write a model of a run; the same again does nothing, and a folder that holds something else is refused."""
     ensemble = load(run, model, device="cpu", strict=True)
     trained = _trained(run, ensemble)
@@ -99,10 +99,10 @@ def _components(
     """Write every component; its name and class, as model_index.json has them."""
     for number, member in enumerate(ensemble.members):
         facts = _public(trained[member.declaration.name])
-        stored.write(folder / f"expert_{number}", member.open(), facts, member.density)
+        stored.write(folder / f"expert_{number}", member.open(), facts, density=member.density)
         yield f"expert_{number}", [COMPONENTS, EXPERT_CLASS]
     if ensemble.router is not None:
-        stored.write(folder / "router", ensemble.router.network, _public(trained["router"]), None)
+        stored.write(folder / "router", ensemble.router.network, _public(trained["router"]), density=None)
     yield "router", [None, None] if ensemble.router is None else [COMPONENTS, ROUTER_CLASS]
     codec = ensemble.models.codec
     if isinstance(codec, Codec):

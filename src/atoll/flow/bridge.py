@@ -185,7 +185,7 @@ class Bridge:
         """Return the factor of x0 in the prediction, which is linear in (x0, eps)."""
         time = self._matched_time(t)
         one = torch.ones_like(broadcast(time, x))
-        return from_pair(Pair(one, torch.zeros_like(one)), time, self.prediction, self.schedule)
+        return from_pair(Pair(one, torch.zeros_like(one)), time, self.prediction, schedule=self.schedule)
 
     def _state_scale(self, t: Tensor, time: Tensor, x: Tensor) -> Tensor:
         """Return the factor c from x to the expert's state, shaped to multiply x.

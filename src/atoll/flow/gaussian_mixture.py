@@ -74,16 +74,16 @@ class GaussianMixture:
         means = self.means + torch.einsum("kij,bkj->bki", self._vectors, gain * offsets)
         return torch.einsum("bk,bki->bi", self.posterior(z, t, schedule), means)
 
-    def predict(self, z: Tensor, t: Tensor, prediction: Prediction, schedule: Schedule = LINEAR) -> Tensor:
+    def predict(self, z: Tensor, t: Tensor, prediction: Prediction, *, schedule: Schedule = LINEAR) -> Tensor:
         """What an ideal network of that prediction answers at noisy z."""
         c = schedule.at(t, z)
         x0 = self.x0(z, t, schedule)
         eps = (z - c.alpha * x0) / c.sigma
-        return from_pair(Pair(x0, eps), t, prediction, schedule)
+        return from_pair(Pair(x0, eps), t, prediction, schedule=schedule)
 
     def velocity(self, x: Tensor, t: Tensor) -> Tensor:
         """The flow on the linear path."""
-        return self.predict(x, t, "velocity", LINEAR)
+        return self.predict(x, t, "velocity", schedule=LINEAR)
 
     def _in_eigenbasis(self, z: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """z minus each component's mean, along its axes, and the variances there: both (batch, K, D)."""

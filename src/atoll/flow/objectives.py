@@ -128,7 +128,7 @@ class Objective:
         eps = rng.normal(tuple(x0.shape), seed=seed, stream=_NOISE_STREAM, first=first).to(x0.device, x0.dtype)
         state = self.schedule.add_noise(x0, eps, t)
         scale = broadcast(self.schedule.input_scale(t), x0)
-        target = from_pair(Pair(x0, eps), t, self.prediction, self.schedule)
+        target = from_pair(Pair(x0, eps), t, self.prediction, schedule=self.schedule)
         return Noised((scale * state).to(x0.dtype), self.schedule.network_time(t), target, t, eps)
 
     def loss(self, output: Tensor, noised: Noised) -> Tensor:

@@ -74,13 +74,13 @@ def pair_weights(prediction: Prediction, c: Coefficients, resolution: float) -> 
     return PairWeights(*(weight + zero for weight in weights))
 
 
-def to_pair(output: Tensor, x: Tensor, t: Tensor, prediction: Prediction, schedule: Schedule) -> Pair:
+def to_pair(output: Tensor, x: Tensor, t: Tensor, *, prediction: Prediction, schedule: Schedule) -> Pair:
     """The pair (x0, eps) that a prediction at state x and time t stands for."""
-    pair = _wide_pair(output, x, t, prediction, schedule)
+    pair = _wide_pair(output, x, t, prediction=prediction, schedule=schedule)
     return Pair(pair.x0.to(x.dtype), pair.eps.to(x.dtype))
 
 
-def from_pair(pair: Pair, t: Tensor, prediction: Prediction, schedule: Schedule) -> Tensor:
+def from_pair(pair: Pair, t: Tensor, prediction: Prediction, *, schedule: Schedule) -> Tensor:
     """The prediction that a pair (x0, eps) stands for at time t."""
     check_prediction(prediction)
     _check_same_shape(pair.x0, pair.eps)
@@ -98,16 +98,20 @@ def from_pair(pair: Pair, t: Tensor, prediction: Prediction, schedule: Schedule)
     return value.to(pair.x0.dtype)
 
 
-def convert(output: Tensor, x: Tensor, t: Tensor, source: Prediction, target: Prediction, schedule: Schedule) -> Tensor:
+def convert(
+    output: Tensor, x: Tensor, t: Tensor, *, source: Prediction, target: Prediction, schedule: Schedule
+) -> Tensor:
     """Turn a prediction of one kind at state x and time t into another kind under the same schedule."""
     if source == target:
         check_prediction(source)
         _check_same_shape(output, x)
         return output
-    return from_pair(_wide_pair(output, x, t, source, schedule), t, target, schedule).to(x.dtype)
+    return from_pair(_wide_pair(output, x, t, prediction=source, schedule=schedule), t, target, schedule=schedule).to(
+        x.dtype
+    )
 
 
-def _wide_pair(output: Tensor, x: Tensor, t: Tensor, prediction: Prediction, schedule: Schedule) -> Pair:
+def _wide_pair(output: Tensor, x: Tensor, t: Tensor, *, prediction: Prediction, schedule: Schedule) -> Pair:
     """The pair in at least float32, so that half-precision inputs are rounded once, at the end."""
     _check_same_shape(output, x)
     w = pair_weights(prediction, schedule.at(t, x), coarser_resolution(output, x))

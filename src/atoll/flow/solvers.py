@@ -47,7 +47,7 @@ def solve(
         return euler(velocity, x, times)
     if solver == "heun":
         return heun(velocity, x, times)
-    return run_scheduler(diffusers_scheduler(solver, shift), velocity, x, steps, scheduler_times=scheduler_times)
+    return run_scheduler(diffusers_scheduler(solver, shift), velocity, x, steps=steps, scheduler_times=scheduler_times)
 
 
 def euler(velocity: VelocityField, x: Tensor, times: Sequence[float]) -> Tensor:
@@ -83,7 +83,7 @@ def diffusers_scheduler(solver: str, shift: float = 1.0) -> Any:
 
 
 def run_scheduler(
-    scheduler: Any, velocity: VelocityField, x: Tensor, steps: int, *, scheduler_times: bool = False
+    scheduler: Any, velocity: VelocityField, x: Tensor, *, steps: int, scheduler_times: bool = False
 ) -> Tensor:
     """Drive any diffusers scheduler that takes velocity and counts its timesteps on 0..1000.
 

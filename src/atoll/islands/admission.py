@@ -76,7 +76,7 @@ class Contribution:
         return self.manifest.facts
 
 
-def review(store: Store, expert: int, digest: str | None, policy: Policy | None, quarantine: Path) -> Artifact:
+def review(store: Store, expert: int, digest: str | None, *, policy: Policy | None, quarantine: Path) -> Artifact:
     """Fetch a contribution into quarantine and check all of it; the artifact there, or `Refused`."""
     rules = policy or Policy()
     name = f"experts/{expert:03d}/final"
@@ -90,9 +90,9 @@ def review(store: Store, expert: int, digest: str | None, policy: Policy | None,
         check_signatures(store, offered, ("publish",))
         check_declaration(offered)
         artifact = Artifact(quarantine, name)
-        fetch(store, name, manifest, artifact, quiet=True)
+        fetch(store, name, manifest, target=artifact, quiet=True)
         own = Artifact(quarantine, shard_files.name(expert))
-        fetch(store, own.name, data, own, only=lambda file: not file.startswith("train-"), quiet=True)
+        fetch(store, own.name, data, target=own, only=lambda file: not file.startswith("train-"), quiet=True)
         check_files(offered, artifact)
         check_loss(offered, artifact, own)
         return artifact
@@ -109,7 +109,7 @@ def check_signatures(store: Store, offered: Contribution, roles: tuple[str, ...]
         data = store.read(key, 4096)
         found[role] = None if data is None else strict_json(data, key)
         try:
-            verify(offered.policy, role, offered.name, offered.manifest, found[role])  # type: ignore[arg-type]
+            verify(offered.policy, role, offered.name, manifest=offered.manifest, signature=found[role])  # type: ignore[arg-type]
         except AtollError as error:
             raise Refused(str(error)) from error
     return {role: value for role, value in found.items() if value is not None}

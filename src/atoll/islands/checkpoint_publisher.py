@@ -29,10 +29,10 @@ class Reporter:
         store: Store,
         lease: Lease,
         job: Job,
+        *,
         signer: Signer | None,
         every: float,
         stop: threading.Event,
-        *,
         resumed: Collection[str] = (),
     ) -> None:
         self.store, self.lease, self.signer, self.every, self.stop = store, lease, signer, every, stop
@@ -88,7 +88,7 @@ class Reporter:
             manifest = copy.open(KIND)
             kept = checkpoint_keys(self.name, manifest)
             self._superseded |= kept
-            upload(self.store, copy, manifest, self.name, quiet=True)
+            upload(self.store, copy, manifest, name=self.name, quiet=True)
             if self.signer is not None:
                 signature = self.signer.sign("publish", self.name, manifest)
                 self.store.write(signature_key(self.name, manifest.digest, "publish"), signature)

@@ -187,7 +187,7 @@ def _record(**values: Any) -> Record:
 class Lease:
     """A lease that is held. As a context it is renewed in the background until it ends or is lost."""
 
-    def __init__(self, store: Store, job: str, record: Record, since: float) -> None:
+    def __init__(self, store: Store, job: str, record: Record, *, since: float) -> None:
         self.store, self.job, self.record = store, job, record
         self._deadline = since + record.duration
         self._news: dict[str, Any] = {}
@@ -203,6 +203,7 @@ class Lease:
         store: Store,
         job: str,
         duration: float = DURATION,
+        *,
         holder: str | None = None,
         choice: dict[str, str] | None = None,
         state: tuple[State, ...] = (),
@@ -235,7 +236,7 @@ class Lease:
             manifest=before.manifest if before else None,
             failures=before.failures if before else 0,
         )
-        lease = cls(store, job, record, since)
+        lease = cls(store, job, record, since=since)
         written = lease._create(record)
         if written is None:
             return None

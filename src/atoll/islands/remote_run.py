@@ -43,7 +43,7 @@ def push(run: Path, store: Store, signer: Signer | None = None) -> list[str]:
         if manifest is None:
             continue
         if policy is not None and folder.name == "final":
-            _sign(store, artifact, manifest, policy, signer)
+            _sign(store, artifact, manifest, policy=policy, signer=signer)
         publish(store, artifact, manifest)
         sent.append(artifact.name)
     if not sent:
@@ -51,7 +51,7 @@ def push(run: Path, store: Store, signer: Signer | None = None) -> list[str]:
     return sent
 
 
-def _sign(store: Store, artifact: Artifact, manifest: Manifest, policy: Policy, signer: Signer | None) -> None:
+def _sign(store: Store, artifact: Artifact, manifest: Manifest, *, policy: Policy, signer: Signer | None) -> None:
     """Sign one's own network in every role that the policy has, in the store and beside the artifact."""
     roles: list[Role] = [role for role in ("publish", "admit") if policy.keys(role)]
     if roles and (signer is None or any(signer.public not in policy.keys(role).values() for role in roles)):
@@ -121,14 +121,14 @@ def admit(store: Store, run: Path, signer: Signer) -> dict[str, str]:
         lease = Lease.take(store, job, holder=mine, state=states, epoch=seen.record.epoch)
         if lease is not None:
             with lease, suppress(LeaseLost):
-                verdicts[job] = _judge_or_leave(store, run, expert, lease, policy, signer)
+                verdicts[job] = _judge_or_leave(store, run, expert, lease=lease, policy=policy, signer=signer)
     return verdicts
 
 
-def _judge_or_leave(store: Store, run: Path, expert: int, lease: Lease, policy: Policy, signer: Signer) -> str:
+def _judge_or_leave(store: Store, run: Path, expert: int, *, lease: Lease, policy: Policy, signer: Signer) -> str:
     """The verdict; if none can be given, the contribution waits on."""
     try:
-        return _judge(store, run, expert, lease, policy, signer)
+        return _judge(store, run, expert, lease=lease, policy=policy, signer=signer)
     except LeaseLost:
         raise
     except BaseException:
@@ -137,12 +137,12 @@ def _judge_or_leave(store: Store, run: Path, expert: int, lease: Lease, policy: 
         raise
 
 
-def _judge(store: Store, run: Path, expert: int, lease: Lease, policy: Policy, signer: Signer) -> str:
+def _judge(store: Store, run: Path, expert: int, *, lease: Lease, policy: Policy, signer: Signer) -> str:
     from atoll.islands.admission import review
 
     name, digest = f"experts/{expert:03d}/final", lease.record.manifest
     try:
-        artifact = review(store, expert, digest, policy, run / ".quarantine" / lease.job)
+        artifact = review(store, expert, digest, policy=policy, quarantine=run / ".quarantine" / lease.job)
     except Refused as reason:
         lease.end("refused", why=str(reason), manifest=None)
         return str(reason)
@@ -164,16 +164,16 @@ def pull(store: Store, run: Path, shards: bool = False) -> dict[str, str]:
     for expert in range(config.clusters.count):
         job = f"experts/{expert:03d}"
         settle(store, job, look(store, job))
-        verdicts[job] = _bring_expert(store, run, expert, policy)
+        verdicts[job] = _bring_expert(store, run, expert, policy=policy)
         if shards:
-            _bring(store, run, f"data/shards/cluster_{expert:03d}", None)
+            _bring(store, run, f"data/shards/cluster_{expert:03d}", policy=None)
     for job in OTHERS:
         if read_manifest(store, f"{job}/final") is not None:
-            verdicts[job] = _bring(store, run, f"{job}/final", policy)
+            verdicts[job] = _bring(store, run, f"{job}/final", policy=policy)
     return verdicts
 
 
-def _bring_expert(store: Store, run: Path, expert: int, policy: Policy | None) -> str:
+def _bring_expert(store: Store, run: Path, expert: int, *, policy: Policy | None) -> str:
     from atoll.islands.admission import Contribution, check_signatures, review
 
     name = f"experts/{expert:03d}/final"
@@ -186,20 +186,20 @@ def _bring_expert(store: Store, run: Path, expert: int, policy: Policy | None) -
             return "missing"
         if mine is not None and mine.digest == manifest.digest:
             return "there"
-        artifact = review(store, expert, None, policy, quarantine)
+        artifact = review(store, expert, None, policy=policy, quarantine=quarantine)
         offered = Contribution(expert, manifest, manifest, policy or Policy())
         signatures = check_signatures(store, offered, ("publish", "admit"))
     except Refused as reason:
         notice.parent.mkdir(exist_ok=True)
         notice.write_bytes(to_json({"job": name, "reason": str(reason)}))
         return f"refused: {reason}"
-    _place(run, artifact, target, signatures)
+    _place(run, artifact, target, signatures=signatures)
     notice.unlink(missing_ok=True)
     shutil.rmtree(quarantine, ignore_errors=True)
     return "fetched"
 
 
-def _place(run: Path, artifact: Artifact, target: Artifact, signatures: dict[str, object]) -> None:
+def _place(run: Path, artifact: Artifact, target: Artifact, *, signatures: dict[str, object]) -> None:
     if target.folder.exists():
         raise AtollError(f"{target.folder} is there and is not what the store has; move it away, or pull elsewhere")
     target.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -208,17 +208,17 @@ def _place(run: Path, artifact: Artifact, target: Artifact, signatures: dict[str
     artifact.folder.rename(target.folder)
 
 
-def _bring(store: Store, run: Path, name: str, policy: Policy | None) -> str:
+def _bring(store: Store, run: Path, name: str, *, policy: Policy | None) -> str:
     """An artifact of the run's owner: hashes, and a publisher's signature if the policy names publishers."""
     manifest = read_manifest(store, name)
     if manifest is None:
         return "missing"
     signature = _signature(store, name, manifest) if policy and policy.publishers else None
-    verify(policy, "publish", name, manifest, signature)
+    verify(policy, "publish", name, manifest=manifest, signature=signature)
     target = Artifact(run, name)
     if policy is not None and signature is not None:  # first, for whoever looks at the manifest asks for it
         Artifact(run, ".").write(SIGNATURES_FILE.format(name=name), to_json({"publish": signature}))
-    fetch(store, name, manifest, target)
+    fetch(store, name, manifest, target=target)
     for file in manifest.files:
         if file.endswith(".safetensors"):
             safetensors_header(target.path(file))

@@ -51,18 +51,18 @@ def status(store: Store) -> list[JobStatus]:
     leases = survey(store)
     jobs = [f"experts/{expert:03d}" for expert in range(config.clusters.count)]
     with ThreadPoolExecutor(READERS) as pool:
-        lines = pool.map(lambda job: _line(store, job, leases.get(job), config), (*jobs, *OTHERS))
+        lines = pool.map(lambda job: _line(store, job, leases.get(job), config=config), (*jobs, *OTHERS))
         return [line for line in lines if line is not None]
 
 
-def _line(store: Store, job: str, seen: Seen | None, config: configuration.Config) -> JobStatus | None:
+def _line(store: Store, job: str, seen: Seen | None, *, config: configuration.Config) -> JobStatus | None:
     try:
-        return _line_of(store, job, seen, config)
+        return _line_of(store, job, seen, config=config)
     except Refused as reason:  # what stands in this job's place must not hide the others
         return JobStatus(job, "failed", why=str(reason))
 
 
-def _line_of(store: Store, job: str, seen: Seen | None, config: configuration.Config) -> JobStatus | None:
+def _line_of(store: Store, job: str, seen: Seen | None, *, config: configuration.Config) -> JobStatus | None:
     if store.entry(f"{job}/final/{MANIFEST}"):
         return JobStatus(job, "done", where=seen.record.holder if seen else "")
     if seen is not None:

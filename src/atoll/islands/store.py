@@ -104,7 +104,7 @@ class Store:
 
         return self._try(get)
 
-    def stream(self, key: str, start: int, end: int, chunk: int = 1 << 18) -> Iterator[bytes]:
+    def stream(self, key: str, start: int, end: int, *, chunk: int = 1 << 18) -> Iterator[bytes]:
         """The bytes `start` to `end` of an object, as they come. A cut raises; go on from where it was."""
         answer = self.backend.get(key, options={"range": (start, end)})
         if answer.meta["size"] < end:

@@ -65,7 +65,7 @@ def signature_key(name: str, digest: str, role: str) -> str:
     return f"{name}/signatures/{digest}.{role}.json"
 
 
-def upload(store: Store, artifact: Artifact, manifest: Manifest, name: str, quiet: bool = False) -> None:
+def upload(store: Store, artifact: Artifact, manifest: Manifest, *, name: str, quiet: bool = False) -> None:
     """Bring an artifact's files and its manifest into the store under `name`; nothing counts yet."""
     jobs = [(artifact.path(file), part) for file, entry in manifest.files.items() for part in parts_of(name, entry)]
     there = {entry.key: entry.size for entry in store.entries(f"{name}/sha256")}
@@ -78,13 +78,13 @@ def upload(store: Store, artifact: Artifact, manifest: Manifest, name: str, quie
             store.write(part.key, stream.read(part.size))
         return part.size
 
-    _all(f"upload {name}", send, missing.values(), sum(part.size for _, part in missing.values()), quiet)
+    _all(f"upload {name}", send, missing.values(), total=sum(part.size for _, part in missing.values()), quiet=quiet)
     store.write(proposal_key(name, manifest.digest), manifest.to_json())
 
 
 def publish(store: Store, artifact: Artifact, manifest: Manifest) -> None:
     """Upload an artifact under its own name and commit it: the one manifest of that name, for ever."""
-    upload(store, artifact, manifest, artifact.name)
+    upload(store, artifact, manifest, name=artifact.name)
     commit(store, artifact.name, manifest)
 
 
@@ -110,6 +110,7 @@ def fetch(
     store: Store,
     name: str,
     manifest: Manifest,
+    *,
     target: Artifact,
     only: Callable[[str], bool] = lambda _: True,
     quiet: bool = False,
@@ -132,9 +133,9 @@ def fetch(
     )
     if need > room:
         raise AtollError(f"{target.folder}: {need:,} bytes are needed to fetch {name}, {room:,} are free")
-    _all(f"fetch {name}", lambda part: _receive(store, part, scratch), parts.values(), total, quiet)
+    _all(f"fetch {name}", lambda part: _receive(store, part, scratch), parts.values(), total=total, quiet=quiet)
     for file, entry in missing.items():
-        _assemble(target, file, entry, [scratch / Path(part.key).name for part in parts_of(name, entry)])
+        _assemble(target, file, entry, pieces=[scratch / Path(part.key).name for part in parts_of(name, entry)])
     made = target.commit(manifest.facts)
     if made.digest != expected.digest:
         raise AtollError(
@@ -174,7 +175,7 @@ def _receive(store: Store, part: Part, scratch: Path) -> int:
     return part.size
 
 
-def _assemble(target: Artifact, name: str, entry: FileEntry, pieces: list[Path]) -> None:
+def _assemble(target: Artifact, name: str, entry: FileEntry, *, pieces: list[Path]) -> None:
     """Put the pieces together, check the hash, and only then give the file its name."""
     whole = pieces[0]
     if len(pieces) > 1:
@@ -196,7 +197,7 @@ def _assemble(target: Artifact, name: str, entry: FileEntry, pieces: list[Path])
     raise Refused(f"{name} is not what its manifest says (its SHA-256 differs)")
 
 
-def _all(what: str, work: Callable[[Job], int], jobs: Iterable[Job], total: int, quiet: bool) -> None:
+def _all(what: str, work: Callable[[Job], int], jobs: Iterable[Job], *, total: int, quiet: bool) -> None:
     """Do the jobs a few at a time; the first failure ends it. Each says how many bytes it moved."""
     with ThreadPoolExecutor(STREAMS) as pool, nullcontext() if quiet else progress(what, total, unit="bytes") as bar:
         answers = [pool.submit(work, job) for job in jobs]

@@ -113,7 +113,7 @@ class Worker:
         if self.store.entry(f"{job}/final/{MANIFEST}"):
             self._over.add(number)
             return None, False
-        return Lease.take(self.store, job, self.duration, self.name, self._choice(number)), True
+        return Lease.take(self.store, job, self.duration, holder=self.name, choice=self._choice(number)), True
 
     @property
     def _judged(self) -> bool:
@@ -131,8 +131,15 @@ class Worker:
         """Train one expert and publish it; whether it is finished."""
         try:
             job, resumed = self._job(lease, expert)
-            how = (self.signer, self.publish_every, self.stop)
-            reporter = Reporter(self.store, lease, job, *how, resumed=resumed)
+            reporter = Reporter(
+                self.store,
+                lease,
+                job,
+                signer=self.signer,
+                every=self.publish_every,
+                stop=self.stop,
+                resumed=resumed,
+            )
             send = True
             try:
                 manifest = run_job(job, reporter)
@@ -141,7 +148,7 @@ class Worker:
                 raise
             finally:
                 reporter.close(send)
-            self._publish(lease, job, manifest, expert)
+            self._publish(lease, job, manifest, expert=expert)
             self._over.add(expert)
             return True
         except Requeue:
@@ -175,7 +182,7 @@ class Worker:
         data = read_manifest(self.store, own)
         if data is None:
             raise AtollError(f"{self.store.url} has no {own}; publish it with: atoll push RUN {self.store.url}")
-        fetch(self.store, own, data, Artifact(self.folder, own))
+        fetch(self.store, own, data, target=Artifact(self.folder, own))
         choice = dict(lease.record.choice)
         try:
             check_choice(choice)
@@ -203,9 +210,9 @@ class Worker:
             check_checkpoint(manifest, job)
             key = signature_key(name, digest, "publish")
             signature = strict_json(self.store.read(key, 4096) or b"null", key)
-            verify(self.policy, "publish", name, manifest, signature)
+            verify(self.policy, "publish", name, manifest=manifest, signature=signature)
             target = Artifact(self.folder, f"{job.name}/checkpoints/{manifest.facts['samples']:012d}")
-            fetch(self.store, name, manifest, target)
+            fetch(self.store, name, manifest, target=target)
             for file in manifest.files:
                 if file.endswith(".safetensors"):
                     safetensors_header(target.path(file))
@@ -215,7 +222,7 @@ class Worker:
             print(f"{job.name}: the published checkpoint is passed over: {error}", flush=True)
             return set()
 
-    def _publish(self, lease: Lease, job: Job, manifest: Manifest, expert: int) -> None:
+    def _publish(self, lease: Lease, job: Job, manifest: Manifest, *, expert: int) -> None:
         """Check the result as any other contribution, upload it, and commit it with the lease's last record."""
         data = Artifact(self.folder, shard_files.name(expert))
         offered = Contribution(expert, manifest, data.open(shard_files.KIND), self.policy or Policy())
@@ -223,7 +230,7 @@ class Worker:
         check_files(offered, job.result)
         check_loss(offered, job.result, data)
         lease.check()
-        upload(self.store, job.result, manifest, job.result.name)
+        upload(self.store, job.result, manifest, name=job.result.name)
         if self.signer is not None:
             key = signature_key(job.result.name, manifest.digest, "publish")
             self.store.write(key, self.signer.sign("publish", job.result.name, manifest))

@@ -77,7 +77,7 @@ def open_launcher(engine: Engine, setting: Setting) -> Launcher:
     return Ray(setting)
 
 
-def look_around(launcher: Launcher, run: Path, config: Config, wish: Wish) -> Launch:
+def look_around(launcher: Launcher, run: Path, config: Config, *, wish: Wish) -> Launch:
     """What is missing, and what of it is under way: in this launcher's queue, or under a lease that is held."""
     groups = missing_groups(run, config, wish)
     here = launcher.observe(groups)
@@ -95,27 +95,27 @@ def look_around(launcher: Launcher, run: Path, config: Config, wish: Wish) -> La
     return Launch(launcher, groups, here, elsewhere)
 
 
-def show(launcher: Launcher, run: Path, config: Config, wish: Wish) -> str:
+def show(launcher: Launcher, run: Path, config: Config, *, wish: Wish) -> str:
     """What a launch would submit now; without a scheduler in reach, what it would submit to an empty one."""
     try:
-        found = look_around(launcher, run, config, wish)
+        found = look_around(launcher, run, config, wish=wish)
     except AtollError as error:
         print(f"{error}\nshown as if nothing were queued:", file=sys.stderr, flush=True)
         found = Launch(launcher, missing_groups(run, config, wish), {}, {})
     return launcher.show(found.todo, found.live)
 
 
-def submit(launcher: Launcher, run: Path, config: Config, wish: Wish) -> Launch:
+def submit(launcher: Launcher, run: Path, config: Config, *, wish: Wish) -> Launch:
     """Look around and submit; two launches at the same time do it one after the other."""
     Store.open(run).probe()
     with _alone(run):
-        launch = look_around(launcher, run, config, wish)
+        launch = look_around(launcher, run, config, wish=wish)
         if launch.todo:
             launcher.submit(launch.todo, launch.live)
     return launch
 
 
-def finish(launch: Launch, run: Path, config: Config, wish: Wish) -> None:
+def finish(launch: Launch, run: Path, config: Config, *, wish: Wish) -> None:
     """Wait for what was submitted; raise if something of it is still missing then."""
     launch.launcher.wait(launch.groups)
     submitted = {step.name for group in launch.todo for step in group.steps}

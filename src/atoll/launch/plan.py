@@ -68,8 +68,8 @@ def missing_groups(run: Path, config: Config, wish: Wish) -> list[Group]:
     numbers = wish.experts or tuple(range(config.clusters.count))
     for number in numbers:
         config.objective(number)
-    _check_teachers(run, config, wish, numbers)
-    training = [group for group in _training(run, config, wish, numbers) if group.steps]
+    _check_teachers(run, config, wish, numbers=numbers)
+    training = [group for group in _training(run, config, wish, numbers=numbers) if group.steps]
     wants_all = ("prepare" in wish.kinds and not wish.experts) or any(group.name != "experts" for group in training)
     clusters = range(config.clusters.count) if wants_all else numbers
     if (training or "prepare" in wish.kinds) and not _has_shards(run, clusters):
@@ -79,7 +79,7 @@ def missing_groups(run: Path, config: Config, wish: Wish) -> list[Group]:
     return training
 
 
-def _check_teachers(run: Path, config: Config, wish: Wish, numbers: Sequence[int]) -> None:
+def _check_teachers(run: Path, config: Config, wish: Wish, *, numbers: Sequence[int]) -> None:
     """A student waits for the experts that are trained with it; all others must be there."""
     along = set(numbers) if "experts" in wish.kinds else set()
     others = [number for number in range(config.clusters.count) if number not in along]
@@ -95,7 +95,7 @@ def _has_shards(run: Path, clusters: Sequence[int]) -> bool:
     return all(Artifact(run, SHARDS.format(cluster)).manifest() for cluster in clusters)
 
 
-def _training(run: Path, config: Config, wish: Wish, numbers: Sequence[int]) -> list[Group]:
+def _training(run: Path, config: Config, wish: Wish, *, numbers: Sequence[int]) -> list[Group]:
     """The training jobs that are wanted and not finished; the router waits for no expert."""
     last = "shards" if wish.shares > 1 else "prepare"
     commands: dict[Kind, list[tuple[str, int, tuple[str, ...]]]] = {

@@ -95,7 +95,9 @@ class Attempt:
             seen = look(store, self.step)
             dead = seen is not None and seen.record.state == "held" and is_over(seen, self.ticket)
             states, epoch = ((*_ENDED, "held"), seen.record.epoch) if dead and seen else (_ENDED, None)
-            lease = Lease.take(store, self.step, self.lease_seconds, holder(self.ticket), state=states, epoch=epoch)
+            lease = Lease.take(
+                store, self.step, self.lease_seconds, holder=holder(self.ticket), state=states, epoch=epoch
+            )
             if lease is not None:
                 return lease
             if seen is not None and not said:

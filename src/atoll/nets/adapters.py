@@ -53,7 +53,7 @@ class DiffusersExpert(nn.Module, ABC):
         return {"_class_name": type(self).__name__, **config}
 
 
-def _with_null(given: Tensor | None, null: Tensor, dropped: Tensor | None, batch: int) -> Tensor:
+def _with_null(given: Tensor | None, null: Tensor, dropped: Tensor | None, *, batch: int) -> Tensor:
     """Replace what is missing or dropped by the null condition: text tokens (tokens, width), or a vector (width,)."""
     if given is None:
         return null.expand(batch, *null.shape)
@@ -62,7 +62,7 @@ def _with_null(given: Tensor | None, null: Tensor, dropped: Tensor | None, batch
     return torch.where(dropped.view(-1, *[1] * (given.ndim - 1)), null.to(given.dtype), given)
 
 
-def _labels(label: Tensor | None, null: int, dropped: Tensor | None, x: Tensor) -> Tensor:
+def _labels(label: Tensor | None, null: int, dropped: Tensor | None, *, x: Tensor) -> Tensor:
     if label is None:
         return torch.full((len(x),), null, device=x.device)
     check_labels(label, null)
@@ -81,7 +81,7 @@ class PixArtExpert(DiffusersExpert):
 
     def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
         """Text tokens with their mask."""
-        text = _with_null(condition.text, self.null_text, condition.dropped, len(x))
+        text = _with_null(condition.text, self.null_text, condition.dropped, batch=len(x))
         mask = None if condition.text is None else condition.text_mask
         if mask is not None and condition.dropped is not None:
             mask = mask | condition.dropped[:, None]
@@ -101,7 +101,7 @@ class DiTExpert(DiffusersExpert):
 
     def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
         """Class labels; the row after the last class is the null class."""
-        return {"class_labels": _labels(condition.label, self.model.config.num_embeds_ada_norm, condition.dropped, x)}
+        return {"class_labels": _labels(condition.label, self.model.config.num_embeds_ada_norm, condition.dropped, x=x)}
 
 
 class SD3Expert(DiffusersExpert):
@@ -123,8 +123,8 @@ class SD3Expert(DiffusersExpert):
         """Text tokens and pooled text. SD3 takes no mask: padding tokens are part of its text."""
         null = self.null_text if condition.text is not None else self.null_text.expand(self.null_tokens, -1)
         return {
-            "encoder_hidden_states": _with_null(condition.text, null, condition.dropped, len(x)),
-            "pooled_projections": _with_null(condition.pooled, self.null_pooled, condition.dropped, len(x)),
+            "encoder_hidden_states": _with_null(condition.text, null, condition.dropped, batch=len(x)),
+            "pooled_projections": _with_null(condition.pooled, self.null_pooled, condition.dropped, batch=len(x)),
         }
 
     def describe(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class UNetExpert(DiffusersExpert):
     def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
         """Class labels if the network has them."""
         classes = self.model.config.num_class_embeds
-        return {"class_labels": _labels(condition.label, classes - 1, condition.dropped, x)} if classes else {}
+        return {"class_labels": _labels(condition.label, classes - 1, condition.dropped, x=x)} if classes else {}
 
 
 KINDS: dict[str, type[DiffusersExpert]] = {

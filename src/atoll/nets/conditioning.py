@@ -26,11 +26,13 @@ class Condition:
         """Check shapes and dtypes; nothing here waits for an accelerator."""
         if torch.compiler.is_compiling():
             return
-        _check_part("text", self.text, 3, "floating point of shape (batch, length, width)", float)
-        _check_part("text_mask", self.text_mask, 2, "bool of shape (batch, length), True for tokens", bool)
-        _check_part("pooled", self.pooled, 2, "floating point of shape (batch, width)", float)
-        _check_part("label", self.label, 1, "integers of shape (batch,)", int)
-        _check_part("dropped", self.dropped, 1, "bool of shape (batch,)", bool)
+        _check_part("text", self.text, 3, expected="floating point of shape (batch, length, width)", kind=float)
+        _check_part(
+            "text_mask", self.text_mask, 2, expected="bool of shape (batch, length), True for tokens", kind=bool
+        )
+        _check_part("pooled", self.pooled, 2, expected="floating point of shape (batch, width)", kind=float)
+        _check_part("label", self.label, 1, expected="integers of shape (batch,)", kind=int)
+        _check_part("dropped", self.dropped, 1, expected="bool of shape (batch,)", kind=bool)
         if self.text is not None and self.text_mask is not None and self.text.shape[:2] != self.text_mask.shape:
             raise ValueError(
                 f"text_mask has shape {tuple(self.text_mask.shape)}, expected {tuple(self.text.shape[:2])} for text of "
@@ -69,7 +71,7 @@ class Condition:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def _check_part(name: str, part: Tensor | None, dimensions: int, expected: str, kind: type) -> None:
+def _check_part(name: str, part: Tensor | None, dimensions: int, *, expected: str, kind: type) -> None:
     """Refuse a part of the wrong dtype or number of dimensions. Attention would add an integer mask to its scores."""
     if part is None:
         return

@@ -48,7 +48,7 @@ class FinalLayer(nn.Module):
         """AdaLN-Single adds its table to the raw embedding; AdaLN-Zero projects the activated one."""
         vectors = self.modulation(embedding[:, None] if self.single else functional.silu(embedding)).to(x.dtype)
         shift, scale = vectors.unbind(1)
-        return self.linear(modulated_norm(x, shift, scale, self.norm_eps))  # type: ignore[no-any-return]
+        return self.linear(modulated_norm(x, shift, scale, eps=self.norm_eps))  # type: ignore[no-any-return]
 
 
 class DiT(nn.Module):
@@ -72,7 +72,7 @@ class DiT(nn.Module):
         if config.time_table:
             self.register_buffer("time_table", torch.empty(TIME_KNOTS))
         self.embedders = nn.ModuleList(
-            Embedder(width, config.num_classes, config.pooled_width, config.frequency_shift)
+            Embedder(width, config.num_classes, config.pooled_width, frequency_shift=config.frequency_shift)
             for _ in range(config.depth if config.embedder_per_block else 1)
         )
         self.shared_modulation = nn.Linear(width, 6 * width) if single else None
@@ -84,7 +84,7 @@ class DiT(nn.Module):
                 width,
                 config.heads,
                 int(width * config.mlp_ratio),
-                (TableModulation if single else LinearModulation)(width, 6),
+                modulation=(TableModulation if single else LinearModulation)(width, 6),
                 text=config.text_width > 0,
                 qk_norm=config.qk_norm,
                 norm_eps=(config.norm_eps, config.mlp_norm_eps),
@@ -99,9 +99,9 @@ class DiT(nn.Module):
 
         `time` is on the 0..1000 scale, (batch,), or one value for the whole batch (shape () or (1,)), which costs less.
         """
-        rows, columns = check_input(x, time, self.config.channels, self.config.patch)
+        rows, columns = check_input(x, time, self.config.channels, patch=self.config.patch)
         tokens, embedding = self._trunk(x, time, condition)
-        return unpatchify(self.final(tokens, embedding), self.config.patch, rows, columns)
+        return unpatchify(self.final(tokens, embedding), self.config.patch, rows, columns=columns)
 
     def features(self, x: Tensor, time: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
         """The tokens that enter the final layer, (batch, tokens, width)."""
@@ -120,7 +120,7 @@ class DiT(nn.Module):
 
     def _trunk(self, x: Tensor, time: Tensor, condition: Condition | PreparedCondition | None) -> tuple[Tensor, Tensor]:
         """Everything before the final layer: its tokens and the embedding that modulates it."""
-        rows, columns = check_input(x, time, self.config.channels, self.config.patch)
+        rows, columns = check_input(x, time, self.config.channels, patch=self.config.patch)
         tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype))
         tokens = tokens + self._positions_for(rows, columns)
         added, texts, mask = self._read(condition, len(x))
@@ -167,9 +167,9 @@ class DiT(nn.Module):
         if (rows, columns) == (grid, grid):
             return self.positions
         if self.config.positions == "sincos":
-            made = sincos_positions(self.config.width, rows, columns, grid, self.config.position_scale)
+            made = sincos_positions(self.config.width, rows, columns, base=grid, scale=self.config.position_scale)
             return made.to(self.positions)
-        return resized_positions(self.positions, grid, rows, columns)
+        return resized_positions(self.positions, grid, rows, columns=columns)
 
     def _condition_embeddings(self, condition: Condition) -> tuple[Tensor | None, ...]:
         return tuple(
@@ -187,7 +187,7 @@ class DiT(nn.Module):
         check_width("text", condition.text, self.config.text_width)
         text, mask = self.text(condition.text.to(self.null_text.dtype)), condition.text_mask
         if condition.dropped is not None:
-            text, mask = _with_null(text, mask, null, condition.dropped)
+            text, mask = _with_null(text, mask, null, dropped=condition.dropped)
         return text, None if mask is None else mask[:, None, None, :]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -204,7 +204,11 @@ class DiT(nn.Module):
         init_linears(self)
         self.positions.copy_(
             sincos_positions(
-                self.config.width, self.config.grid, self.config.grid, self.config.grid, self.config.position_scale
+                self.config.width,
+                self.config.grid,
+                self.config.grid,
+                base=self.config.grid,
+                scale=self.config.position_scale,
             )
         )
         if self.config.time_table:
@@ -224,7 +228,7 @@ class DiT(nn.Module):
         nn.init.zeros_(self.final.linear.weight)
 
 
-def _with_null(text: Tensor, mask: Tensor | None, null: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor | None]:
+def _with_null(text: Tensor, mask: Tensor | None, null: Tensor, *, dropped: Tensor) -> tuple[Tensor, Tensor | None]:
     """Put the null condition in place of the dropped texts; return the projected tokens and their mask.
 
     It replaces projected tokens, so that no gradient is taken with respect to the text itself. One null token is

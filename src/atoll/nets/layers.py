@@ -25,7 +25,7 @@ def time_features(time: Tensor, shift: int = 0) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def sincos_positions(width: int, rows: int, columns: int, base: int, scale: float = 1.0) -> Tensor:
+def sincos_positions(width: int, rows: int, columns: int, *, base: int, scale: float = 1.0) -> Tensor:
     """2-D sine-cosine positions, (1, rows · columns, width): the first half tells the column, the second the row.
 
     A grid of another size than base × base is stretched over the same range of coordinates, as if the positions were
@@ -45,7 +45,7 @@ def sincos_positions(width: int, rows: int, columns: int, base: int, scale: floa
 
 def is_sincos(table: Tensor, grid: int, scale: float = 1.0) -> Tensor:
     """Whether a stored table of grid × grid positions has the values of the formula, as a tensor: no branch needed."""
-    made = sincos_positions(table.shape[-1], grid, grid, grid, scale).to(table.device)
+    made = sincos_positions(table.shape[-1], grid, grid, base=grid, scale=scale).to(table.device)
     table = table.float()
     # A table that half precision holds exactly was rounded to it.
     halves = [(table == table.to(kind)).all() * torch.finfo(kind).eps for kind in (torch.bfloat16, torch.float16)]
@@ -53,14 +53,14 @@ def is_sincos(table: Tensor, grid: int, scale: float = 1.0) -> Tensor:
     return ((table - made).abs() <= tolerance).all()
 
 
-def resized_positions(table: Tensor, grid: int, rows: int, columns: int) -> Tensor:
+def resized_positions(table: Tensor, grid: int, rows: int, *, columns: int) -> Tensor:
     """A learned table of grid × grid positions, interpolated to another grid."""
     image = table.transpose(1, 2).reshape(1, -1, grid, grid)
     resized = functional.interpolate(image, (rows, columns), mode="bicubic", align_corners=False)
     return resized.flatten(2).transpose(1, 2)
 
 
-def check_input(x: Tensor, time: Tensor, channels: int, patch: int) -> tuple[int, int]:
+def check_input(x: Tensor, time: Tensor, channels: int, *, patch: int) -> tuple[int, int]:
     """Check an image batch and its times; return the rows and columns of the token grid."""
     if x.ndim != 4 or x.shape[1] != channels or x.shape[2] % patch or x.shape[3] % patch:
         raise ValueError(
@@ -85,7 +85,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     return blocks.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * patch * patch)
 
 
-def unpatchify(tokens: Tensor, patch: int, rows: int, columns: int) -> Tensor:
+def unpatchify(tokens: Tensor, patch: int, rows: int, *, columns: int) -> Tensor:
     """(batch, tokens, patch · patch · channels) back to (batch, channels, height, width)."""
     batch, _, features = tokens.shape
     channels = features // (patch * patch)
@@ -118,7 +118,7 @@ class TimeEmbedding(nn.Module):
 class Embedder(nn.Module):
     """The vector that modulates the blocks: time, plus class label and pooled text where the network knows them."""
 
-    def __init__(self, width: int, num_classes: int = 0, pooled_width: int = 0, frequency_shift: int = 0) -> None:
+    def __init__(self, width: int, num_classes: int = 0, pooled_width: int = 0, *, frequency_shift: int = 0) -> None:
         super().__init__()
         self.time = TimeEmbedding(width, frequency_shift)
         # The last row is the null class, as in DiT.
@@ -164,7 +164,7 @@ class Embedder(nn.Module):
             nn.init.normal_(self.null_pooled, std=0.02)
 
 
-def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, *, eps: float) -> Tensor:
     """LayerNorm(x) · (1 + scale) + shift with shift and scale of shape (batch or 1, width)."""
     if shift.shape[0] == 1:  # the whole batch shares one time: the modulation is the norm's own affine map, one pass
         return functional.layer_norm(x, x.shape[-1:], 1 + scale[0], shift[0], eps)
@@ -218,7 +218,7 @@ def _emulates_bfloat16() -> bool:
 EMULATES_BFLOAT16 = _emulates_bfloat16()
 
 
-def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def attention(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None) -> Tensor:
     """Scaled dot-product attention over (batch, heads, tokens, head width)."""
     if EMULATES_BFLOAT16 and queries.dtype == torch.bfloat16 and queries.is_cpu and torch.is_grad_enabled():
         # There the backward pass in bfloat16 takes three to four times as long as in float32 with the casts.
@@ -239,9 +239,9 @@ class _Attention(nn.Module):
         self.query_norm = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
         self.key_norm = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """Attention over (batch, heads, tokens, head width), joined and projected."""
-        joined = attention(queries, keys, values, mask)
+        joined = attention(queries, keys, values, mask=mask)
         return self.out(joined.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -281,7 +281,7 @@ class CrossAttention(_Attention):
         if self.query_norm is not None:
             queries = self.query_norm(queries)
         keys, values = self.keys_values(text) if isinstance(text, Tensor) else text
-        return self.attend(queries, keys, values, mask)
+        return self.attend(queries, keys, values, mask=mask)
 
 
 class Mlp(nn.Module):
@@ -305,6 +305,7 @@ class Block(nn.Module):
         width: int,
         heads: int,
         hidden: int,
+        *,
         modulation: nn.Module,
         text: bool = False,
         qk_norm: bool = False,
@@ -317,14 +318,14 @@ class Block(nn.Module):
         self.cross = CrossAttention(width, heads, qk_norm) if text else None
         self.mlp = Mlp(width, hidden, width)
 
-    def forward(self, x: Tensor, conditioning: Tensor, text: Text = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, conditioning: Tensor, text: Text = None, *, mask: Tensor | None = None) -> Tensor:
         """`conditioning` is what this block's modulation takes: the shared vectors, or SiLU of the embedding."""
         vectors = self.modulation(conditioning).to(x.dtype)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = vectors.unbind(1)
-        x = torch.addcmul(x, gate[:, None], self.attention(modulated_norm(x, shift, scale, self.norm_eps[0])))
+        x = torch.addcmul(x, gate[:, None], self.attention(modulated_norm(x, shift, scale, eps=self.norm_eps[0])))
         if self.cross is not None and text is not None:
             x = x + self.cross(x, text, mask)
-        normed = modulated_norm(x, mlp_shift, mlp_scale, self.norm_eps[1])
+        normed = modulated_norm(x, mlp_shift, mlp_scale, eps=self.norm_eps[1])
         return torch.addcmul(x, mlp_gate[:, None], self.mlp(normed))
 
 

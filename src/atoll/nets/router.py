@@ -63,7 +63,7 @@ class Router(nn.Module):
                 width,
                 config.heads,
                 int(width * config.mlp_ratio),
-                LinearModulation(width, 6),
+                modulation=LinearModulation(width, 6),
                 norm_eps=(config.norm_eps, config.norm_eps),
             )
             for _ in range(config.depth)
@@ -77,7 +77,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
         """Logits (batch, experts) under the frequencies of the training batches; `time` as for the experts."""
         condition = condition or Condition()
-        check_input(x, time, self.config.channels, self.config.patch)
+        check_input(x, time, self.config.channels, patch=self.config.patch)
         check_rows(condition, len(x))
         if self.training:
             condition = condition.marked()
@@ -116,9 +116,9 @@ class Router(nn.Module):
         grid = self.config.size // self.config.patch
         if (rows, columns) == (grid, grid):
             return self.positions
-        made = sincos_positions(self.config.width, rows, columns, grid).to(self.positions)
+        made = sincos_positions(self.config.width, rows, columns, base=grid).to(self.positions)
         return torch.where(
-            is_sincos(self.positions, grid), made, resized_positions(self.positions, grid, rows, columns)
+            is_sincos(self.positions, grid), made, resized_positions(self.positions, grid, rows, columns=columns)
         )
 
     @torch.no_grad()
@@ -126,7 +126,7 @@ class Router(nn.Module):
         """Initialise as in DiT; also after `to_empty` on a router that was built on the meta device."""
         init_linears(self)
         grid = self.config.size // self.config.patch
-        self.positions.copy_(sincos_positions(self.config.width, grid, grid, grid))
+        self.positions.copy_(sincos_positions(self.config.width, grid, grid, base=grid))
         self.embedder.init_weights()
         for part in self.modules():
             if isinstance(part, LinearModulation):

@@ -30,7 +30,7 @@ class Options:
     seed: int | None = None
 
 
-def report(run: Path, config: Config, options: Options | None = None, out: Path | None = None) -> Path:
+def report(run: Path, config: Config, options: Options | None = None, *, out: Path | None = None) -> Path:
     """Write the page of a run and return where it is; pictures that are not there yet are drawn."""
     options, findings = options or Options(), Findings(run, config)
     if not findings.experts:
@@ -44,7 +44,7 @@ def report(run: Path, config: Config, options: Options | None = None, out: Path 
     strips = [showcase.strip(subject) for subject in shown]
     target = out or run / FILE
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page(findings, settings, showcase.examples, strips), encoding="utf-8")
+    target.write_text(page(findings, settings, showcase.examples, strips=strips), encoding="utf-8")
     return target
 
 

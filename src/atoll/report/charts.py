@@ -43,7 +43,7 @@ def ticks(low: float, high: float) -> list[float]:
     return [step * place for place in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def lines(series: Sequence[Line], across: str, up: str, about: str, top: float | None = None) -> str:
+def lines(series: Sequence[Line], across: str, up: str, *, about: str, top: float | None = None) -> str:
     """A chart of lines from 0 upwards, with its legend."""
     drawn = [line for line in series if line.points]
     xs = [x for line in drawn for x, _ in line.points]
@@ -55,7 +55,7 @@ def lines(series: Sequence[Line], across: str, up: str, about: str, top: float |
         over = (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
         return LEFT + over, HEIGHT - BOTTOM - min(y, high) / high * (HEIGHT - TOP - BOTTOM)
 
-    parts = [_grid(left, right, high, place, across, up)]
+    parts = [_grid(left, right, high, place=place, across=across, up=up)]
     for line in drawn:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line.points))
         dash = {"stroke_dasharray": "5 4"} if line.dashed else {}
@@ -66,7 +66,7 @@ def lines(series: Sequence[Line], across: str, up: str, about: str, top: float |
     return tag("figure", legend([(line.name, line.colour, line.dashed) for line in drawn]), chart, class_="chart")
 
 
-def _grid(left: float, right: float, high: float, place: object, across: str, up: str) -> str:
+def _grid(left: float, right: float, high: float, *, place: object, across: str, up: str) -> str:
     assert callable(place)
     parts = []
     for y in ticks(0, high):
@@ -119,22 +119,23 @@ def diagram(experts: int) -> str:
     shown = min(experts, 6)
     height = max(150, 34 * shown + 20)
     middle = height / 2
-    parts = [_box(4, middle - 30, 84, 60, "all the", "pictures")]
+    parts = [_box(4, middle - 30, (84, 60), "all the", "pictures")]
     for number in range(shown):
         y = (number + 0.5) * height / shown
-        parts.append(_arrow(88, middle, 128, y))
-        parts.append(_box(130, y - 13, 84, 26, f"part {number}", shade=colour(number)))
-        parts.append(_arrow(214, y, 250, y))
-        parts.append(_box(252, y - 13, 90, 26, f"expert {number}", shade=colour(number), filled=True))
-        parts.append(_arrow(342, y, 400, middle))
-    parts.append(_box(402, middle - 30, 84, 60, "router", "weighs them"))
-    parts.append(_arrow(486, middle, 520, middle))
-    parts.append(_box(522, middle - 30, 74, 60, "one", "picture"))
+        parts.append(_arrow(88, middle, 128, y2=y))
+        parts.append(_box(130, y - 13, (84, 26), f"part {number}", shade=colour(number)))
+        parts.append(_arrow(214, y, 250, y2=y))
+        parts.append(_box(252, y - 13, (90, 26), f"expert {number}", shade=colour(number), filled=True))
+        parts.append(_arrow(342, y, 400, y2=middle))
+    parts.append(_box(402, middle - 30, (84, 60), "router", "weighs them"))
+    parts.append(_arrow(486, middle, 520, y2=middle))
+    parts.append(_box(522, middle - 30, (74, 60), "one", "picture"))
     about = f"All pictures are split into {experts} parts; one expert learns each part; the router weighs the experts."
     return tag("svg", *parts, viewBox=f"0 0 600 {height:g}", role="img", aria_label=about, class_="diagram")
 
 
-def _box(x: float, y: float, width: float, height: float, *words: str, shade: str = "", filled: bool = False) -> str:
+def _box(x: float, y: float, size: tuple[float, float], *words: str, shade: str = "", filled: bool = False) -> str:
+    width, height = size
     style = f"stroke:{shade};" if shade else ""
     style += f"fill:{shade};fill-opacity:.22" if filled else ""
     box = tag("rect", x=x, y=f"{y:.1f}", width=width, height=height, rx=6, class_="box", style=style)
@@ -146,6 +147,6 @@ def _box(x: float, y: float, width: float, height: float, *words: str, shade: st
     return box + "".join(texts)
 
 
-def _arrow(x1: float, y1: float, x2: float, y2: float) -> str:
+def _arrow(x1: float, y1: float, x2: float, *, y2: float) -> str:
     bend = (x1 + x2) / 2
     return tag("path", d=f"M{x1} {y1:.1f}C{bend} {y1:.1f} {bend} {y2:.1f} {x2} {y2:.1f}", class_="arrow")

@@ -66,7 +66,7 @@ def _wanted(run: Path, clusters: int, prompt: str) -> Example:
             shards = Shards.open(run, [cluster], split)
             captions = shards.captions() if len(shards) else []
             if prompt in captions:
-                return _example(shards, captions.index(prompt), cluster, split)
+                return _example(shards, captions.index(prompt), cluster, split=split)
     classes = shards.facts["labels"] or []
     return Example(prompt, label=classes.index(prompt) if prompt in classes else None)
 
@@ -78,12 +78,12 @@ def _some(run: Path, clusters: int) -> list[Example]:
             shards = Shards.open(run, [cluster], split)
             count = min(OF_EACH[split], len(shards))
             if count:
-                rows = shuffled(np.arange(count, dtype=np.uint64), len(shards), 0, cluster)
-                found += [_example(shards, int(row), cluster, split) for row in rows]
+                rows = shuffled(np.arange(count, dtype=np.uint64), len(shards), 0, epoch=cluster)
+                found += [_example(shards, int(row), cluster, split=split) for row in rows]
     return found
 
 
-def _example(shards: Shards, row: int, cluster: int, split: str) -> Example:
+def _example(shards: Shards, row: int, cluster: int, *, split: str) -> Example:
     batch = shards.read(np.array([row]))
     codec = _codec(shards.facts["latents"]["autoencoder"])
     real = Image.fromarray(codec.decode(batch.mean.float())[0])
@@ -111,7 +111,7 @@ class Showcase:
         """The pictures of one model, drawn now or before."""
         settings = asdict(self.settings) | {"routing": subject.routing or "top-1"}
         made_from = {"networks": subject.digests, "settings": settings, "prompts": asdict(self.prompts)}
-        artifact = keyed(subject.run, "showcase", subject.label, made_from)
+        artifact = keyed(subject.run, "showcase", subject.label, made_from=made_from)
         if artifact.begin(KIND, made_from) is None:
             print(f"pictures of {subject.label}", flush=True)
             artifact.write_tensors(FILE, self._draw(subject, settings))

@@ -26,7 +26,7 @@ def losses(findings: Findings) -> str:
     for kind, jobs in kinds.items():
         series = [Line(job.title, _curve(job), _shade(job)) for job in jobs]
         charts.append(
-            tag("div", tag("h3", escape(_loss_name(kind))), lines(series, "samples seen", "loss", f"{kind} loss"))
+            tag("div", tag("h3", escape(_loss_name(kind))), lines(series, "samples seen", "loss", about=f"{kind} loss"))
         )
     return section("training", "Training", tag("p", prose(texts.LOSSES)), tag("div", *charts, class_="charts"))
 
@@ -220,7 +220,7 @@ def _accuracy(findings: Findings, experts: Mapping[str, Any]) -> str:
         )
     mean = number(findings.figures, ("diagnostics", "experts", "router", "accuracy", "mean"), lambda v: f"{v:.0%}")
     text = prose(texts.ROUTER, accuracy=mean)
-    chart = lines(series, "noise: 0 is the picture, 1 is noise", "share", "router accuracy by time", top=1.0)
+    chart = lines(series, "noise: 0 is the picture, 1 is noise", "share", about="router accuracy by time", top=1.0)
     return tag("div", tag("h3", "Router"), tag("p", text), chart)
 
 
@@ -235,7 +235,7 @@ def _errors(found: Mapping[str, Any], experts: Mapping[str, Any]) -> str:
     values = [*experts.get("velocity_error", {}).values(), *found.get("dense", {}).values()]
     if min(value["mean"] for value in values) > NO_ANSWER:
         text += " " + prose(texts.BY_HEART, nothing=NO_ANSWER)
-    chart = lines(series, "noise: 0 is the picture, 1 is noise", "error", "held-out error by time")
+    chart = lines(series, "noise: 0 is the picture, 1 is noise", "error", about="held-out error by time")
     return tag("div", tag("h3", "Held-out error"), tag("p", text), chart)
 
 

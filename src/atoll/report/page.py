@@ -27,7 +27,7 @@ PARTS = {
 }
 
 
-def page(findings: Findings, settings: Settings, examples: list[Example], strips: list[Strip]) -> str:
+def page(findings: Findings, settings: Settings, examples: list[Example], *, strips: list[Strip]) -> str:
     """One self-contained document; pictures first."""
     mixed = [strip for strip in strips if strip.subject.model == "experts"]
     singles = [strip for strip in strips if strip.subject.model.startswith("expert:")]

@@ -209,8 +209,8 @@ class Engine:
         decisions: list[Decision] = []
         memory = Memory(trace=decisions, drawn=_drawn(pictures))
         v = ensemble.velocity(
-            x, t, told, first.ask.settings.routing, guidance if bool((guidance != 1).any()) else 1.0,
-            _clusters(tickets), draw=_draws(pictures), memory=memory,
+            x, t, told, routing=first.ask.settings.routing, guidance=guidance if bool((guidance != 1).any()) else 1.0,
+            cluster=_clusters(tickets), draw=_draws(pictures), memory=memory,
         )  # fmt: skip
         after = x + broadcast(span.to(device), x) * v
         estimates = x - broadcast(now, x) * v

@@ -90,13 +90,15 @@ def describe_experts(models: Models) -> schemas.ExpertsAnswer:
     experts = (
         []
         if edition is None
-        else [_expert(models, edition.ensemble, number, sizes) for number in range(len(edition.ensemble.members))]
+        else [
+            _expert(models, edition.ensemble, number, clusters=sizes) for number in range(len(edition.ensemble.members))
+        ]
     )
     return schemas.ExpertsAnswer(experts=experts)
 
 
 def _expert(
-    models: Models, ensemble: Ensemble, place: int, clusters: dict[int, schemas.Cluster]
+    models: Models, ensemble: Ensemble, place: int, *, clusters: dict[int, schemas.Cluster]
 ) -> schemas.ExpertFacts:
     declared = ensemble.experts[place]
     facts = _declared(models, declared.name, place)

@@ -24,7 +24,9 @@ ModelName = Literal["experts", "monolith", "student"]
 class RefusalError(Exception):
     """A request that is not served: the status of HTTP, why, the field that is wrong, and when to try again."""
 
-    def __init__(self, status: int, message: str, field: str | None = None, retry_after: float | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, field: str | None = None, *, retry_after: float | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.field, self.retry_after = status, message, field, retry_after
 

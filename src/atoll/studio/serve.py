@@ -39,7 +39,7 @@ class Options:
 class Server(uvicorn.Server):
     """A server that, told to stop, finishes what it has taken on."""
 
-    def __init__(self, config: uvicorn.Config, models: Models, engine: Engine, grace: float) -> None:
+    def __init__(self, config: uvicorn.Config, models: Models, engine: Engine, *, grace: float) -> None:
         super().__init__(config)
         self.models, self.engine, self.grace = models, engine, grace
         self._until: float | None = None
@@ -74,7 +74,7 @@ def serve(source: str, opening: Opening, options: Options) -> None:
         timeout_graceful_shutdown=LAST_WORDS,
     )  # fmt: skip
     announce(source, listener, options)
-    Server(config, models, engine, options.grace).run([listener])
+    Server(config, models, engine, grace=options.grace).run([listener])
 
 
 def check(source: str, opening: Opening, options: Options) -> None:

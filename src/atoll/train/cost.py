@@ -86,7 +86,7 @@ def _condition(description: dict[str, Any], text: tuple[int, int] | None) -> Con
 
 
 def training_bytes(
-    cost: Cost, batch: int, averages: int, half: bool, *, checkpointing: bool = False, parts: int = 1
+    cost: Cost, batch: int, averages: int, *, half: bool, checkpointing: bool = False, parts: int = 1
 ) -> int:
     """Of one process with micro-batches of `batch`, if the weights' share of memory is divided into `parts`.
 

@@ -49,7 +49,7 @@ class StudentTask(Task):
         x0 = self.latents(batch, position)
         noised = on_linear_path(x0, self.seed, position)
         target = self._targets(position, len(x0)).to(x0.device)
-        condition = drop(condition_of(batch, self.told), self.dropout, len(x0), self.seed, position)
+        condition = drop(condition_of(batch, self.told), self.dropout, len(x0), seed=self.seed, position=position)
         output = forward(noised.input, noised.network_time, condition)[:, : x0.shape[1]]
         return Losses((output.float() - target).square().flatten(1).mean(1), noised.t, {})
 
@@ -97,13 +97,13 @@ class StudentTask(Task):
         for expert in self._experts():
             mine = torch.nonzero((clusters == expert) & (whose == rank)).flatten()
             if len(mine):
-                teacher = open_expert(self.run, f"experts/{expert:03d}", self.shards.statistics, device)
+                teacher = open_expert(self.run, f"experts/{expert:03d}", self.shards.statistics, device=device)
                 for rows in torch.split(mine, TEACHER_BATCH):
-                    targets[rows] = self._answers(teacher, first, rows, numbers, device)
+                    targets[rows] = self._answers(teacher, first, rows, numbers=numbers, device=device)
         return targets
 
     def _answers(
-        self, teacher: OpenExpert, first: int, rows: Tensor, numbers: "np.ndarray[Any, Any]", device: torch.device
+        self, teacher: OpenExpert, first: int, rows: Tensor, *, numbers: "np.ndarray[Any, Any]", device: torch.device
     ) -> Tensor:
         """One teacher's velocities for scattered samples of a block, each noised as the student will see it."""
         inputs, times = [], []

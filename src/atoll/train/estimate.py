@@ -39,7 +39,7 @@ def costs(job: Job, gpus: int | None = None) -> dict[str, Any]:
         "forward_flops_per_sample": cost.forward_flops,
         "flops_per_sample": cost.training_flops(settings.checkpointing),
         "flops": cost.training_flops(settings.checkpointing) * settings.samples,
-        "bytes": training_bytes(cost, micro, len(settings.ema), half, checkpointing=again, parts=parts),
+        "bytes": training_bytes(cost, micro, len(settings.ema), half=half, checkpointing=again, parts=parts),
     }
 
 
@@ -91,7 +91,7 @@ def show_estimate(job: Job, gpus: int | None, as_json: bool) -> None:
     Console(width=100).print(table)
 
 
-def show_survey(run: Path, config: Config, gpus: int | None, as_json: bool) -> None:
+def show_survey(run: Path, config: Config, gpus: int | None, *, as_json: bool) -> None:
     """Print the estimate of a whole run for a person or a program."""
     figures = survey(run, config, gpus)
     if as_json:

@@ -134,7 +134,7 @@ class Job:
             fitting["experts"] = self.config.clusters.count
             if "pooled" in self.told:
                 fitting["pooled_width"] = facts["text"]["pooled"]
-            return _named("Router", self.config.router.network, fitting, "router.network")
+            return _named("Router", self.config.router.network, fitting, key="router.network")
         fitting["out_channels"] = channels
         if "text" in self.told:
             fitting["text_width"] = facts["text"]["dimensions"]
@@ -142,7 +142,7 @@ class Job:
         if init is not None:
             described = _adopted(init, fitting)
         else:
-            described = _named("DiT", self._choice, fitting, self._choice_key)
+            described = _named("DiT", self._choice, fitting, key=self._choice_key)
         _check_classes(described, fitting.get("num_classes", 0))
         self._check_normalization(described)
         return described
@@ -251,11 +251,11 @@ def run_job(job: Job, watch: Watch | None = None) -> Manifest:
             return Manifest.from_values(found)
         task = job.task()
         checkpoints = Checkpoints(job.run, job.name, job.made_from, world, job.settings.keep_last)
-        outcome = train(task, job.settings, checkpoints, world, watch)
-        return commit(job, task, outcome, world, kind, goal)
+        outcome = train(task, job.settings, checkpoints, world=world, watch=watch)
+        return commit(job, task, outcome, world=world, kind=kind, goal=goal)
 
 
-def commit(job: Job, task: Task, outcome: Outcome, world: World, kind: str, goal: dict[str, Any]) -> Manifest:
+def commit(job: Job, task: Task, outcome: Outcome, *, world: World, kind: str, goal: dict[str, Any]) -> Manifest:
     """Write the result: averaged weights in plain safetensors, and a manifest that declares everything.
 
     All processes gather the averaged weights, hold a whole network each and share its validation. Then the main one
@@ -344,7 +344,7 @@ def expert_flops(run: Path) -> int:
     return int(sum(spent))
 
 
-def _named(kind: str, choice: NetworkChoice, fitting: dict[str, Any], key: str) -> dict[str, Any]:
+def _named(kind: str, choice: NetworkChoice, fitting: dict[str, Any], *, key: str) -> dict[str, Any]:
     """Return a full description from a named size or its fields, fitted to the data; `key` is its name in the file."""
     parts = {"name": choice} if isinstance(choice, str) else dict(choice)
     try:

@@ -48,7 +48,9 @@ class Watch(Protocol):
         """A checkpoint was committed."""
 
 
-def train(task: Task, settings: Train, checkpoints: Checkpoints, world: World, watch: Watch | None = None) -> Outcome:
+def train(
+    task: Task, settings: Train, checkpoints: Checkpoints, *, world: World, watch: Watch | None = None
+) -> Outcome:
     """Train until `settings.samples`, from the newest checkpoint if there is one."""
     precision = getattr(torch, settings.precision)
     wrapped = world.wrap(task.network, settings.parallel, precision)
@@ -57,15 +59,15 @@ def train(task: Task, settings: Train, checkpoints: Checkpoints, world: World, w
     samples, facts = checkpoints.load_newest(state)
     state.at_step(samples // settings.batch)
     micro = settings.batch // settings.accumulate
-    stream = task.shards.stream(micro, task.seed, samples, world.rank, world.size, settings.workers)
+    stream = task.shards.stream(micro, task.seed, samples, rank=world.rank, world=world.size, workers=settings.workers)
     journal = Journal(
         checkpoints.run / task.name,
         task.name,
         world,
-        settings.samples,
-        samples,
-        settings.trackers,
-        facts.get("seconds", 0),
+        total=settings.samples,
+        done=samples,
+        trackers=settings.trackers,
+        seconds=facts.get("seconds", 0),
     )
     autocast = torch.autocast(world.device.type, precision, enabled=precision != torch.float32)
     with journal, stop_signals() as stop:
@@ -77,14 +79,14 @@ def train(task: Task, settings: Train, checkpoints: Checkpoints, world: World, w
                 with world.gradients(wrapped, last=part == settings.accumulate - 1):
                     with autocast:
                         losses = task.losses(forward, batch, position)
-                    check_finite(losses.loss, batch, task, checkpoints)
+                    check_finite(losses.loss, batch, task, checkpoints=checkpoints)
                     torch.autograd.backward(losses.loss.mean() / settings.accumulate)
                 journal.add(losses)
             for group in state.optimizer.param_groups:
                 group["lr"] = lr
             norm = clip(task.network, settings.clip)
             if not math.isfinite(norm):
-                raise_not_finite("gradient", batch, task, checkpoints)
+                raise_not_finite("gradient", batch, task, checkpoints=checkpoints)
             state.optimizer.step()
             state.optimizer.zero_grad(set_to_none=True)
             samples += settings.batch
@@ -97,7 +99,7 @@ def train(task: Task, settings: Train, checkpoints: Checkpoints, world: World, w
                 journal.write(samples // settings.batch, lr, norm)
             if settings.grid_every and (done or due(samples, settings.grid_every, settings.batch)):
                 with autocast:
-                    draw_grid(task, state.averages, journal, settings)
+                    draw_grid(task, state.averages, journal, settings=settings)
             if done or stopped or due(samples, settings.save_every, settings.batch):
                 checkpoint = checkpoints.save(state, samples, {"seconds": journal.seconds})
                 if watch is not None and world.first:
@@ -141,14 +143,14 @@ def due(samples: int, every: int, batch: int) -> bool:
     return samples // every > (samples - batch) // every
 
 
-def check_finite(loss: torch.Tensor, batch: Batch, task: Task, checkpoints: Checkpoints) -> None:
+def check_finite(loss: torch.Tensor, batch: Batch, task: Task, *, checkpoints: Checkpoints) -> None:
     """Stop before a loss that is not a number reaches the weights."""
     if not bool(loss.isfinite().all()):
-        raise_not_finite("loss", batch, task, checkpoints, ~loss.isfinite())
+        raise_not_finite("loss", batch, task, checkpoints=checkpoints, bad=~loss.isfinite())
 
 
 def raise_not_finite(
-    what: str, batch: Batch, task: Task, checkpoints: Checkpoints, bad: torch.Tensor | None = None
+    what: str, batch: Batch, task: Task, *, checkpoints: Checkpoints, bad: torch.Tensor | None = None
 ) -> None:
     """Name the samples and the last good checkpoint."""
     rows = batch.index if bad is None else batch.index[bad]

@@ -28,7 +28,7 @@ class Journal:
     """Collects losses between two lines of the journal, and writes the lines."""
 
     def __init__(
-        self, folder: Path, name: str, world: World, total: int, done: int, trackers: Sequence[str], seconds: float
+        self, folder: Path, name: str, world: World, *, total: int, done: int, trackers: Sequence[str], seconds: float
     ) -> None:
         self.folder, self.world, self.done, self.seconds_before = folder, world, done, seconds
         self.total = total
@@ -42,7 +42,7 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             forget_after(folder / METRICS, done)
             self._lines = self._stack.enter_context((folder / METRICS).open("a", encoding="utf-8"))
-            self._trackers = [open_tracker(kind, folder, name, self._stack) for kind in trackers]
+            self._trackers = [open_tracker(kind, folder, name, stack=self._stack) for kind in trackers]
             self._bar = self._stack.enter_context(progress(name, total, done))
 
     def __enter__(self) -> Self:
@@ -134,7 +134,7 @@ def grid(pixels: "np.ndarray[Any, Any]") -> Image.Image:
     return Image.fromarray(sheet)
 
 
-def open_tracker(kind: str, folder: Path, name: str, stack: ExitStack) -> Tracker:
+def open_tracker(kind: str, folder: Path, name: str, *, stack: ExitStack) -> Tracker:
     """A tracker by name; it is imported only if asked for."""
     try:
         if kind == "tensorboard":

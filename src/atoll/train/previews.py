@@ -22,7 +22,7 @@ GRID_STEPS = 20
 
 
 @torch.no_grad()
-def draw_grid(task: Task, averages: Averages, journal: Journal, settings: Train) -> None:
+def draw_grid(task: Task, averages: Averages, journal: Journal, *, settings: Train) -> None:
     """Draw `settings.grid_size` pictures and save them; nothing if the task paints no pictures."""
     if not settings.grid_size:
         return
@@ -46,7 +46,7 @@ def draw_grid(task: Task, averages: Averages, journal: Journal, settings: Train)
     journal.picture(codec.decode(task.shards.statistics.restore(noise).cpu()))
 
 
-def guided(field: Callable[..., Tensor], condition: Condition, guidance: float, x: Tensor, t: Tensor) -> Tensor:
+def guided(field: Callable[..., Tensor], condition: Condition, guidance: float, *, x: Tensor, t: Tensor) -> Tensor:
     """Classifier-free guidance around any velocity field."""
     velocity = field(x, t, condition=condition)
     if guidance == 1 or told_something(condition) is None:

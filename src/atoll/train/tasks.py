@@ -87,7 +87,7 @@ class Task(ABC):
         return self.shards.latents(batch, seed=self.seed, position=position)
 
 
-def drop(condition: Condition, share: float, count: int, seed: int, position: int) -> Condition:
+def drop(condition: Condition, share: float, count: int, *, seed: int, position: int) -> Condition:
     """Forget the condition of a share of the samples, chosen by position, so that guidance has its other half."""
     given = told_something(condition)
     if not share or given is None:
@@ -113,7 +113,7 @@ class ExpertTask(Task):
         """The objective's loss."""
         x0 = self.latents(batch, position)
         noised = self.objective.corrupt(x0, seed=self.seed, position=position)
-        condition = drop(condition_of(batch, self.told), self.dropout, len(x0), self.seed, position)
+        condition = drop(condition_of(batch, self.told), self.dropout, len(x0), seed=self.seed, position=position)
         output = forward(noised.input, noised.network_time, condition)
         return Losses(self.objective.loss(output[:, : x0.shape[1]], noised), noised.t, {})
 
@@ -158,7 +158,7 @@ class RouterTask(Task):
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
         """Cross-entropy of the clusters. What it is told is dropped as for experts: guidance asks it without, too."""
         noised = on_linear_path(self.latents(batch, position), self.seed, position)
-        condition = drop(condition_of(batch, self.told), self.dropout, len(noised.t), self.seed, position)
+        condition = drop(condition_of(batch, self.told), self.dropout, len(noised.t), seed=self.seed, position=position)
         logits = forward(noised.input, noised.network_time, condition).float()
         hit = (logits.argmax(1) == batch.cluster).float()
         return Losses(functional.cross_entropy(logits, batch.cluster, reduction="none"), noised.t, {"accuracy": hit})
@@ -234,7 +234,7 @@ def best_temperature(logits: Tensor, clusters: Tensor) -> float:
     return math.exp(minimise(loss, math.log(0.05), math.log(20.0)))
 
 
-def minimise(function: Callable[[float], float], low: float, high: float, steps: int = 40) -> float:
+def minimise(function: Callable[[float], float], low: float, high: float, *, steps: int = 40) -> float:
     """Where a function with one valley is least, by golden-section search."""
     left, right = high - rng.GOLDEN * (high - low), low + rng.GOLDEN * (high - low)
     at_left, at_right = function(left), function(right)

@@ -15,7 +15,7 @@ IDS = ("id", "key", "__key__", "image_id", "file_name", "filename", "path")
 
 
 def make_sample(
-    id: str, row: Mapping[str, Any], read: Callable[[], bytes], options: Options, label: str | None = None
+    id: str, row: Mapping[str, Any], read: Callable[[], bytes], *, options: Options, label: str | None = None
 ) -> Sample:
     """A sample from its row; one that `read` refuses if the row is bad. `label` is for rows that name no class."""
     try:
@@ -43,7 +43,7 @@ def pick(row: Mapping[str, Any], wanted: str | None, usual: Iterable[str]) -> st
     return wanted
 
 
-def pick_column(columns: list[str], wanted: str | None, usual: Iterable[str], where: str) -> str | None:
+def pick_column(columns: list[str], wanted: str | None, usual: Iterable[str], *, where: str) -> str | None:
     """As `pick`, for a table, where a missing column is the whole table's fault."""
     if wanted is not None and wanted not in columns:
         raise AtollError(f"{where}: {unknown('column', wanted, columns)}")
@@ -95,7 +95,7 @@ class Ids:
         return id
 
 
-def fingerprint_of(kind: str, root: Path, files: Iterable[Path], options: Options) -> str:
+def fingerprint_of(kind: str, root: Path, files: Iterable[Path], *, options: Options) -> str:
     """Hash of names below `root` and sizes, and of the options that change what is read."""
     names = (f"{file.relative_to(root).as_posix()} {file.stat().st_size}" for file in files)
     chosen = (options.image, options.caption, options.label, options.id, options.held_out)

@@ -121,7 +121,7 @@ class FolderSource:
         except BadPicture as bad:
             return bad_sample(id, bad.reason)
         holder = entry.file.parent.name if entry.file.parent != self.root else None
-        return make_sample(id, row, partial(_read, str(entry.file)), self.options, label=holder)
+        return make_sample(id, row, partial(_read, str(entry.file)), options=self.options, label=holder)
 
 
 def folders(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[tuple[Path, list[Path]]]:

@@ -43,15 +43,15 @@ class Columns:
         """Find the columns by the options or by their usual names."""
         names = list(schema.names)
         pictures = [name for name in names if _holds_pictures(schema.field(name).type)]
-        image = pick_column(pictures, options.image, IMAGES, where) or next(iter(pictures), None)
+        image = pick_column(pictures, options.image, IMAGES, where=where) or next(iter(pictures), None)
         if image is None:
             raise AtollError(
                 f"{where}: no column of pictures (bytes, or a struct with bytes); columns: {', '.join(names)}"
             )
         asked = (options.caption, options.label)
         for wanted in asked:
-            pick_column(names, wanted, (), where)
-        id = pick_column(names, options.id, [name for name in IDS if name not in asked], where)
+            pick_column(names, wanted, (), where=where)
+        id = pick_column(names, options.id, [name for name in IDS if name not in asked], where=where)
         return cls(
             image=image,
             id=id,
@@ -87,13 +87,13 @@ def _class_names(schema: pa.Schema) -> dict[str, list[str]]:
 
 
 def _table_sample(
-    values: Mapping[str, Any], columns: Columns, ids: Ids, read: Callable[[], bytes], options: Options
+    values: Mapping[str, Any], columns: Columns, ids: Ids, *, read: Callable[[], bytes], options: Options
 ) -> Sample:
     """The sample of a row; of the picture, `values` hold the path at most."""
     row = columns.row(values)
     name = values[columns.id] if columns.id is not None else values[columns.image]
     key = key_of(str(name)) if name not in (None, "") else _row_hash(row, read)
-    return make_sample(ids.unique(key, digest(repr(row))[:8]), row, read, options)
+    return make_sample(ids.unique(key, digest(repr(row))[:8]), row, read, options=options)
 
 
 def _rows(table: pa.Table, columns: Columns) -> Iterator[dict[str, Any]]:
@@ -145,7 +145,7 @@ class ParquetSource:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the files' names and sizes."""
-        return fingerprint_of("parquet", self.root, self.files, self.options)
+        return fingerprint_of("parquet", self.root, self.files, options=self.options)
 
     def samples(self) -> Iterator[Sample]:
         """Every row, file by file; pictures are left unread where another column gives the id."""
@@ -157,10 +157,10 @@ class ParquetSource:
                 raise AtollError(f"{file}: no column {', '.join(sorted(missing))}, which {self.files[0].name} has")
             wanted = self._light_columns(table.schema_arrow)
             for group in range(table.num_row_groups):
-                rows = _rows(_read_group(file, table, group, wanted), self.columns)
+                rows = _rows(_read_group(file, table, group, columns=wanted), self.columns)
                 for place, values in enumerate(rows):
-                    read = partial(_read_cell, str(file), self.columns.image, group, place)
-                    yield _table_sample(values, self.columns, ids, read, self.options)
+                    read = partial(_read_cell, str(file), self.columns.image, group, place=place)
+                    yield _table_sample(values, self.columns, ids, read=read, options=self.options)
 
     def _light_columns(self, schema: pa.Schema) -> list[str]:
         """All columns but the pictures' bytes; of the pictures only their paths, and only if these make the ids."""
@@ -176,7 +176,7 @@ def _open(file: Path) -> pq.ParquetFile:
         raise AtollError(f"{file}: not a parquet file, or damaged: {first_line(error)}") from error
 
 
-def _read_group(file: Path, table: pq.ParquetFile, group: int, columns: list[str]) -> pa.Table:
+def _read_group(file: Path, table: pq.ParquetFile, group: int, *, columns: list[str]) -> pa.Table:
     try:
         return table.read_row_group(group, columns=columns)
     except _DAMAGE as error:
@@ -186,7 +186,7 @@ def _read_group(file: Path, table: pq.ParquetFile, group: int, columns: list[str
 _lock = threading.Lock()
 
 
-def _read_cell(file: str, column: str, group: int, place: int) -> bytes:
+def _read_cell(file: str, column: str, group: int, *, place: int) -> bytes:
     """One picture. Parquet is read by the row group, so the latest ones are kept for the rows that follow."""
     try:
         with _lock:
@@ -220,7 +220,7 @@ class DatasetsSource:
     def fingerprint(self) -> str:
         """Hash of the names and sizes of the data set's files."""
         files = [Path(file["filename"]) for file in self.data.cache_files]
-        parts = [fingerprint_of("datasets", file.parent, [file], self.options) for file in files]
+        parts = [fingerprint_of("datasets", file.parent, [file], options=self.options) for file in files]
         return digest("datasets", self.options.split, str(len(self.data)), *parts)
 
     def samples(self) -> Iterator[Sample]:
@@ -230,7 +230,7 @@ class DatasetsSource:
         for batch in self.data.iter(batch_size=256):
             for values in _rows(batch, self.columns):
                 read = partial(_read_row, self.data, self.columns.image, place)
-                yield _table_sample(values, self.columns, ids, read, self.options)
+                yield _table_sample(values, self.columns, ids, read=read, options=self.options)
                 place += 1
 
 

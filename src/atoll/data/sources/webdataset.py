@@ -53,7 +53,7 @@ class TarSource:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the tars' names and sizes."""
-        return fingerprint_of("webdataset", self.root, self.files, self.options)
+        return fingerprint_of("webdataset", self.root, self.files, options=self.options)
 
     def samples(self) -> Iterator[Sample]:
         """Every key, tar by tar, in the order in which they were written; a broken tar is listed itself, as bad."""
@@ -76,7 +76,7 @@ class TarSource:
             row = _row(file, group)
         except BadPicture as bad:
             return bad_sample(id, bad.reason)
-        return make_sample(id, row, partial(_read, str(file), *group.members[group.pictures[0]]), self.options)
+        return make_sample(id, row, partial(_read, str(file), *group.members[group.pictures[0]]), options=self.options)
 
 
 def _row(file: Path, group: _Group) -> dict[str, Any]:

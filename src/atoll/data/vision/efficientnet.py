@@ -52,7 +52,7 @@ def load() -> "EfficientNetLite0":
 class _Conv(nn.Conv2d):
     """A convolution without bias whose output has the input's size divided by the stride."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
+    def __init__(self, inputs: int, outputs: int, kernel: int, *, stride: int = 1, groups: int = 1) -> None:
         before = (kernel - stride) // 2
         super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False, padding=before)
         self.extra = (kernel - stride) - 2 * before
@@ -82,7 +82,7 @@ class _Fusable(nn.Module):
 class _Block(_Fusable):
     """Expand, convolve each channel by itself, project; with a shortcut where the shapes allow."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expansion: int) -> None:
+    def __init__(self, inputs: int, outputs: int, kernel: int, *, stride: int, expansion: int) -> None:
         super().__init__()
         hidden = inputs * expansion
         self.expands = expansion > 1
@@ -91,7 +91,7 @@ class _Block(_Fusable):
         if self.expands:
             self._expand_conv, self._bn0 = _Conv(inputs, hidden, 1), _norm(hidden)
             self.pairs.append(("_expand_conv", "_bn0"))
-        self._depthwise_conv, self._bn1 = _Conv(hidden, hidden, kernel, stride, groups=hidden), _norm(hidden)
+        self._depthwise_conv, self._bn1 = _Conv(hidden, hidden, kernel, stride=stride, groups=hidden), _norm(hidden)
         self._project_conv, self._bn2 = _Conv(hidden, outputs, 1), _norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,11 +107,11 @@ class EfficientNetLite0(_Fusable):
 
     def __init__(self) -> None:
         super().__init__()
-        self._conv_stem, self._bn0 = _Conv(3, 32, 3, 2), _norm(32)
+        self._conv_stem, self._bn0 = _Conv(3, 32, 3, stride=2), _norm(32)
         blocks, inputs = [], 32
         for count, kernel, stride, expansion, outputs in _STAGES:
             for block in range(count):
-                blocks.append(_Block(inputs, outputs, kernel, stride if block == 0 else 1, expansion))
+                blocks.append(_Block(inputs, outputs, kernel, stride=stride if block == 0 else 1, expansion=expansion))
                 inputs = outputs
         self._blocks = nn.Sequential(*blocks)
         self._conv_head, self._bn1 = _Conv(inputs, CHANNELS, 1), _norm(CHANNELS)

@@ -97,7 +97,7 @@ MAPS = ("Conv2d_2b_3x3", "Conv2d_4a_3x3", "Mixed_5d", "Mixed_6e", "Mixed_7c")
 class _Conv(nn.Module):
     """Convolution, normalisation, ReLU."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: Kernel, stride: int, padding: Kernel) -> None:
+    def __init__(self, inputs: int, outputs: int, kernel: Kernel, *, stride: int, padding: Kernel) -> None:
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False)
         self.bn: nn.Module = nn.BatchNorm2d(outputs, eps=1e-3)
@@ -109,7 +109,7 @@ class _Conv(nn.Module):
 class _Mixed(nn.Module):
     """Branches side by side, joined over the channels."""
 
-    def __init__(self, inputs: int, branches: list[Branch], pool: str, pooled: int) -> None:
+    def __init__(self, inputs: int, branches: list[Branch], pool: str, *, pooled: int) -> None:
         super().__init__()
         self.pool, self.channels = pool, pooled or inputs
         self.steps: list[list[list[str]]] = []
@@ -118,13 +118,15 @@ class _Mixed(nn.Module):
             for step in branch:
                 side = step if isinstance(step, list) else [step]
                 for name, outputs, kernel, stride in side:
-                    self.add_module(name, _Conv(width, outputs, kernel, stride, _same(kernel) if stride == 1 else 0))
+                    self.add_module(
+                        name, _Conv(width, outputs, kernel, stride=stride, padding=_same(kernel) if stride == 1 else 0)
+                    )
                 names.append([name for name, *_ in side])
                 width = sum(outputs for _, outputs, *_ in side)
             self.steps.append(names)
             self.channels += width
         if pooled:
-            self.branch_pool = _Conv(inputs, pooled, 1, 1, 0)
+            self.branch_pool = _Conv(inputs, pooled, 1, stride=1, padding=0)
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = []
@@ -155,10 +157,10 @@ class FidInception(nn.Module):
         super().__init__()
         width = 3
         for name, outputs, kernel, stride, padding in STEM:
-            self.add_module(name, _Conv(width, outputs, kernel, stride, padding))
+            self.add_module(name, _Conv(width, outputs, kernel, stride=stride, padding=padding))
             width = outputs
         for name, (branches, pool, pooled) in MIXED.items():
-            mixed = _Mixed(width, branches, pool, pooled)
+            mixed = _Mixed(width, branches, pool, pooled=pooled)
             self.add_module(name, mixed)
             width = mixed.channels
 
