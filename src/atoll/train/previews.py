@@ -1,7 +1,6 @@
 """Grids of samples during training: averaged weights, fixed noise, fixed captions."""
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ def draw_grid(task: Task, averages: Averages, journal: Journal, *, settings: Tra
     with averages.used(next(iter(averages.weights))):
         field = task.velocity()  # its bridge is calibrated for the averaged weights
         if field is not None:
-            noise = flow.solve(partial(guided, field, condition, settings.grid_guidance), noise, steps=GRID_STEPS)
+            noise = flow.solve(guided(field, condition, settings.grid_guidance), noise, steps=GRID_STEPS)
     task.network.train(training)
     if field is None:
         return
@@ -46,10 +45,13 @@ def draw_grid(task: Task, averages: Averages, journal: Journal, *, settings: Tra
     journal.picture(codec.decode(task.shards.statistics.restore(noise).cpu()))
 
 
-def guided(field: Callable[..., Tensor], condition: Condition, guidance: float, *, x: Tensor, t: Tensor) -> Tensor:
-    """Classifier-free guidance around any velocity field."""
-    velocity = field(x, t, condition=condition)
+def guided(field: Callable[..., Tensor], condition: Condition, guidance: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a velocity field with classifier-free guidance."""
     if guidance == 1 or told_something(condition) is None:
-        return velocity
-    plain = field(x, t, condition=condition.unconditional())
-    return plain + guidance * (velocity - plain)
+        return lambda x, t: field(x, t, condition=condition)
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        conditioned, plain = (field(x, t, condition=part) for part in (condition, condition.unconditional()))
+        return plain + guidance * (conditioned - plain)
+
+    return velocity
