@@ -130,11 +130,11 @@ class DiT(nn.Module):
         if self.shared_modulation is not None:
             conditioning = [self.shared_modulation(conditioning[0]).unflatten(-1, (6, -1))]
         for index, block in enumerate(self.blocks):
-            inputs = (tokens, conditioning[index % len(conditioning)], texts[index % len(texts)], mask)
+            inputs = (tokens, conditioning[index % len(conditioning)], texts[index % len(texts)])
             if self.checkpointing and torch.is_grad_enabled():
-                tokens = checkpoint(block, *inputs, use_reentrant=False)
+                tokens = checkpoint(block, *inputs, mask=mask, use_reentrant=False)
             else:
-                tokens = block(*inputs)
+                tokens = block(*inputs, mask=mask)
         return tokens, embeddings[0]
 
     def _read(
