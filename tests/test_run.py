@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from atoll.core import artifacts as run
-from atoll.core.artifacts import MANIFEST, Artifact, differences
+from atoll.core.artifacts import Artifact, differences
 from atoll.core.errors import AtollError
+from atoll.core.layout import MANIFEST_FILE
 
 
 @pytest.fixture
@@ -36,17 +37,17 @@ def test_a_committed_artifact_reads_back(artifact: Artifact) -> None:
     assert list(manifest.files) == ["b.json", "sub/a.safetensors"]
     assert manifest.files["b.json"].sha256 == hashlib.sha256(b"{}").hexdigest()
     assert manifest.files["b.json"].size == 2
-    assert manifest.digest == hashlib.sha256(artifact.path(MANIFEST).read_bytes()).hexdigest()
+    assert manifest.digest == hashlib.sha256(artifact.path(MANIFEST_FILE).read_bytes()).hexdigest()
     assert torch.equal(load_file(artifact.path("sub/a.safetensors"))["x"], torch.arange(4))
 
 
 def test_making_it_again_does_nothing(artifact: Artifact) -> None:
     make(artifact)
-    before = artifact.path(MANIFEST).read_bytes()
+    before = artifact.path(MANIFEST_FILE).read_bytes()
     done = artifact.begin("things", {"seed": 0})
     assert done is not None
     assert done == artifact.open("things")
-    assert artifact.path(MANIFEST).read_bytes() == before
+    assert artifact.path(MANIFEST_FILE).read_bytes() == before
 
 
 def test_a_stale_artifact_says_what_changed(artifact: Artifact) -> None:
@@ -93,15 +94,15 @@ def test_damage_is_found(artifact: Artifact) -> None:
     file.unlink()
     with pytest.raises(AtollError, match="is missing"):
         artifact.open("things")
-    artifact.path(MANIFEST).write_text('{"format": 1}')
+    artifact.path(MANIFEST_FILE).write_text('{"format": 1}')
     with pytest.raises(AtollError, match="is not a manifest"):
         artifact.open("things")
 
 
 def test_an_unknown_format_is_refused(artifact: Artifact) -> None:
     make(artifact)
-    value = json.loads(artifact.path(MANIFEST).read_text())
-    artifact.path(MANIFEST).write_text(json.dumps({**value, "format": 2}))
+    value = json.loads(artifact.path(MANIFEST_FILE).read_text())
+    artifact.path(MANIFEST_FILE).write_text(json.dumps({**value, "format": 2}))
     with pytest.raises(AtollError, match="has format 2; this version of Atoll reads format 1"):
         artifact.manifest()
 
@@ -112,7 +113,7 @@ def test_scratch_is_no_part_of_it_and_goes_with_the_commit(artifact: Artifact) -
     artifact.write(".parts/0", b"2")
     artifact.path(".left-by-a-killed-job.123").write_bytes(b"3")
     assert list(artifact.commit({}).files) == ["a"]
-    assert sorted(path.name for path in artifact.folder.iterdir()) == ["a", MANIFEST]
+    assert sorted(path.name for path in artifact.folder.iterdir()) == ["a", MANIFEST_FILE]
 
 
 def test_what_the_manifest_vouches_for_is_on_the_disk_before_it(
@@ -124,7 +125,7 @@ def test_what_the_manifest_vouches_for_is_on_the_disk_before_it(
     artifact.begin("things", {"seed": 0})
     artifact.path("weights").write_bytes(b"1")
     artifact.commit({})
-    assert flushed.index("weights") < next(place for place, name in enumerate(flushed) if MANIFEST in name)
+    assert flushed.index("weights") < next(place for place, name in enumerate(flushed) if MANIFEST_FILE in name)
 
 
 def test_a_failing_writer_leaves_no_file_behind_its_name(artifact: Artifact) -> None:
@@ -170,7 +171,7 @@ def test_many_jobs_at_once_agree(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(4) as pool:
             assert len(set(pool.map(job, range(4)))) == 1
-        assert sorted(path.name for path in (run / "x").iterdir()) == ["a", "b", MANIFEST]
+        assert sorted(path.name for path in (run / "x").iterdir()) == ["a", "b", MANIFEST_FILE]
 
 
 def test_a_commit_needs_a_beginning(artifact: Artifact) -> None:

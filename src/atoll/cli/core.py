@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from atoll.cli.verb import Overrides
 from atoll.core import config as configuration
+from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.presets import NOTES, PRESETS
 
@@ -45,7 +46,7 @@ class Init:
     def run(self) -> None:
         """Write the file, complete and commented."""
         config = configuration.resolve(PRESETS[self.preset], self.overrides, source="command line")
-        file = self.folder / configuration.CONFIG_FILE
+        file = self.folder / layout.CONFIG_FILE
         if file.exists() and not self.force:
             raise AtollError(f"{file} exists; edit it, or replace it with --force")
         self.folder.mkdir(parents=True, exist_ok=True)

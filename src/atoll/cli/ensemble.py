@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from atoll.core import config as configuration
+from atoll.core import layout
 from atoll.core.names import SOLVERS
 
 
@@ -91,7 +91,7 @@ class Sample:
             guidance_interval=self.guidance_interval, rescale=self.rescale, solver=self.solver, shift=self.shift,
             scheduler_times=self.scheduler_times, seed=self.seed,
         )  # fmt: skip
-        is_run = (self.folder / configuration.CONFIG_FILE).is_file()
+        is_run = (self.folder / layout.CONFIG_FILE).is_file()
         files = save(samples, self.out or (self.folder / "samples" if is_run else Path("samples")))
         for name, error in ensemble.quantisation_error.items():
             print(f"{name}: eight bits change its velocity by {error:.2%}", file=sys.stderr)

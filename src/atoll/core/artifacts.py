@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from atoll.core.errors import AtollError
+from atoll.core.layout import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MANIFEST = "manifest.json"
 _PLAN = ".plan.json"
 _NOT_PORTABLE = {"\\", ":", "\0"}
 """Characters that separate folders, drives or streams on some system, or end a name in C."""
@@ -109,7 +109,7 @@ class Artifact:
 
     def manifest(self) -> Manifest | None:
         """The manifest, or None as long as the artifact is not committed."""
-        file = self.path(MANIFEST)
+        file = self.path(MANIFEST_FILE)
         try:
             value = json.loads(file.read_text(encoding="utf-8"))
             if value["format"] != _FORMAT:
@@ -237,7 +237,7 @@ class Artifact:
         made = Manifest(plan["kind"], plan["made_from"], json.loads(to_json(facts)), files)
         for name in names:  # the manifest must not reach the disk before what it vouches for
             _flush(self.path(name))
-        if not self._create(MANIFEST, made.to_json()) and self.open(made.kind).digest != made.digest:
+        if not self._create(MANIFEST_FILE, made.to_json()) and self.open(made.kind).digest != made.digest:
             raise AtollError(
                 f"{self.folder} was committed by another job with other content; delete it and start again"
             )
@@ -246,7 +246,7 @@ class Artifact:
 
     def _belongs(self, path: Path) -> bool:
         hidden = any(part.startswith(".") for part in path.relative_to(self.folder).parts)
-        return path.is_file() and not hidden and path != self.path(MANIFEST)
+        return path.is_file() and not hidden and path != self.path(MANIFEST_FILE)
 
     def _create(self, file: str, data: bytes) -> bool:
         """Write a file unless it exists; whether it was written. A link is made whole or not at all, unlike a write."""

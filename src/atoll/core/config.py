@@ -25,9 +25,8 @@ from pydantic import (
 
 from atoll.core import networks
 from atoll.core.errors import AtollError, nearest
+from atoll.core.layout import CONFIG_FILE
 from atoll.core.names import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName, unknown_objective
-
-CONFIG_FILE = "atoll.yaml"
 
 
 class Section(BaseModel):

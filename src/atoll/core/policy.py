@@ -12,12 +12,12 @@ from pydantic import Field, ValidationError, field_validator
 
 from atoll.core.config import Section
 from atoll.core.errors import AtollError
+from atoll.core.layout import POLICY_FILE
 from atoll.core.names import OBJECTIVES, unknown_objective
 
 if TYPE_CHECKING:
     pass
 
-POLICY_FILE = "policy.json"
 Role = Literal["publish", "admit"]
 
 

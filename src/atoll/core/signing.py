@@ -9,9 +9,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest, to_json
 from atoll.core.errors import AtollError
-from atoll.core.policy import POLICY_FILE, Policy, Role, policy_of
+from atoll.core.layout import POLICY_FILE
+from atoll.core.policy import Policy, Role, policy_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -100,7 +102,7 @@ def open_trusted(artifact: Artifact, kind: str, verify_hashes: bool = False) -> 
         signatures = json.loads(file.read_bytes()) if file.is_file() else {}
     except ValueError as error:
         raise AtollError(f"{file}: not readable as JSON: {error}") from error
-    roles: tuple[Role, ...] = ("publish", "admit") if artifact.name.startswith("experts/") else ("publish",)
+    roles: tuple[Role, ...] = ("publish", "admit") if layout.is_expert(artifact.name) else ("publish",)
     for role in roles:
         try:
             verify(policy, role, artifact.name, manifest=manifest, signature=signatures.get(role))

@@ -9,8 +9,9 @@ import re
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
-from atoll.core.artifacts import MANIFEST, FileEntry, Manifest
+from atoll.core.artifacts import FileEntry, Manifest
 from atoll.core.errors import AtollError
+from atoll.core.layout import MANIFEST_FILE
 
 MAX_JSON = 4 << 20
 """Bytes of one manifest. Shards of 8,192 images take 270 each, so 4 MB list 127 million images of one cluster."""
@@ -92,7 +93,7 @@ def strict_name(name: object, what: str) -> str:
     parts = PurePosixPath(name).parts
     if name != "/".join(parts) or not parts or not all(_NAME.fullmatch(part) for part in parts):
         raise Refused(f"{what} names a file {name!r}; only letters, digits, '.', '-', '_' below its folder are allowed")
-    if name == MANIFEST:
+    if name == MANIFEST_FILE:
         raise Refused(f"{what} lists itself")
     return name
 

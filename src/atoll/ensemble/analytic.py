@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll import flow
+from atoll.core import layout
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble.ensemble import Ensemble
 from atoll.experts.density import SAMPLES, Density
@@ -75,7 +76,7 @@ def ideal_ensemble(
         share = float(mixture.weights[list(components)].sum())
         drawn = part.sample(SAMPLES, torch.Generator().manual_seed(number)).view(-1, dimensions, 1, 1)
         density = Density.fit(drawn, count=round(1e6 * share))
-        declaration = _declaration(f"experts/{number:03d}", (number,), space, bridge=objective.bridge(x0_bound=None))
+        declaration = _declaration(layout.expert_job(number), (number,), space, bridge=objective.bridge(x0_bound=None))
         members.append(Member(declaration, _opener(part, objective), 0, density=density))
     known = _declaration("router", tuple(range(len(clusters))), plain, bridge=flow.Objective().bridge())
     return Ensemble(members, OpenRouter(known, cast(Router, IdealRouter(mixture, clusters))))

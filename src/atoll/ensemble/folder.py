@@ -7,8 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from atoll.core.artifacts import MANIFEST, Artifact
+from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.core.layout import MANIFEST_FILE
 from atoll.data.pretrained import folder_of
 from atoll.data.stages.latents import Codec, Pixel, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
@@ -113,7 +114,7 @@ def verify(folder: Path, index: dict[str, Any]) -> None:
     artifact = Artifact(folder.parent, folder.name)
     if artifact.manifest() is None:
         raise AtollError(
-            f"{folder} has no {MANIFEST}: its export was not finished, or it was copied in part; copy it again"
+            f"{folder} has no {MANIFEST_FILE}: its export was not finished, or it was copied in part; copy it again"
         )
     artifact.open(PIPELINE_KIND, verify=True)
     for name in [*expert_names(folder, index), *(["router"] if has_router(index) else [])]:

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact
-from atoll.core.config import CONFIG_FILE
 from atoll.core.device import device as pick_device
 from atoll.core.errors import AtollError, unknown
+from atoll.core.layout import CONFIG_FILE
 from atoll.core.signing import open_trusted
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.folder import is_folder, load_folder
@@ -21,7 +22,6 @@ from atoll.nets import Router, load_network
 from atoll.nets.io import WEIGHTS_FILE
 from atoll.train.job import ROUTER_KIND
 
-MODELS = ("experts", "monolith", "student", "expert:K")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -52,7 +52,7 @@ def load(
             return load_folder(source, model, placement, resident=resident, routing=routing)
         raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}")
     if model != "experts":
-        return Ensemble([open_member(run, _job(model), verify)], placement=placement)
+        return Ensemble([open_member(run, layout.model_job(model), verify)], placement=placement)
     names, missing = _experts(run)
     if not names or (missing and strict):
         raise AtollError(f"{run} has no finished {', '.join(missing)}; train with: atoll train {run} --expert K")
@@ -63,9 +63,9 @@ def load(
 
 def open_member(run: Path, name: str, verify: bool = False) -> Member:
     """A finished expert of a run; its network is read when it is needed."""
-    artifact = Artifact(run, f"{name}/final")
+    artifact = Artifact(run, layout.final(name))
     if artifact.manifest() is None:
-        flag = f"--expert {int(name[-3:])}" if name.startswith("experts/") else f"--{name}"
+        flag = f"--expert {int(name[-3:])}" if layout.is_expert(name) else f"--{name}"
         state = "is not finished" if (run / name).is_dir() else "is not there"
         raise AtollError(f"{artifact.folder} {state}; make it with: atoll train {run} {flag}")
     manifest = open_trusted(artifact, EXPERT_KIND, verify)
@@ -80,7 +80,7 @@ def open_member(run: Path, name: str, verify: bool = False) -> Member:
 
 def open_router(run: Path, placement: Placement, verify: bool = False) -> OpenRouter | None:
     """The run's router, if it is finished."""
-    artifact = Artifact(run, "router/final")
+    artifact = Artifact(run, layout.final(layout.ROUTER))
     if artifact.manifest() is None:
         return None
     declaration = Declaration.from_facts(open_trusted(artifact, ROUTER_KIND, verify).facts)
@@ -96,19 +96,10 @@ def _experts(run: Path) -> tuple[list[str], list[str]]:
     """Names of the experts that are finished, and of those that are not."""
     from atoll.core.config import load as load_config
 
-    expected = {f"experts/{number:03d}" for number in range(load_config(run).clusters.count)}
-    folders = {f"experts/{path.name}" for path in (run / "experts").glob("[0-9]*")}
-    done = {name for name in expected | folders if Artifact(run, f"{name}/final").manifest() is not None}
+    expected = {layout.expert_job(number) for number in range(load_config(run).clusters.count)}
+    folders = {job for job in layout.jobs(run) if layout.is_expert(job)}
+    done = {name for name in expected | folders if Artifact(run, layout.final(name)).manifest() is not None}
     return sorted(done), sorted(expected - done)
-
-
-def _job(model: str) -> str:
-    kind, _, number = model.partition(":")
-    if kind == "expert" and number.isdecimal():
-        return f"experts/{int(number):03d}"
-    if model not in ("monolith", "student"):
-        raise AtollError(unknown("model", model, MODELS))
-    return model
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
 
-ROOM = "evaluation"
+ROOM = layout.EVALUATION
 FIGURES = "figures.json"
 
 

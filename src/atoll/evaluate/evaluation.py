@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.config import Config
 from atoll.core.errors import AtollError, unknown
@@ -172,7 +173,7 @@ class Evaluation:
     def _trajectory(self, subject: Subject) -> dict[str, Any]:
         settings, prompts = self.settings(subject), self.prompts(self.options.followed)
         told = {"settings": asdict(settings), "prompts": asdict(prompts), "networks": subject.digests}
-        data = Artifact(self.run, "data/shards/cluster_000").open("shards").facts["fingerprint"]
+        data = Artifact(self.run, layout.shards(0)).open("shards").facts["fingerprint"]
 
         def compute() -> dict[str, Any]:
             clusters = trajectories.bank(self.run, self.config.clusters.count)
@@ -199,7 +200,9 @@ class Evaluation:
         if routings:
             group = Subject(self.run, "experts", routings[0])
             digests = sorted({digest for subject in found if subject.routing for digest in subject.digests})
-            router = Artifact(self.run, "router/final").manifest()  # it is measured whether or not a routing asks it
+            router = Artifact(
+                self.run, layout.final(layout.ROUTER)
+            ).manifest()  # it is measured whether or not a routing asks it
             digests += [router.digest] if router and router.digest not in digests else []
 
             def asked() -> dict[str, Any]:

@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.errors import AtollError, unknown
@@ -14,7 +15,7 @@ from atoll.experts.expert import EXPERT_KIND
 from atoll.train.cost import Cost, cost, training_bytes
 from atoll.train.job import ROUTER_KIND
 
-KINDS = ("experts", "monolith", "student", "singles", "expert:K")
+KINDS = (*layout.MODELS, "singles")
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class Subject:
     def parts(self) -> list[Artifact]:
         """The finished networks it is made of: its experts and, if its routing asks one, the router."""
         if self.model == "experts":
-            names = [name for name in finished(self.run) if name.startswith("experts/")]
+            names = [name for name in finished(self.run) if layout.is_expert(name)]
             names += ["router"] if parse(self.routing or "top-1").asks_router and len(names) > 1 else []
         elif self.model.startswith("expert:"):
-            names = [f"experts/{int(self.model.removeprefix('expert:')):03d}"]
+            names = [layout.model_job(self.model)]
         else:
             names = [self.model]
-        return [Artifact(self.run, f"{name}/final") for name in names]
+        return [Artifact(self.run, layout.final(name)) for name in names]
 
     @property
     def digests(self) -> list[str]:
@@ -49,7 +50,7 @@ class Subject:
 
     def open(self, resident: int | None = None) -> Ensemble:
         """The model itself, with no routing chosen: all routings of the experts share one."""
-        router = Artifact(self.run, "router/final").manifest()
+        router = Artifact(self.run, layout.final(layout.ROUTER)).manifest()
         return _opened(self.run, self.model, resident, _networks=frozenset({*self.digests, router and router.digest}))
 
     def training(self) -> dict[str, Any]:
@@ -84,11 +85,13 @@ class Subject:
     @property
     def _told(self) -> bool:
         """Whether its experts are told anything, so that guidance means something."""
-        return any(part.open(EXPERT_KIND).facts["told"] for part in self.parts if not part.name.startswith("router/"))
+        return any(
+            part.open(EXPERT_KIND).facts["told"] for part in self.parts if part.name != layout.final(layout.ROUTER)
+        )
 
     def _router_answers(self, settings: Settings, guided: Sequence[bool]) -> int:
         """How often the router answers for one picture; under guidance also for the null condition, if it is told."""
-        router = next(part for part in self.parts if part.name.startswith("router/"))
+        router = next(part for part in self.parts if part.name == layout.final(layout.ROUTER))
         once = [rule.name for rule in parse(settings.routing).rules] == ["drawn"]
         asked = guided[:1] if once else guided
         return len(asked) + (sum(asked) if router.open(ROUTER_KIND).facts["told"] else 0)
@@ -109,20 +112,18 @@ def _opened(run: Path, model: str, resident: int | None, *, _networks: frozenset
 
 
 def _kind(part: Artifact) -> str:
-    return ROUTER_KIND if part.name.startswith("router/") else EXPERT_KIND
+    return ROUTER_KIND if part.name == layout.final(layout.ROUTER) else EXPERT_KIND
 
 
 def finished(run: Path) -> list[str]:
     """Names of the finished networks of a run: experts/000, …, monolith, router, student."""
-    places = [*sorted((run / "experts").glob("[0-9]*")), run / "monolith", run / "router", run / "student"]
-    names = [place.relative_to(run).as_posix() for place in places]
-    return [name for name in names if Artifact(run, f"{name}/final").manifest() is not None]
+    return [name for name in layout.jobs(run) if Artifact(run, layout.final(name)).manifest() is not None]
 
 
 def subjects(run: Path, models: Sequence[str], routings: Sequence[str]) -> list[Subject]:
     """What to evaluate; without `models` whatever of experts, monolith and student is there."""
     there = finished(run)
-    experts = [name for name in there if name.startswith("experts/")]
+    experts = [name for name in there if layout.is_expert(name)]
     wanted = list(models) or [name for name in ("experts", "monolith", "student") if name in there or name == "experts"]
     if not models and not experts:
         wanted.remove("experts")
@@ -131,7 +132,7 @@ def subjects(run: Path, models: Sequence[str], routings: Sequence[str]) -> list[
         if model == "experts":
             found += [Subject(run, "experts", parse(routing).text) for routing in routings]
         elif model == "singles":
-            found += [Subject(run, f"expert:{int(name.removeprefix('experts/'))}") for name in experts]
+            found += [Subject(run, f"expert:{layout.expert_number(name)}") for name in experts]
         elif model in ("monolith", "student") or model.startswith("expert:"):
             found.append(Subject(run, model))
         else:

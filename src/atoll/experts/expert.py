@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll import flow
+from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.data.stages.latents import Statistics
 from atoll.experts.rescaling import Rescaling, rescaling
@@ -92,7 +93,7 @@ class OpenExpert:
 
 def open_expert(run: Path, name: str, space: Statistics, *, device: torch.device | None = None) -> OpenExpert:
     """Open a finished expert of a run (`experts/003`, `monolith`, `student`) after checking its hashes."""
-    artifact = Artifact(run, f"{name}/final")
+    artifact = Artifact(run, layout.final(name))
     declaration = Declaration.from_facts(artifact.open(EXPERT_KIND, verify=True).facts)
     network = load_network(artifact.folder).to(device).eval().requires_grad_(False)
     return OpenExpert(declaration, network, torch.float32, rescaling(space, declaration.statistics, name))

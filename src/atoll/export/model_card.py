@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.version import __version__
 from atoll.nets import build, count_parameters
 
 CARD_FILE = "README.md"
-EVALUATION = "evaluation/latest.json"
 Facts = Mapping[str, Any]
 
 
@@ -90,7 +90,7 @@ Files are checked against the hashes in `manifest.json` when they are read; weig
 def _data(about: About) -> str:
     first = about.experts[0]
     lines = ["## Data", "", f"Source: {first.get('source', 'not recorded')}."]
-    ingest = Artifact(about.run, "data/ingest").manifest()
+    ingest = Artifact(about.run, layout.INGEST).manifest()
     if ingest is not None:
         splits = ingest.facts["splits"]
         held_out = splits.get("held-out", 0)
@@ -105,7 +105,9 @@ def _licences(run: Path) -> list[str]:
     """Licences that the pictures carry, with whom to name."""
     import pyarrow.parquet as parquet
 
-    texts = parquet.read_table(run / "data/ingest/samples.parquet", columns=["attributes"])["attributes"].to_pylist()
+    texts = parquet.read_table(run / layout.INGEST / "samples.parquet", columns=["attributes"])[
+        "attributes"
+    ].to_pylist()
     known = [json.loads(text) if text else {} for text in texts]
     counts = Counter((each.get("licence", ""), each.get("attribution", "")) for each in known)
     if set(counts) == {("", "")}:
@@ -115,7 +117,7 @@ def _licences(run: Path) -> list[str]:
 
 
 def _clusters(about: About) -> str:
-    clusters = Artifact(about.run, "data/clusters").manifest()
+    clusters = Artifact(about.run, layout.CLUSTERS).manifest()
     if clusters is None:
         return ""
     sizes = clusters.facts["sizes"]
@@ -159,7 +161,7 @@ def _objective(facts: Facts) -> str:
 
 
 def _figures(about: About) -> str:
-    file = about.run / EVALUATION
+    file = about.run / layout.LATEST_EVALUATION
     found = json.loads(file.read_text(encoding="utf-8"))["models"] if file.is_file() else []
     mine = [model for model in found if model.get("model") == about.model and model.get("metrics")]
     if not mine:

@@ -18,8 +18,9 @@ from diffusers import ConfigMixin, DiffusionPipeline, FlowMatchEulerDiscreteSche
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from torch import Tensor, nn
 
-from atoll.core.artifacts import MANIFEST, Artifact
+from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError, unknown
+from atoll.core.layout import MANIFEST_FILE
 from atoll.data.stages.latents import Codec, Pixel
 from atoll.data.stages.text import TextEncoder
 from atoll.ensemble.ensemble import Ensemble
@@ -151,7 +152,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         if options.pop("push_to_hub", False):
             raise AtollError(f"save the pipeline first, then: hf upload OWNER/NAME {save_directory}")
         folder = Path(save_directory).resolve()
-        (folder / MANIFEST).unlink(missing_ok=True)
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)
         artifact = Artifact(folder.parent, folder.name)
         artifact.begin(PIPELINE_KIND, {"saved_by": PIPELINE_CLASS})
         super().save_pretrained(folder, safe_serialization=True, **options)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
@@ -60,7 +61,7 @@ def _trained(run: Path, ensemble: Ensemble) -> dict[str, Manifest]:
     kinds = {expert.name: EXPERT_KIND for expert in ensemble.experts}
     if ensemble.router is not None:
         kinds["router"] = ROUTER_KIND
-    return {job: Artifact(run, f"{job}/final").open(kind, verify=True) for job, kind in kinds.items()}
+    return {job: Artifact(run, layout.final(job)).open(kind, verify=True) for job, kind in kinds.items()}
 
 
 def _facts(trained: Mapping[str, Manifest]) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:

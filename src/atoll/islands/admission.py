@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from atoll import flow
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.policy import Policy
@@ -68,7 +69,7 @@ class Contribution:
     @property
     def name(self) -> str:
         """The artifact it wants to become."""
-        return f"experts/{self.expert:03d}/final"
+        return layout.final(layout.expert_job(self.expert))
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -79,7 +80,7 @@ class Contribution:
 def review(store: Store, expert: int, digest: str | None, *, policy: Policy | None, quarantine: Path) -> Artifact:
     """Fetch a contribution into quarantine and check all of it; the artifact there, or `Refused`."""
     rules = policy or Policy()
-    name = f"experts/{expert:03d}/final"
+    name = layout.final(layout.expert_job(expert))
     shutil.rmtree(quarantine, ignore_errors=True)
     try:
         manifest = read_manifest(store, name, digest)
@@ -155,7 +156,7 @@ def _check_listing(offered: Contribution) -> None:
 def _check_origin(offered: Contribution) -> None:
     """It must come from its own cluster's shards of this run, in this run's space."""
     facts, data = offered.facts, offered.shards.facts
-    job = f"experts/{offered.expert:03d}"
+    job = layout.expert_job(offered.expert)
     if facts.get("job") != job or facts.get("clusters") != [offered.expert]:
         raise Refused(f"it declares job {facts.get('job')!r} of clusters {facts.get('clusters')!r}; expected {job!r}")
     for key in FROM_THE_DATA:

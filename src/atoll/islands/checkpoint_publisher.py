@@ -8,6 +8,7 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import link
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.signing import Signer
@@ -40,7 +41,7 @@ class Reporter:
         # and resumed from, whose progress the next one contains. No key comes from a listing or from a record.
         self._superseded = set(resumed)
         # Objects of different attempts never meet, so clearing up after one cannot hurt another.
-        self.name = f"{lease.job}/checkpoints/{lease.record.nonce[:16]}"
+        self.name = f"{layout.checkpoints(lease.job)}/{lease.record.nonce[:16]}"
         self.outbox = job.run / lease.job / ".outbox"
         self._pool = ThreadPoolExecutor(1)
         self._upload: Future[None] | None = None
@@ -112,5 +113,5 @@ def checkpoint_keys(name: str, manifest: Manifest) -> set[str]:
 
 def is_checkpoint_key(key: str, job: str) -> bool:
     """Whether a key is one that a published checkpoint of this job can have."""
-    pattern = rf"{re.escape(job)}/checkpoints/[0-9a-f]{{16}}/{_OBJECT}"
+    pattern = rf"{re.escape(layout.checkpoints(job))}/[0-9a-f]{{16}}/{_OBJECT}"
     return re.fullmatch(pattern, key) is not None

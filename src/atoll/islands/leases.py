@@ -28,6 +28,7 @@ from uuid import uuid4
 
 from pydantic import Field, ValidationError, field_validator
 
+from atoll.core import layout
 from atoll.core.artifacts import to_json
 from atoll.core.config import Section
 from atoll.core.errors import AtollError
@@ -56,7 +57,7 @@ _MAX_COUNT = 1 << 53
 _KEY = re.compile(r"leases/([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)/([0-9]{6})", re.ASCII)
 _CHOICE_KEY = r"^(experts|networks|train)(\.[A-Za-z0-9_-]{1,64}){0,3}$"
 _HEX_32, _HEX_64 = r"^[0-9a-f]{32}$", r"^[0-9a-f]{64}$"
-_CHECKPOINT = r"^experts/[0-9]{3,6}/checkpoints/[0-9a-f]{16}@[0-9a-f]{64}$"
+_CHECKPOINT = rf"^{layout.CHECKPOINTS_PATTERN}/[0-9a-f]{{16}}@[0-9a-f]{{64}}$"
 
 State = Literal["held", "released", "failed", "proposed", "refused", "done"]
 
@@ -170,7 +171,8 @@ def _read(store: Store, job: str, epoch: int) -> Record | None:
         record = Record.model_validate(strict_json(data, key), strict=True)
     except ValidationError as error:
         raise Refused(f"{store.url}/{key} is not a lease: {error}") from error
-    if record.epoch != epoch or not (record.checkpoint or f"{job}/checkpoints/").startswith(f"{job}/checkpoints/"):
+    owned = f"{layout.checkpoints(job)}/"
+    if record.epoch != epoch or not (record.checkpoint or owned).startswith(owned):
         raise Refused(f"{store.url}/{key} is not a lease of {job} in epoch {epoch}")
     return record
 

@@ -6,10 +6,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from atoll.core import config as configuration
-from atoll.core.artifacts import MANIFEST, Artifact, Manifest, to_json
-from atoll.core.config import CONFIG_FILE, Config
+from atoll.core import layout
+from atoll.core.artifacts import Artifact, Manifest, to_json
+from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.core.policy import POLICY_FILE, Policy, Role, policy_of
+from atoll.core.layout import CONFIG_FILE, MANIFEST_FILE, POLICY_FILE
+from atoll.core.policy import Policy, Role, policy_of
 from atoll.core.signing import SIGNATURES_FILE, Signer, verify
 from atoll.core.untrusted import Refused, strict_json
 from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
@@ -18,7 +20,6 @@ from atoll.islands.shared_settings import not_shared, read_shared, shared_part
 from atoll.islands.store import Store
 from atoll.islands.transfer import commit, fetch, publish, read_manifest, signature_key
 
-OTHERS = ("router", "monolith", "student")
 _MAX_SETTINGS = 1 << 20
 
 
@@ -35,14 +36,13 @@ def push(run: Path, store: Store, signer: Signer | None = None) -> list[str]:
         if not store.create(file, data):
             raise AtollError(f"{store.url}/{file} is there already and differs from {run / file}; use another place")
     policy, sent = policy_of(run), []
-    folders = sorted((run / "data" / "shards").glob("cluster_*")) + sorted(run.glob("experts/*/final"))
-    folders += [run / name / "final" for name in OTHERS]
-    for folder in folders:
-        artifact = Artifact(run, folder.relative_to(run).as_posix())
+    networks = [layout.final(job) for job in layout.jobs(run)]
+    for name in (*layout.shard_folders(run), *networks):
+        artifact = Artifact(run, name)
         manifest = artifact.manifest()
         if manifest is None:
             continue
-        if policy is not None and folder.name == "final":
+        if policy is not None and name in networks:
             _sign(store, artifact, manifest, policy=policy, signer=signer)
         publish(store, artifact, manifest)
         sent.append(artifact.name)
@@ -94,11 +94,11 @@ def _check_unchanged(store: Store, mine: Path, unchanged: bool) -> None:
 
 def settle(store: Store, job: str, seen: Seen | None) -> None:
     """Finish what a worker left undone that was stopped between its last record and the manifest."""
-    if seen is None or seen.record.state != "done" or store.entry(f"{job}/final/{MANIFEST}"):
+    if seen is None or seen.record.state != "done" or store.entry(f"{layout.final(job)}/{MANIFEST_FILE}"):
         return
-    manifest = read_manifest(store, f"{job}/final", seen.record.manifest)
+    manifest = read_manifest(store, layout.final(job), seen.record.manifest)
     if manifest is not None:
-        commit(store, f"{job}/final", manifest)
+        commit(store, layout.final(job), manifest)
 
 
 # Letting contributions in
@@ -111,7 +111,7 @@ def admit(store: Store, run: Path, signer: Signer) -> dict[str, str]:
         raise AtollError(f"{store.url}: its policy does not list your key ({signer.public}) among the admitters")
     verdicts = {}
     for expert in range(config.clusters.count):
-        job = f"experts/{expert:03d}"
+        job = layout.expert_job(expert)
         seen = look(store, job)
         if seen is None or not seen.proposed:
             settle(store, job, seen)
@@ -140,7 +140,7 @@ def _judge_or_leave(store: Store, run: Path, expert: int, *, lease: Lease, polic
 def _judge(store: Store, run: Path, expert: int, *, lease: Lease, policy: Policy, signer: Signer) -> str:
     from atoll.islands.admission import review
 
-    name, digest = f"experts/{expert:03d}/final", lease.record.manifest
+    name, digest = layout.final(layout.expert_job(expert)), lease.record.manifest
     try:
         artifact = review(store, expert, digest, policy=policy, quarantine=run / ".quarantine" / lease.job)
     except Refused as reason:
@@ -162,21 +162,21 @@ def pull(store: Store, run: Path, shards: bool = False) -> dict[str, str]:
     config, policy = open_config(store, run)
     verdicts = {}
     for expert in range(config.clusters.count):
-        job = f"experts/{expert:03d}"
+        job = layout.expert_job(expert)
         settle(store, job, look(store, job))
         verdicts[job] = _bring_expert(store, run, expert, policy=policy)
         if shards:
-            _bring(store, run, f"data/shards/cluster_{expert:03d}", policy=None)
-    for job in OTHERS:
-        if read_manifest(store, f"{job}/final") is not None:
-            verdicts[job] = _bring(store, run, f"{job}/final", policy=policy)
+            _bring(store, run, layout.shards(expert), policy=None)
+    for job in layout.OTHERS:
+        if read_manifest(store, layout.final(job)) is not None:
+            verdicts[job] = _bring(store, run, layout.final(job), policy=policy)
     return verdicts
 
 
 def _bring_expert(store: Store, run: Path, expert: int, *, policy: Policy | None) -> str:
     from atoll.islands.admission import Contribution, check_signatures, review
 
-    name = f"experts/{expert:03d}/final"
+    name = layout.final(layout.expert_job(expert))
     target, quarantine = Artifact(run, name), run / ".quarantine" / f"{expert:03d}"
     notice = run / "quarantine" / f"experts-{expert:03d}.json"
     try:

@@ -11,14 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from atoll.core import config as configuration
-from atoll.core.artifacts import MANIFEST
-from atoll.core.config import CONFIG_FILE
+from atoll.core import layout
 from atoll.core.errors import AtollError
+from atoll.core.layout import CONFIG_FILE, MANIFEST_FILE
 from atoll.core.untrusted import Refused
 from atoll.islands.leases import MAX_FAILURES, READERS, Seen, survey
 from atoll.islands.store import Store
 
-OTHERS = ("router", "monolith", "student")
 ACTIVE_SECONDS = 120.0
 """A job in a folder without leases counts as running if its journal was written within this time."""
 JOURNAL_TAIL = 1 << 16
@@ -49,9 +48,9 @@ def status(store: Store) -> list[JobStatus]:
         raise AtollError(f"{store.url} holds no run: there is no {CONFIG_FILE}")
     config = configuration.resolve(yaml.safe_load(settings) or {}, source=f"{store.url}/{CONFIG_FILE}")
     leases = survey(store)
-    jobs = [f"experts/{expert:03d}" for expert in range(config.clusters.count)]
+    jobs = [layout.expert_job(expert) for expert in range(config.clusters.count)]
     with ThreadPoolExecutor(READERS) as pool:
-        lines = pool.map(lambda job: _line(store, job, leases.get(job), config=config), (*jobs, *OTHERS))
+        lines = pool.map(lambda job: _line(store, job, leases.get(job), config=config), (*jobs, *layout.OTHERS))
         return [line for line in lines if line is not None]
 
 
@@ -63,15 +62,15 @@ def _line(store: Store, job: str, seen: Seen | None, *, config: configuration.Co
 
 
 def _line_of(store: Store, job: str, seen: Seen | None, *, config: configuration.Config) -> JobStatus | None:
-    if store.entry(f"{job}/final/{MANIFEST}"):
+    if store.entry(f"{layout.final(job)}/{MANIFEST_FILE}"):
         return JobStatus(job, "done", where=seen.record.holder if seen else "")
     if seen is not None:
         return _leased(job, seen)
     if store.path is not None and (line := _journal(store, job, config.train.samples)):
         return line
-    if job in ("monolith", "student"):
+    if job in layout.DENSE:
         return None  # nobody asked for it
-    return JobStatus(job, "free" if job.startswith("experts/") else "missing")
+    return JobStatus(job, "free" if layout.is_expert(job) else "missing")
 
 
 def _leased(job: str, seen: Seen) -> JobStatus:
@@ -88,7 +87,7 @@ def _leased(job: str, seen: Seen) -> JobStatus:
 
 def _journal(store: Store, job: str, total: int) -> JobStatus | None:
     """A job that trains in a folder without a lease, by its journal."""
-    entry = store.entry(f"{job}/metrics.jsonl")
+    entry = store.entry(layout.metrics(job))
     if entry is None:
         return None
     tail = b"".join(store.stream(entry.key, max(0, entry.size - JOURNAL_TAIL), entry.size))

@@ -23,8 +23,9 @@ from typing import TypeVar
 
 from obstore import exceptions
 
-from atoll.core.artifacts import MANIFEST, Artifact, FileEntry, Manifest
+from atoll.core.artifacts import Artifact, FileEntry, Manifest
 from atoll.core.errors import AtollError, first_line
+from atoll.core.layout import MANIFEST_FILE
 from atoll.core.progress import progress
 from atoll.core.untrusted import MAX_JSON, Refused, strict_manifest
 from atoll.islands.store import ATTEMPTS, Store, pause
@@ -90,13 +91,13 @@ def publish(store: Store, artifact: Artifact, manifest: Manifest) -> None:
 
 def commit(store: Store, name: str, manifest: Manifest) -> None:
     """Make an uploaded manifest the one that counts."""
-    if not store.create(f"{name}/{MANIFEST}", manifest.to_json()):
+    if not store.create(f"{name}/{MANIFEST_FILE}", manifest.to_json()):
         raise AtollError(f"{store.url}/{name} was published before with other content; nothing was changed")
 
 
 def read_manifest(store: Store, name: str, digest: str | None = None) -> Manifest | None:
     """The manifest that counts, or the uploaded one with this digest; None if there is none."""
-    key = f"{name}/{MANIFEST}" if digest is None else proposal_key(name, digest)
+    key = f"{name}/{MANIFEST_FILE}" if digest is None else proposal_key(name, digest)
     data = store.read(key, MAX_JSON)
     if data is None:
         return None

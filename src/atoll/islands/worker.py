@@ -14,9 +14,11 @@ from typing import Any
 from zlib import crc32
 
 from atoll.core import config as configuration
-from atoll.core.artifacts import MANIFEST, Artifact, Manifest
+from atoll.core import layout
+from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
+from atoll.core.layout import MANIFEST_FILE
 from atoll.core.policy import Policy
 from atoll.core.signing import Signer, verify
 from atoll.core.untrusted import Refused, strict_json
@@ -91,9 +93,9 @@ class Worker:
             if number in self._over:
                 continue
             try:
-                lease, is_open = self._take_one(number, seen.get(f"experts/{number:03d}"))
+                lease, is_open = self._take_one(number, seen.get(layout.expert_job(number)))
             except Refused as reason:  # what stands in the place of one expert does not keep us from the others
-                print(f"experts/{number:03d} is passed over: {reason}", flush=True)
+                print(f"{layout.expert_job(number)} is passed over: {reason}", flush=True)
                 self._over.add(number)
                 continue
             unfinished |= is_open
@@ -104,13 +106,13 @@ class Worker:
 
     def _take_one(self, number: int, seen: Seen | None) -> tuple[Lease | None, bool]:
         """Return the lease of one expert if it is free, and whether the expert is unfinished."""
-        job = f"experts/{number:03d}"
+        job = layout.expert_job(number)
         if seen is not None and (not seen.free or (self._judged and seen.proposed)):
             settle(self.store, job, seen)
             done = seen.record.state == "done"
             self._over |= {number} if done else set()
             return None, not done
-        if self.store.entry(f"{job}/final/{MANIFEST}"):
+        if self.store.entry(f"{layout.final(job)}/{MANIFEST_FILE}"):
             self._over.add(number)
             return None, False
         return Lease.take(self.store, job, self.duration, holder=self.name, choice=self._choice(number)), True
@@ -211,7 +213,7 @@ class Worker:
             key = signature_key(name, digest, "publish")
             signature = strict_json(self.store.read(key, 4096) or b"null", key)
             verify(self.policy, "publish", name, manifest=manifest, signature=signature)
-            target = Artifact(self.folder, f"{job.name}/checkpoints/{manifest.facts['samples']:012d}")
+            target = Artifact(self.folder, layout.checkpoint(job.name, manifest.facts["samples"]))
             fetch(self.store, name, manifest, target=target)
             for file in manifest.files:
                 if file.endswith(".safetensors"):
@@ -286,11 +288,11 @@ def check_checkpoint(manifest: Manifest, job: Job) -> None:
 def forget_other(job: Job) -> None:
     """Remove from this machine's copy what an earlier attempt made with other settings."""
     folder = job.run / job.name
-    checkpoints = sorted((folder / "checkpoints").glob("[0-9]*")) if folder.is_dir() else []
+    checkpoints = sorted((job.run / layout.checkpoints(job.name)).glob("[0-9]*")) if folder.is_dir() else []
     try:
         job.result.check(EXPERT_KIND, {**job.made_from, "samples": job.settings.samples})
         for path in checkpoints:
-            Artifact(job.run, f"{job.name}/checkpoints/{path.name}").check(CHECKPOINT_KIND, job.made_from)
+            Artifact(job.run, layout.checkpoint(job.name, int(path.name))).check(CHECKPOINT_KIND, job.made_from)
     except AtollError:
         shutil.rmtree(folder)
 

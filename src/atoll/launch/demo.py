@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core import config as configuration
+from atoll.core import layout
 from atoll.core.artifacts import Artifact
-from atoll.core.config import CONFIG_FILE, Config
+from atoll.core.config import Config
 from atoll.core.errors import AtollError
+from atoll.core.layout import CONFIG_FILE
 from atoll.core.presets import PRESETS
 from atoll.core.progress import progress
 
@@ -72,13 +74,13 @@ def jobs(config: Config) -> list[Job]:
     """
     experts, each = config.clusters.count, config.train.samples
     dense = Job("monolith", ("--monolith", "--train.samples", str(experts * each)), experts * each)
-    found = [Job(f"experts/{number:03d}", ("--expert", str(number)), each) for number in range(experts)]
+    found = [Job(layout.expert_job(number), ("--expert", str(number)), each) for number in range(experts)]
     return [dense, *found, Job("router", ("--router",), config.router.samples or each)]
 
 
 def missing(run: Path, config: Config) -> list[Job]:
     """The jobs that are not finished."""
-    return [job for job in jobs(config) if Artifact(run, f"{job.name}/final").manifest() is None]
+    return [job for job in jobs(config) if Artifact(run, layout.final(job.name)).manifest() is None]
 
 
 def demo(run: Path, minutes: float = MINUTES) -> Path:
@@ -95,7 +97,7 @@ def demo(run: Path, minutes: float = MINUTES) -> Path:
     say("4 of 5: figures")
     command(*evaluation(run))
     say("5 of 5: pictures and report")
-    report = run / "report.html"
+    report = run / layout.REPORT_FILE
     command("report", str(run), "--routings", "top-1", "top-2", "full", "--prompts", *PROMPTS)
     print(farewell(run, report, time.monotonic() - start), flush=True)
     return report
@@ -182,7 +184,7 @@ def log_of(run: Path, job: Job) -> Path:
 
 def position(run: Path, job: Job) -> int:
     """Samples that a job has seen, by its journal."""
-    file = run / job.name / "metrics.jsonl"
+    file = run / layout.metrics(job.name)
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     whole = [line for line in lines if line.endswith("}")]
     return int(json.loads(whole[-1])["samples"]) if whole else 0

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 
 Kind = Literal["prepare", "experts", "router", "monolith", "student"]
-SHARDS = "data/shards/cluster_{:03d}"
 """As `atoll.data.stages.shards` names them; that would import torch, and a launch shall answer at once."""
 
 
@@ -83,7 +83,7 @@ def _check_teachers(run: Path, config: Config, wish: Wish, *, numbers: Sequence[
     """A student waits for the experts that are trained with it; all others must be there."""
     along = set(numbers) if "experts" in wish.kinds else set()
     others = [number for number in range(config.clusters.count) if number not in along]
-    absent = [number for number in others if Artifact(run, f"experts/{number:03d}/final").manifest() is None]
+    absent = [number for number in others if Artifact(run, layout.final(layout.expert_job(number))).manifest() is None]
     if "student" in wish.kinds and absent:
         raise AtollError(
             f"the student learns from all experts; {', '.join(map(str, absent))} are neither finished nor asked for. "
@@ -92,14 +92,14 @@ def _check_teachers(run: Path, config: Config, wish: Wish, *, numbers: Sequence[
 
 
 def _has_shards(run: Path, clusters: Sequence[int]) -> bool:
-    return all(Artifact(run, SHARDS.format(cluster)).manifest() for cluster in clusters)
+    return all(Artifact(run, layout.shards(cluster)).manifest() for cluster in clusters)
 
 
 def _training(run: Path, config: Config, wish: Wish, *, numbers: Sequence[int]) -> list[Group]:
     """The training jobs that are wanted and not finished; the router waits for no expert."""
     last = "shards" if wish.shares > 1 else "prepare"
     commands: dict[Kind, list[tuple[str, int, tuple[str, ...]]]] = {
-        "experts": [(f"experts/{number:03d}", number, ("--expert", str(number))) for number in numbers],
+        "experts": [(layout.expert_job(number), number, ("--expert", str(number))) for number in numbers],
         "router": [("router", 0, ("--router",))],
         "monolith": [("monolith", 0, ("--monolith",))],
         "student": [("student", 0, ("--student",))],
@@ -110,7 +110,7 @@ def _training(run: Path, config: Config, wish: Wish, *, numbers: Sequence[int]) 
         steps = tuple(
             Step(name, index, ("train", str(run), *arguments, *wish.options), own or config.train.samples)
             for name, index, arguments in jobs
-            if kind in wish.kinds and Artifact(run, f"{name}/final").manifest() is None
+            if kind in wish.kinds and Artifact(run, layout.final(name)).manifest() is None
         )
         groups.append(Group(kind, steps, (last, "experts") if kind == "student" else (last,)))
     return groups

@@ -28,7 +28,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from atoll.core.artifacts import MANIFEST, Artifact, to_json
+from atoll.core import layout
+from atoll.core.artifacts import Artifact, to_json
+from atoll.core.layout import MANIFEST_FILE
 from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
 from atoll.islands.store import Store
 from atoll.launch.base import AGAIN, NODE, TICKET, logs_of
@@ -116,7 +118,7 @@ class Attempt:
         code = self._supervise(lease, stop)
         if code == 0:
             self._note(0, saved)
-            made = Artifact(self.run, f"{self.step}/final").manifest()
+            made = Artifact(self.run, layout.final(self.step)).manifest()
             lease.end("done", samples=self.samples, manifest=made.digest if made else None)
             return 0
         if stop.is_set() or code == AGAIN:
@@ -177,14 +179,14 @@ class Attempt:
 
 def saved_samples(run: Path, step: str) -> int:
     """How far the newest committed checkpoint of a training job is."""
-    found = (run / step / "checkpoints").glob(f"*/{MANIFEST}")
+    found = (run / layout.checkpoints(step)).glob(f"*/{MANIFEST_FILE}")
     return max((int(path.parent.name) for path in found if path.parent.name.isdigit()), default=0)
 
 
 def progress_of(folder: Path) -> dict[str, Any]:
     """Samples and rate from the last whole line of a job's journal."""
     try:
-        with (folder / "metrics.jsonl").open("rb") as stream:
+        with (folder / layout.METRICS_FILE).open("rb") as stream:
             stream.seek(max(0, os.path.getsize(stream.name) - (1 << 16)))
             lines = stream.read().split(b"\n")[:-1]
         line = json.loads(lines[-1])

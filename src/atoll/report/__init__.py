@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.ensemble import Settings, parse
@@ -15,7 +16,6 @@ from atoll.report.page import page
 
 __all__ = ["Options", "report"]
 
-FILE = "report.html"
 ROUTINGS = ("top-1", "top-2", "full")
 
 
@@ -42,7 +42,7 @@ def report(run: Path, config: Config, options: Options | None = None, *, out: Pa
     settings = replace(settings, routing=routings[0] if routings else "top-1")
     showcase = Showcase(choose(run, config.clusters.count, options.prompts), settings)
     strips = [showcase.strip(subject) for subject in shown]
-    target = out or run / FILE
+    target = out or run / layout.REPORT_FILE
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page(findings, settings, showcase.examples, strips=strips), encoding="utf-8")
     return target
@@ -52,7 +52,7 @@ def _subjects(run: Path, routings: Sequence[str]) -> list[Subject]:
     """Whose pictures are shown: the experts together, as far as a router allows, each alone, and the dense models."""
     there = finished(run)
     found: list[Subject] = []
-    experts = [name for name in there if name.startswith("experts/")]
+    experts = [name for name in there if layout.is_expert(name)]
     possible = [routing for routing in routings if "router" in there or not parse(routing).asks_router]
     possible = possible if len(experts) > 1 else ["top-1"]  # one expert needs no router
     if possible:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.version import __version__
@@ -38,7 +39,7 @@ class Job:
     @property
     def expert(self) -> int | None:
         """The number of an expert; None for router, monolith and student."""
-        return int(self.name.removeprefix("experts/")) if self.name.startswith("experts/") else None
+        return layout.expert_number(self.name)
 
     @property
     def title(self) -> str:
@@ -81,7 +82,7 @@ class Findings:
         return [self._job(name) for name in finished(self.run)]
 
     def _job(self, name: str) -> Job:
-        manifest, file = Artifact(self.run, f"{name}/final").manifest(), self.run / name / "metrics.jsonl"
+        manifest, file = Artifact(self.run, layout.final(name)).manifest(), self.run / layout.metrics(name)
         assert manifest is not None
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         return Job(name, manifest.facts, [json.loads(line) for line in lines])

@@ -2,6 +2,7 @@
 
 from html import escape
 
+from atoll.core import layout
 from atoll.evaluate.models import Subject
 from atoll.report import texts
 from atoll.report.charts import colour, diagram, legend, ribbon
@@ -124,7 +125,7 @@ def clusters(findings: Findings) -> str:
         )
     cards = []
     for cluster in findings.clusters:
-        job = findings.job(f"experts/{cluster.number:03d}")
+        job = findings.job(layout.expert_job(cluster.number))
         trained = f"{escape(job.objective)}, {job.facts['compute']['seconds']:.0f} s" if job else "not trained yet"
         mostly = f"<br>mostly {escape(cluster.mostly)}" if cluster.mostly else ""
         text = (

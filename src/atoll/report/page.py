@@ -6,7 +6,7 @@ from datetime import date
 from html import escape
 from importlib import resources
 
-from atoll.core.config import CONFIG_FILE
+from atoll.core.layout import CONFIG_FILE
 from atoll.ensemble import Settings
 from atoll.report import images, numbers
 from atoll.report.data import Findings, machine

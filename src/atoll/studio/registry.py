@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from atoll.core.config import CONFIG_FILE
+from atoll.core import layout
 from atoll.core.errors import AtollError
+from atoll.core.layout import CONFIG_FILE
 from atoll.ensemble import Ensemble, load, parse
 from atoll.ensemble.sampler import draws_unheard
 from atoll.evaluate.cache import ROOM
@@ -150,11 +151,16 @@ class Models:
         """Which files make up a model, and when they were written; empty if it is not there."""
         if self.run is None:
             return (("folder", 0),) if model == "experts" else ()
-        patterns = ["experts/*/final/manifest.json"] if model == "experts" else [f"{model}/final/manifest.json"]
-        if model == "experts" and any(self.run.glob(patterns[0])):
-            patterns.append("router/final/manifest.json")
-        files = sorted(file for pattern in patterns for file in self.run.glob(pattern))
+        jobs = [job for job in layout.jobs(self.run) if layout.is_expert(job)] if model == "experts" else [model]
+        jobs = [job for job in jobs if self._manifest(job).is_file()]
+        if model == "experts" and jobs and self._manifest(layout.ROUTER).is_file():
+            jobs.append(layout.ROUTER)
+        files = sorted(self._manifest(job) for job in jobs)
         return tuple((file.relative_to(self.run).as_posix(), file.stat().st_mtime_ns) for file in files)
+
+    def _manifest(self, job: str) -> Path:
+        assert self.run is not None
+        return self.run / layout.final(job) / layout.MANIFEST_FILE
 
     @torch.no_grad()
     def _open(self, model: str) -> Edition:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from atoll.core import config as configuration
+from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.data.stages import clusters as partition
 from atoll.data.stages import ingest
@@ -25,7 +26,6 @@ from atoll.islands.store import Store
 from atoll.nets import build, count_parameters
 from atoll.studio import schemas
 from atoll.studio.registry import Models, has_nearest, has_router
-from atoll.train.metrics_logger import METRICS
 
 CAPTIONS, LABELS, EXAMPLES, POINTS, SHORT = 12, 6, 12, 60, 16
 CHUNKS = 16
@@ -72,7 +72,7 @@ def _named(expert: Declaration) -> schemas.ExpertName:
 def _all_experts(models: Models) -> list[str]:
     if models.run is None:
         return []
-    return [f"experts/{number:03d}" for number in range(configuration.load(models.run).clusters.count)]
+    return [layout.expert_job(number) for number in range(configuration.load(models.run).clusters.count)]
 
 
 def _examples(models: Models) -> list[str]:
@@ -125,7 +125,7 @@ def _expert(
 def _declared(models: Models, name: str, place: int) -> dict[str, Any]:
     """Everything that an expert's manifest, or an export's declaration, says of it."""
     if models.run is not None:
-        manifest = Artifact(models.run, f"{name}/final").manifest()
+        manifest = Artifact(models.run, layout.final(name)).manifest()
         return {} if manifest is None else dict(manifest.facts)
     file = Path(models.source) / f"expert_{place}" / DECLARATION_FILE
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
@@ -203,7 +203,7 @@ def describe_islands(models: Models) -> schemas.IslandsAnswer:
 
 def _island(run: Path, line: JobStatus) -> schemas.Island:
     grid = newest_grid(run, line.job)
-    losses = _losses(run / line.job / METRICS)
+    losses = _losses(run / line.job / layout.METRICS_FILE)
     samples = line.samples or (losses[-1][0] if losses else 0)
     return schemas.Island(
         job=line.job, state=line.state, where=line.where, samples=samples, total=line.total or samples,
@@ -215,7 +215,7 @@ def _island(run: Path, line: JobStatus) -> schemas.Island:
 
 def newest_grid(run: Path, job: str) -> Path | None:
     """The last grid of samples that a job has drawn."""
-    return max((run / job / "grids").glob("[0-9]*.png"), default=None)
+    return layout.newest_preview(run / job)
 
 
 def _losses(file: Path) -> list[tuple[int, float]]:

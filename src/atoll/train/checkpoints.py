@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.core.layout import MANIFEST_FILE
 from atoll.train.distributed import World
 from atoll.train.ema import Averages
 
@@ -76,7 +78,7 @@ class Checkpoints:
     @property
     def folder(self) -> Path:
         """Where they are."""
-        return self.run / self.job / "checkpoints"
+        return self.run / layout.checkpoints(self.job)
 
     def save(self, state: State, samples: int, facts: Mapping[str, Any]) -> Artifact:
         """Write a checkpoint; all processes take part, and it counts once the first has committed it."""
@@ -142,7 +144,7 @@ class Checkpoints:
             yield from (int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
     def _artifact(self, samples: int) -> Artifact:
-        return Artifact(self.run, f"{self.job}/checkpoints/{samples:012d}")
+        return Artifact(self.run, layout.checkpoint(self.job, samples))
 
     def _forget_old(self) -> None:
         committed = sorted(samples for samples in self._all() if self._artifact(samples).manifest())
@@ -151,7 +153,7 @@ class Checkpoints:
                 shutil.rmtree(self._artifact(samples).folder)
         for samples in committed[: -self.keep_last]:
             # The manifest goes first: what is half removed must not look whole.
-            (self._artifact(samples).folder / "manifest.json").unlink()
+            self._artifact(samples).path(MANIFEST_FILE).unlink()
             shutil.rmtree(self._artifact(samples).folder)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atoll import flow
+from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.data.dataset import Batch
 from atoll.experts.expert import EXPERT_KIND, OpenExpert, open_expert
@@ -97,7 +98,7 @@ class StudentTask(Task):
         for expert in self._experts():
             mine = torch.nonzero((clusters == expert) & (whose == rank)).flatten()
             if len(mine):
-                teacher = open_expert(self.run, f"experts/{expert:03d}", self.shards.statistics, device=device)
+                teacher = open_expert(self.run, layout.expert_job(expert), self.shards.statistics, device=device)
                 for rows in torch.split(mine, TEACHER_BATCH):
                     targets[rows] = self._answers(teacher, first, rows, numbers=numbers, device=device)
         return targets
@@ -119,7 +120,7 @@ class StudentTask(Task):
 
 def teachers(run: Path, experts: Iterable[int]) -> list[str]:
     """The hashes of the experts that a student learns from."""
-    return [Artifact(run, f"experts/{expert:03d}/final").open(EXPERT_KIND).digest for expert in experts]
+    return [Artifact(run, layout.final(layout.expert_job(expert))).open(EXPERT_KIND).digest for expert in experts]
 
 
 def _single(batch: Batch) -> Iterator[Batch]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll import flow
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config, NetworkChoice, Train
 from atoll.core.device import device as pick_device
@@ -66,12 +67,12 @@ class Job:
     @property
     def name(self) -> str:
         """The job's folder in the run."""
-        return f"experts/{self.expert:03d}" if self.kind == "expert" else self.kind
+        return self.kind if self.expert is None else layout.expert_job(self.expert)
 
     @property
     def result(self) -> Artifact:
         """Where the result goes."""
-        return Artifact(self.run, f"{self.name}/final")
+        return Artifact(self.run, layout.final(self.name))
 
     @cached_property
     def clusters(self) -> list[int]:
@@ -240,7 +241,7 @@ def run_job(job: Job, watch: Watch | None = None) -> Manifest:
     def find_result() -> dict[str, Any] | None:
         if not job.result.check(kind, goal):
             return None
-        shutil.rmtree(job.run / job.name / "checkpoints", ignore_errors=True)  # of one killed at its end
+        shutil.rmtree(job.run / layout.checkpoints(job.name), ignore_errors=True)  # of one killed at its end
         print(f"{job.result.folder} is there already", flush=True)
         return _values(job.result.open(kind))
 
@@ -326,19 +327,15 @@ def teacher_flops(job: Job) -> int:
     text = (facts["text"]["max_tokens"], facts["text"]["dimensions"]) if facts["text"] else None
     total = 0
     for expert, size in enumerate(sizes):
-        network = Artifact(job.run, f"experts/{expert:03d}/final").open(EXPERT_KIND).facts["network"]
+        network = Artifact(job.run, layout.final(layout.expert_job(expert))).open(EXPERT_KIND).facts["network"]
         total += size * cost(network, tuple(facts["latents"]["shape"]), text).forward_flops
     return total // sum(sizes)
 
 
 def expert_flops(run: Path) -> int:
     """Training FLOPs of all finished experts of a run."""
-    finals = sorted((run / "experts").glob("*/final")) if (run / "experts").is_dir() else []
-    spent = [
-        manifest.facts["compute"]["flops"]
-        for folder in finals
-        if (manifest := Artifact(run, folder.relative_to(run).as_posix()).manifest())
-    ]
+    finals = [layout.final(job) for job in layout.jobs(run) if layout.is_expert(job)]
+    spent = [manifest.facts["compute"]["flops"] for name in finals if (manifest := Artifact(run, name).manifest())]
     if not spent:
         raise AtollError(f"{run} has no finished expert whose FLOPs could be matched; train them first")
     return int(sum(spent))

@@ -14,13 +14,13 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
 from atoll.experts.validation import TIME_BINS
 from atoll.train.distributed import World
 from atoll.train.tasks import Losses
 
-METRICS = "metrics.jsonl"
 Tracker = Callable[[dict[str, float], int], None]
 
 
@@ -40,8 +40,8 @@ class Journal:
         self._last_samples = done
         if world.first:
             folder.mkdir(parents=True, exist_ok=True)
-            forget_after(folder / METRICS, done)
-            self._lines = self._stack.enter_context((folder / METRICS).open("a", encoding="utf-8"))
+            forget_after(folder / layout.METRICS_FILE, done)
+            self._lines = self._stack.enter_context((folder / layout.METRICS_FILE).open("a", encoding="utf-8"))
             self._trackers = [open_tracker(kind, folder, name, stack=self._stack) for kind in trackers]
             self._bar = self._stack.enter_context(progress(name, total, done))
 
@@ -103,7 +103,7 @@ class Journal:
     def picture(self, pixels: "np.ndarray[Any, Any]") -> None:
         """Save a grid of samples (N, side, side, 3) of eight bits."""
         if self.world.first:
-            target = self.folder / "grids" / f"{self.done:012d}.png"
+            target = layout.preview(self.folder, self.done)
             target.parent.mkdir(exist_ok=True)
             grid(pixels).save(target)
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest, to_json
 from atoll.core.config import Clusters, Config
 from atoll.core.errors import AtollError
@@ -30,7 +31,7 @@ from atoll.data.sources.base import Source
 from atoll.data.stages import features
 from atoll.data.stages.ingest import Index
 
-NAME = "data/clusters"
+NAME = layout.CLUSTERS
 KIND = "clusters"
 ASSIGNMENTS, CENTROIDS, REPORT = "assignments.parquet", "centroids.safetensors", "report.json"
 _CENTRES, _FINE, _SUMS = ".centres.safetensors", ".fine.parquet", ".sums.safetensors"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.device import device
@@ -22,7 +23,7 @@ from atoll.data.sources.base import Source
 from atoll.data.stages.ingest import Index, Pixels, picture_batches
 from atoll.data.vision import efficientnet
 
-NAME = "data/features"
+NAME = layout.FEATURES
 KIND = "features"
 
 

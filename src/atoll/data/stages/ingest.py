@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config, Data
 from atoll.core.errors import AtollError
@@ -24,7 +25,7 @@ from atoll.data.chunks import Chunks, ahead, read_rows
 from atoll.data.sources.base import BadPicture, Options, Sample, Source, decode, describe
 from atoll.data.sources.open import open_source
 
-NAME = "data/ingest"
+NAME = layout.INGEST
 KIND = "ingest"
 SAMPLES, REJECTED = "samples.parquet", "rejected.parquet"
 _PARTS = ".parts"

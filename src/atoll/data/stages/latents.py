@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.device import device
@@ -26,7 +27,7 @@ from atoll.data.pretrained import fingerprint, folder_of, repeatable
 from atoll.data.sources.base import Source
 from atoll.data.stages.ingest import Index, Pixels, picture_batches
 
-NAME = "data/latents"
+NAME = layout.LATENTS
 KIND = "latents"
 _CLASSES = ("AutoencoderKL", "AutoencoderTiny")
 _FIELDS = ("mean", "std", "data_mean", "data_std")

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
@@ -37,7 +38,7 @@ _COLUMNS = ["id", "caption", "label", "attributes"]
 
 def name(cluster: int) -> str:
     """The name of a cluster's artifact."""
-    return f"data/shards/cluster_{cluster:03d}"
+    return layout.shards(cluster)
 
 
 def made_from(run: Path, config: Config) -> dict[str, Any]:

