@@ -237,7 +237,7 @@ class Worker:
             key = signature_key(job.result.name, manifest.digest, "publish")
             self.store.write(key, self.signer.sign("publish", job.result.name, manifest))
         # Nobody needs the checkpoints of any attempt at this job once it is finished.
-        listed = self.store.entries(f"{job.name}/checkpoints")
+        listed = self.store.entries(layout.checkpoints(job.name))
         old = [entry.key for entry in listed if is_checkpoint_key(entry.key, job.name)]
         news: dict[str, Any] = {"manifest": manifest.digest, "samples": job.settings.samples, "checkpoint": None}
         lease.end("proposed" if self._judged else "done", **news)
