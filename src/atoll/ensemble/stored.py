@@ -23,6 +23,7 @@ from atoll.ensemble.residency import Member
 from atoll.errors import AtollError
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.expert import KINDS, DiffusersExpert
+from atoll.nets.router import without_retired
 from atoll.nets.weights import check_fit, layout, read_weights, write_weights
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
 from atoll.run import to_json
@@ -89,7 +90,7 @@ class Stored:
         if not file.is_file():
             raise AtollError(f"{file} is missing: nothing tells how this network was trained; export the run again")
         stored = cls(folder, json.loads(file.read_text(encoding="utf-8")))
-        check_fit(shapes(stored.weights), stored._expected(), f"the network that {file} declares")
+        check_fit(without_retired(shapes(stored.weights)), stored._expected(), f"the network that {file} declares")
         return stored
 
     @cached_property

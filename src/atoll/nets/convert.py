@@ -16,7 +16,7 @@ from atoll.nets.condition import Condition
 from atoll.nets.dit import DiT
 from atoll.nets.expert import KINDS, build
 from atoll.nets.fold import Change, FlowMatchingOptions, to_flow_matching
-from atoll.nets.router import Router
+from atoll.nets.router import Router, without_retired
 from atoll.nets.weights import LAYOUTS, Layout, check_fit, detect, read_weights, sha256, write_weights
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
 from atoll.networks import DiTConfig, RouterConfig
@@ -100,6 +100,7 @@ def _native(file: Path, given: dict[str, Any], state: dict[str, Tensor]) -> Sour
     with torch.device("meta"):
         network = build(given)
     assert isinstance(network, DiT | Router)
+    state = without_retired(state)
     check_fit(state, network.state_dict(), f"the network of {file.parent / CONFIG_FILE}")
     return Source(file, "atoll", network.config, state)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from atoll.errors import AtollError, first_line, unknown
 from atoll.nets.condition import Condition, check_labels
 from atoll.nets.dit import DiT
-from atoll.nets.router import Router
+from atoll.nets.router import Router, without_retired
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE, read_weights, write_weights
 from atoll.nets.weights.layout import check_fit
 from atoll.networks import DiTConfig, RouterConfig
@@ -188,7 +188,7 @@ def load_network(folder: str | Path) -> DiT | Router | DiffusersExpert:
     if not file.is_file():
         raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     description = json.loads(file.read_text(encoding="utf-8"))
-    state = read_weights(Path(folder) / WEIGHTS_FILE)
+    state = without_retired(read_weights(Path(folder) / WEIGHTS_FILE))
     native = description.get("_class_name", "DiT") in ("DiT", "Router")
     # A native network stores all it needs and skips its own initialisation; diffusers models have unsaved buffers.
     with torch.device("meta" if native else "cpu"):
