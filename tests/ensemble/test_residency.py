@@ -5,6 +5,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import torch
 import atoll
 from atoll.cli import main
 from atoll.core.errors import AtollError
-from atoll.ensemble.plan import peak_bytes
+from atoll.ensemble.plan import activation_bytes
 from atoll.experts.expert_cache import Resident, Residents
+from atoll.nets import build
 from ensemble.runs import SMALL, write_run
 
 PROMPTS = ["a red circle", "a green square", "nothing at all"]
@@ -74,14 +76,25 @@ def test_at_least_one_expert_must_fit(run: Path) -> None:
         atoll.load(run, resident=-1)
 
 
-def test_the_meter_counts_what_is_alive_at_once() -> None:
-    def work() -> torch.Tensor:
-        a = torch.zeros(1000)  # 4000 bytes
-        b = a + 1  # 8000 alive
-        del a
-        return b * 2  # 8000 alive
+TRANSFORMER = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "sample_size": 8, "patch_size": 2}
+UNET = {
+    "sample_size": 8, "block_out_channels": (32, 64), "layers_per_block": 1,
+    "down_block_types": ("DownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "UpBlock2D"),
+}  # fmt: skip
 
-    assert peak_bytes(work) == 8000
+
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        (SMALL, 5 * 16 * 32 * 11 * 4),
+        ({**SMALL, "mlp_ratio": 1.0}, 5 * 16 * 32 * 7 * 4),
+        ({"_class_name": "DiTExpert", "in_channels": 3, "num_embeds_ada_norm": 3, **TRANSFORMER}, 5 * 16 * 16 * 13 * 4),
+        ({"_class_name": "UNetExpert", "in_channels": 3, "out_channels": 3, **UNET}, 5 * 64 * 32 * 13 * 4),
+    ],
+)
+def test_activations_are_counted_in_tensors_of_the_residual_stream(network: dict[str, Any], expected: int) -> None:
+    """Five rows of 3 x 8 x 8 in float32."""
+    assert activation_bytes(build(network), (3, 8, 8), rows=5, itemsize=4) == expected
 
 
 MEASURE = """
@@ -137,7 +150,7 @@ def test_the_plan_is_what_the_process_takes(big: Path, resident: int, dtype: str
     parts = answer["plan"]["parts"]
     before = sum(parts[name] for name in ("router", "text encoder"))  # these were there already
     assert answer["plan"]["resident"] == resident
-    assert answer["measured"] == pytest.approx(answer["plan"]["total"] - before, rel=0.15), answer
+    assert answer["measured"] == pytest.approx(answer["plan"]["total"] - before, rel=0.25), answer
 
 
 def test_a_run_conditioned_on_classes_has_a_plan(told_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

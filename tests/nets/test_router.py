@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from atoll.convert import write_weights
+from atoll.convert.convert import read_source
+from atoll.core.errors import AtollError
 from atoll.nets import Condition, Router, RouterConfig, count_parameters, load_network, save_network
+from atoll.nets.io import WEIGHTS_FILE
 from atoll.nets.layers import sincos_positions
 
 TINY = {"experts": 3, "width": 48, "depth": 2, "heads": 2, "size": 8, "channels": 1}
@@ -27,41 +31,35 @@ def train(router, draw, steps=250):
     return router.eval()
 
 
-def test_balanced_batches_and_prior_give_the_posterior():
-    """Two clusters, each one image, at a noise where they overlap: the posterior is known."""
+def test_a_trained_router_gives_the_posterior():
+    """Two clusters of one image each, at a noise level where they overlap: the posterior is known."""
     torch.manual_seed(0)
     images = torch.stack([torch.full((1, 4, 4), 0.25), torch.full((1, 4, 4), -0.25)])
     t, counts = 0.5, [9, 1]
 
     def draw(generator):
-        cluster = torch.randint(2, (128,), generator=generator)
+        cluster = (torch.rand(128, generator=generator) < 0.1).long()
         x = (1 - t) * images[cluster] + t * torch.randn(128, 1, 4, 4, generator=generator)
         return x, cluster, torch.full((128,), 1000 * t), None
 
     router = train(Router(RouterConfig(2, 32, 1, 2, size=4, channels=1)), draw)
-    router.set_prior(counts, balanced=True)
     x, *_ = draw(torch.Generator().manual_seed(1))
     log_likelihood = -((x[:, None] - (1 - t) * images).square().sum((2, 3, 4))) / (2 * t**2)
     exact = (log_likelihood + torch.tensor(counts).log()).softmax(-1)[:, 0]
     with torch.no_grad():
         ours = router.logits(x, torch.tensor(1000 * t)).softmax(-1)[:, 0]
-        uncorrected = router(x, torch.tensor(1000 * t)).softmax(-1)[:, 0]
     assert float((ours - exact).abs().mean()) < 0.04
-    assert float((uncorrected - exact).abs().mean()) > 0.1
+    assert float((log_likelihood.softmax(-1)[:, 0] - exact).abs().mean()) > 0.1  # the prior matters here
 
 
-def test_natural_batches_carry_their_prior_already():
+def test_logits_are_divided_by_the_temperature():
     router = Router(RouterConfig(**TINY))
     x, time = torch.randn(2, 1, 8, 8), torch.tensor([5.0, 700.0])
-    router.set_prior([10, 20, 70], balanced=False)
     assert router.logits(x, time).equal(router(x, time))
-    router.set_prior([10, 20, 70], balanced=True)
-    expected = router(x, time) + torch.tensor([0.1, 0.2, 0.7]).log()
-    torch.testing.assert_close(router.logits(x, time), expected)
     router.temperature.fill_(2.0)
-    torch.testing.assert_close(router.logits(x, time), expected - router(x, time) / 2)
+    torch.testing.assert_close(router.logits(x, time), router(x, time) / 2)
     with pytest.raises(ValueError, match="3 positive cluster sizes"):
-        router.set_prior([1, 2], balanced=True)
+        router.set_prior([1, 2])
 
 
 def test_router_can_be_told_class_and_pooled_text():
@@ -99,7 +97,7 @@ def test_another_size_interpolates_a_learned_table_and_stretches_the_formula():
 
 def test_save_and_load_keep_prior_and_calibration(tmp_path):
     router = Router(RouterConfig(**TINY))
-    router.set_prior([1, 1, 2], balanced=True)
+    router.set_prior([1, 1, 2])
     router.temperature.fill_(1.5)
     save_network(router, tmp_path)
     loaded = load_network(tmp_path)
@@ -107,3 +105,15 @@ def test_save_and_load_keep_prior_and_calibration(tmp_path):
     assert loaded.logits(x, time).equal(router.logits(x, time))
     assert float(loaded.log_prior[2]) == pytest.approx(math.log(0.5))
     assert router(torch.randn(2, 1, 12, 12), time).shape == (2, 3)
+
+
+def test_files_of_older_routers_with_retired_tensors_are_read(tmp_path):
+    router = Router(RouterConfig(**TINY))
+    save_network(router, tmp_path)
+    write_weights(router.state_dict() | {"balanced": torch.tensor(False)}, tmp_path / WEIGHTS_FILE)
+    x, time = torch.randn(2, 1, 8, 8), torch.tensor(3.0)
+    assert load_network(tmp_path).logits(x, time).equal(router.logits(x, time))
+    assert set(read_source(tmp_path).state) == set(router.state_dict())
+    write_weights(router.state_dict() | {"surplus": torch.tensor(False)}, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(AtollError, match="not expected surplus"):
+        load_network(tmp_path)

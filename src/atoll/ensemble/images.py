@@ -79,8 +79,8 @@ def draw_trace(trace: Trace, images: list[Image.Image]) -> Image.Image:
 
 def _legend(pen: ImageDraw.ImageDraw, experts: tuple[str, ...], x: float) -> None:
     for number, name in enumerate(experts):
-        number = layout.expert_number(name)
-        label = name if number is None else f"{number:03d}"
+        expert = layout.expert_number(name)
+        label = name if expert is None else f"{expert:03d}"
         pen.rectangle((x, 6, x + 10, 16), fill=_colour(number))
         pen.text((x + 14, 5), label, fill="black")
         x += 26 + pen.textlength(label)

@@ -29,6 +29,7 @@ from atoll.experts.expert_cache import Member
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
+from atoll.nets.router import without_retired
 
 DECLARATION_FILE = "declaration.json"
 NULL_FILE = "null.safetensors"
@@ -90,7 +91,7 @@ class Stored:
         if not file.is_file():
             raise AtollError(f"{file} is missing: nothing tells how this network was trained; export the run again")
         stored = cls(folder, json.loads(file.read_text(encoding="utf-8")))
-        check_fit(shapes(stored.weights), stored._expected(), f"the network that {file} declares")
+        check_fit(without_retired(shapes(stored.weights)), stored._expected(), f"the network that {file} declares")
         return stored
 
     @cached_property

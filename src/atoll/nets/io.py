@@ -16,7 +16,7 @@ from atoll.core.errors import AtollError, first_line, unknown
 from atoll.core.networks import DiTConfig, RouterConfig
 from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.dit import DiT
-from atoll.nets.router import Router
+from atoll.nets.router import Router, without_retired
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 CONFIG_FILE = "config.json"
@@ -111,7 +111,7 @@ def load_network(folder: str | Path) -> DiT | Router | DiffusersExpert:
     if not file.is_file():
         raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     description = json.loads(file.read_text(encoding="utf-8"))
-    state = read_weights(Path(folder) / WEIGHTS_FILE)
+    state = without_retired(read_weights(Path(folder) / WEIGHTS_FILE))
     native = description.get("_class_name", "DiT") in ("DiT", "Router")
     # A native network stores all it needs and skips its own initialisation; diffusers models have unsaved buffers.
     with torch.device("meta" if native else "cpu"):

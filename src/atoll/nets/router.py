@@ -22,6 +22,17 @@ from atoll.nets.layers import (
     sincos_positions,
 )
 
+RETIRED = ("balanced",)
+"""Tensors in the files of older routers that no router has any more; they are left out when a file is read.
+
+`balanced` was false in every router that Atoll trained, so nothing changes without it.
+"""
+
+
+def without_retired(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a router's file without the retired ones."""
+    return {name: tensor for name, tensor in state.items() if name not in RETIRED}
+
 
 class Head(nn.Module):
     """Linear, GELU, LayerNorm, GELU, Linear to one logit per expert."""
@@ -42,12 +53,11 @@ class Router(nn.Module):
     """Classifier of noisy images into clusters.
 
     `forward` answers for the frequencies of its training batches and is what the loss takes. `logits` is what the
-    ensemble takes: calibrated, and carrying the cluster prior also when the training batches were balanced.
+    ensemble takes: the same, calibrated. Batches hold the clusters in their natural frequencies, so it has the prior.
     """
 
     positions: Tensor
     log_prior: Tensor
-    balanced: Tensor
     temperature: Tensor
 
     def __init__(self, config: RouterConfig) -> None:
@@ -70,7 +80,6 @@ class Router(nn.Module):
         )
         self.head = Head(width, config.experts)
         self.register_buffer("log_prior", torch.empty(config.experts))
-        self.register_buffer("balanced", torch.empty((), dtype=torch.bool))
         self.register_buffer("temperature", torch.empty(()))
         self.init_weights()
 
@@ -90,21 +99,17 @@ class Router(nn.Module):
         return self.head(tokens[:, 0])  # type: ignore[no-any-return]
 
     def logits(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
-        """Log posterior of the clusters up to a constant: log p(x | k) + log p(k).
-
-        Balanced batches teach log p(x | k) alone, so the prior is added; natural batches have it inside.
-        """
-        evidence: Tensor = self(x, time, condition).float() / self.temperature
-        return evidence + torch.where(self.balanced, self.log_prior, torch.zeros_like(self.log_prior))
+        """Return the log posterior of the clusters up to a constant: log p(x | k) + log p(k)."""
+        logits: Tensor = self(x, time, condition).float() / self.temperature
+        return logits
 
     @torch.no_grad()
-    def set_prior(self, counts: Sequence[int] | Tensor, balanced: bool) -> None:
-        """Tell how many samples each cluster has, and whether the training batches were balanced over clusters."""
+    def set_prior(self, counts: Sequence[int] | Tensor) -> None:
+        """Set how many samples each cluster has."""
         sizes = torch.as_tensor(counts, dtype=torch.float32)
         if sizes.shape != self.log_prior.shape or not bool((sizes > 0).all()):
             raise ValueError(f"expected {len(self.log_prior)} positive cluster sizes, got {sizes.tolist()}")
         self.log_prior.copy_(sizes.log() - sizes.sum().log())
-        self.balanced.fill_(balanced)
 
     def describe(self) -> dict[str, Any]:
         """Plain values from which the same network can be built."""
@@ -134,5 +139,4 @@ class Router(nn.Module):
         nn.init.normal_(self.cls, std=0.02)
         nn.init.normal_(self.head.outer.weight, std=0.02)
         self.log_prior.fill_(-math.log(self.config.experts))
-        self.balanced.fill_(False)
         self.temperature.fill_(1.0)

@@ -225,7 +225,7 @@ class Job:
         dropout = self.settings.condition_dropout
         if self.kind == "router":
             assert isinstance(network, Router)
-            network.set_prior(self.shards.cluster_sizes(), balanced=False)
+            network.set_prior(self.shards.cluster_sizes())
             return RouterTask(*base, self.told, dropout)
         if self.kind == "student":
             micro = self.settings.batch // self.settings.accumulate
