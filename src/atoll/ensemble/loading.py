@@ -11,16 +11,16 @@ from atoll.core.artifacts import Artifact
 from atoll.core.device import device as pick_device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.layout import CONFIG_FILE
+from atoll.core.manifests import EXPERT_KIND, ROUTER_KIND
 from atoll.core.signing import open_trusted
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.folder import is_folder, load_folder
 from atoll.experts.density import FILE, Density
-from atoll.experts.expert import EXPERT_KIND, Declaration
+from atoll.experts.expert import Declaration
 from atoll.experts.expert_cache import Member, Placement
 from atoll.experts.router import OpenRouter
 from atoll.nets import Router, load_network
 from atoll.nets.io import WEIGHTS_FILE
-from atoll.train.job import ROUTER_KIND
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -10,10 +10,9 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.errors import AtollError, unknown
+from atoll.core.manifests import EXPERT_KIND, ROUTER_KIND
 from atoll.ensemble import Ensemble, Settings, load, parse
-from atoll.experts.expert import EXPERT_KIND
 from atoll.train.cost import Cost, cost, training_bytes
-from atoll.train.job import ROUTER_KIND
 
 KINDS = (*layout.MODELS, "singles")
 

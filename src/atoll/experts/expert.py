@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from atoll import flow
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
+from atoll.core.manifests import EXPERT_KIND
 from atoll.data.stages.latents import Statistics
 from atoll.experts.rescaling import Rescaling, rescaling
 from atoll.nets import Condition, PreparedCondition, load_network
-
-EXPERT_KIND = "expert"
 
 
 @dataclass(frozen=True)

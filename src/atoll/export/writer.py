@@ -16,6 +16,7 @@ from typing import Any
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
+from atoll.core.manifests import EXPERT_KIND, ROUTER_KIND
 from atoll.core.progress import progress
 from atoll.data.stages.latents import Codec
 from atoll.ensemble.ensemble import Ensemble
@@ -30,9 +31,7 @@ from atoll.ensemble.folder import (
 )
 from atoll.ensemble.loading import load
 from atoll.experts import stored
-from atoll.experts.expert import EXPERT_KIND
 from atoll.export.model_card import CARD_FILE, About, card
-from atoll.train.job import ROUTER_KIND
 
 
 def export(run: Path, destination: Path, model: str = "experts", *, licence: str | None = None) -> Manifest:

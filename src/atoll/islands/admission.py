@@ -25,6 +25,7 @@ from atoll import flow
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
+from atoll.core.manifests import EXPERT_KIND
 from atoll.core.policy import Policy
 from atoll.core.signing import verify
 from atoll.core.untrusted import Refused, check_bounded, strict_json
@@ -33,7 +34,6 @@ from atoll.data.stages import shards as shard_files
 from atoll.data.stages.latents import Statistics
 from atoll.experts.density import CAPTION_RANK, RANK
 from atoll.experts.density import FILE as DENSITY_FILE
-from atoll.experts.expert import EXPERT_KIND
 from atoll.experts.validation import validate
 from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store

@@ -19,11 +19,11 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
+from atoll.core.manifests import EXPERT_KIND
 from atoll.core.policy import Policy
 from atoll.core.signing import Signer, verify
 from atoll.core.untrusted import Refused, strict_json
 from atoll.data.stages import shards as shard_files
-from atoll.experts.expert import EXPERT_KIND
 from atoll.islands.admission import Contribution, check_declaration, check_files, check_loss
 from atoll.islands.checkpoint_publisher import Reporter, checkpoint_keys, is_checkpoint_key
 from atoll.islands.leases import DURATION, Lease, LeaseLost, Seen, State, survey

@@ -18,8 +18,9 @@ from torch import Tensor
 from atoll import flow
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
+from atoll.core.manifests import EXPERT_KIND
 from atoll.data.dataset import Batch
-from atoll.experts.expert import EXPERT_KIND, OpenExpert, open_expert
+from atoll.experts.expert import OpenExpert, open_expert
 from atoll.experts.validation import ALONE, Processes, condition_of, validate
 from atoll.train.tasks import Forward, Losses, Task, drop, on_linear_path
 

@@ -25,12 +25,12 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config, NetworkChoice, Train
 from atoll.core.device import device as pick_device
 from atoll.core.errors import AtollError
+from atoll.core.manifests import EXPERT_KIND, ROUTER_KIND
 from atoll.core.networks import DEFAULT_NAME, LatentScale, check_fits_data
 from atoll.data.dataset import Shards
 from atoll.data.stages.latents import Statistics
 from atoll.data.stages.shards import name as shards_name
 from atoll.experts import density
-from atoll.experts.expert import EXPERT_KIND
 from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
 from atoll.nets.adapters import DiffusersExpert
 from atoll.train.checkpoints import Checkpoints
@@ -41,7 +41,6 @@ from atoll.train.expected import expected_facts
 from atoll.train.loop import Outcome, Watch, train
 from atoll.train.tasks import ExpertTask, RouterTask, Task
 
-ROUTER_KIND = "router"
 Kind = Literal["expert", "router", "monolith", "student"]
 _NO_EFFECT = {"samples", "save_every", "keep_last", "log_every", "grid_every", "grid_size", "grid_guidance"}
 _NO_EFFECT |= {"workers", "trackers", "parallel", "compile", "checkpointing", "accumulate"}
