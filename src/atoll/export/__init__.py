@@ -1,1 +1,1 @@
-"""export."""
+"""A model as a diffusers folder, with its pipeline and its model card."""

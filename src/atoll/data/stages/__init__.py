@@ -1,1 +1,1 @@
-"""stages."""
+"""The stages of `atoll prepare`, each of which makes one artifact."""

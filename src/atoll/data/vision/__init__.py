@@ -1,1 +1,1 @@
-"""vision."""
+"""Vision networks for features, metrics and perceptual distances."""
