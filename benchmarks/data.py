@@ -26,7 +26,19 @@ from sklearn.cluster import MiniBatchKMeans
 from torch import Tensor
 
 from atoll.core import config as configuration
-from atoll.core.artifacts import Artifact
+from atoll.core import manifests
+from atoll.core.artifacts import Artifact, Content, Kind
+from atoll.core.manifests import (
+    FEATURES,
+    INGEST,
+    SHARDS,
+    ChannelStatistics,
+    FeaturesContent,
+    IngestContent,
+    LatentSpec,
+    ShardsContent,
+    TextSpec,
+)
 from atoll.data import kmeans
 from atoll.data.chunks import Chunks
 from atoll.data.dataset import Batch, Shards
@@ -118,7 +130,7 @@ def stage_over(folder: Path, index: ingest.Index, source: Source, side: int, wor
     def once() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         artifact = Artifact(folder, "stage")
-        artifact.begin("stage", {})
+        artifact.begin(Kind("stage", Content), {})
         pictures = ingest.picture_batches(index, source, all_chunks(index), resolution=side, batch=16, workers=2)
         index.chunks(artifact).fill("bench", all_chunks(index), ((c, len(p), work(p)) for c, p in pictures))
         artifact.commit({})
@@ -172,7 +184,7 @@ def write_shards(run: Path, rows: int) -> None:
     """Shards of latents 8 x 8 x 8 and captions of 4 to 16 tokens, as the emoji data has them."""
     generator = torch.Generator().manual_seed(0)
     artifact = Artifact(run, shards.name(0))
-    artifact.begin(shards.KIND, {})
+    artifact.begin(SHARDS, {})
     for number, start in enumerate(range(0, rows, 4096)):
         count = min(4096, rows - start)
         lengths = torch.randint(4, 17, (count,), generator=generator, dtype=torch.int32)
@@ -181,8 +193,15 @@ def write_shards(run: Path, rows: int) -> None:
         tensors = {"mean": latent[0], "std": latent[1].abs(), "label": torch.zeros(count, dtype=torch.int32)}
         tensors |= {"tokens": tokens, "lengths": lengths, "pooled": torch.zeros(count, DIMENSIONS).half()}
         artifact.write_tensors(f"train-{number:06d}.safetensors", tensors)
-    facts = {"statistics": {"mean": [0.0] * 8, "std": [1.0] * 8}, "text": {"max_tokens": 16}, "cluster": 0}
-    artifact.commit({**facts, "labels": [], "latents": {}, "fingerprint": ""})
+    text = TextSpec(encoder="none", max_tokens=16, dimensions=DIMENSIONS, pooled=DIMENSIONS)
+    latents = LatentSpec(autoencoder="pixels", shape=(8, 8, 8))
+    statistics = ChannelStatistics(mean=(0.0,) * 8, std=(1.0,) * 8)
+    artifact.commit(
+        ShardsContent(
+            cluster=0, clusters=1, rows={"train": rows}, labels=(), source="random", fingerprint="", latents=latents,
+            statistics=statistics, text=text,
+        )
+    )  # fmt: skip
 
 
 # Clustering
@@ -195,9 +214,9 @@ def write_features(run: Path, rows: int) -> None:
     centres = generator.normal(size=(2000, DIMENSIONS)).astype(np.float32)
     weights = generator.pareto(1.5, 2000) + 0.1
     artifact = Artifact(run, ingest.NAME)
-    artifact.begin(ingest.KIND, {"chunk": chunk, "resolution": 64})
+    artifact.begin(INGEST, {"chunk": chunk, "resolution": 64})
     target = Artifact(run, features.NAME)
-    target.begin(features.KIND, {})
+    target.begin(FEATURES, {})
     chunks = Chunks(target, rows, chunk)
     with artifact.writing(ingest.SAMPLES) as path, pq.ParquetWriter(path, ingest.SCHEMA) as writer:
         for number in range(chunks.count):
@@ -210,8 +229,8 @@ def write_features(run: Path, rows: int) -> None:
             ids = [f"{number}-{row}" for row in range(count)]
             table = {"id": ids, "caption": ids, "label": [None] * count, "split": ["train"] * count}
             writer.write_table(pa.table({**table, "attributes": ids}, schema=ingest.SCHEMA))
-    artifact.commit({"rows": rows, "splits": {"train": rows}, "labels": {}})
-    target.commit({"rows": rows})
+    artifact.commit(IngestContent(rows=rows, rejected=0, captions=rows, splits={"train": rows}, labels={}))
+    target.commit(FeaturesContent(rows=rows, dimensions=DIMENSIONS))
 
 
 @dataclass(frozen=True)
@@ -230,7 +249,7 @@ def ours(run: Path, fine: int) -> Outcome:
     """Atoll: fine centres from a bounded sample, streamed assignment, balanced merge, table of assignments."""
     artifact, index = Artifact(run, "ours"), ingest.Index.open(run)
     shutil.rmtree(artifact.folder, ignore_errors=True)
-    artifact.begin(clusters.KIND, {})
+    artifact.begin(manifests.CLUSTERS, {})
     settings = configuration.Clusters(count=CLUSTERS, fine=fine)
     before, start = memory("VmRSS"), time.perf_counter()
     clusters.Partition(artifact, index, settings, index.chunks(Artifact(run, features.NAME))).assign()

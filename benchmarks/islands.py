@@ -18,6 +18,7 @@ from pathlib import Path
 
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
+from atoll.core.manifests import CHECKPOINT
 from atoll.islands.checkpoint_publisher import Reporter
 from atoll.islands.leases import DURATION, MARGIN, Lease
 from atoll.islands.remote_run import open_config, push
@@ -134,9 +135,9 @@ def cost_of_sharing(store: Store, own: Path, config: Config) -> tuple[float, flo
     folder = own / "experts/000/checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
     artifact = Artifact(own, "experts/000/checkpoint")
-    artifact.begin("checkpoint", {})
+    artifact.begin(CHECKPOINT, {})
     artifact.write("state.bin", os.urandom(checkpoint_size(own)))
-    artifact.commit({"samples": 1})
+    artifact.commit({"samples": 1, "seconds": 0.0})
     shutil.move(folder, own / "experts/000/000000000001")
     reporter = Reporter(store, lease, job, signer=None, every=0.0, stop=threading.Event())
     before = time.process_time()

@@ -34,7 +34,9 @@ from torch import Tensor
 
 import atoll
 from atoll import flow
-from atoll.core.artifacts import Artifact
+from atoll.core.artifacts import Artifact, Kind
+from atoll.core.manifests import EXPERT
+from atoll.core.manifests import ROUTER as ROUTER_KIND
 from atoll.ensemble import Ensemble, Told
 from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.flow import rng
@@ -66,15 +68,22 @@ def write_run(folder: Path) -> Path:
     folder.mkdir()
     (folder / "atoll.yaml").write_text(yaml.safe_dump({"clusters": {"count": EXPERTS}}))
     for number in range(EXPERTS):
-        told = {"objective": flow.Objective().spec, "bridge": {}, "told": ["text"]}
+        told = {"objective": flow.Objective().spec, "conditioning": ["text"]}
         network = {**NETWORK, "size": SIDE, "text_width": TEXT["dimensions"]}
-        _commit(folder, f"experts/{number:03d}", "expert", [number], network, told)
-    _commit(folder, "router", "router", list(range(EXPERTS)), {**ROUTER, "experts": EXPERTS}, {"told": []})
+        _commit(folder, f"experts/{number:03d}", EXPERT, [number], network, told)
+    _commit(
+        folder,
+        "router",
+        ROUTER_KIND,
+        list(range(EXPERTS)),
+        {**ROUTER, "experts": EXPERTS},
+        {"conditioning": [], "cluster_sizes": [1] * EXPERTS, "prior_entropy": 0.0, "temperature": 1.0},
+    )
     return folder
 
 
 def _commit(
-    run: Path, job: str, kind: str, clusters: list[int], network: dict[str, Any], facts: dict[str, Any]
+    run: Path, job: str, kind: Kind[Any], clusters: list[int], network: dict[str, Any], own: dict[str, Any]
 ) -> None:
     artifact = Artifact(run, f"{job}/final")
     artifact.begin(kind, {"job": job})
@@ -88,7 +97,8 @@ def _commit(
     save_network(made, artifact.folder)
     latents = {"autoencoder": "pixels", "weights": None, "resolution": SIDE, "shape": [3, SIDE, SIDE]}
     common = {"job": job, "clusters": clusters, "network": made.describe(), "statistics": SPACE, "text": TEXT}
-    artifact.commit({**common, "labels": [], "latents": latents, **facts})
+    data = {"labels": [], "source": "random", "fingerprint": "", "latents": latents}
+    artifact.commit(kind.content(**common, **data, **own))
 
 
 @contextmanager

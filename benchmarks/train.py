@@ -13,6 +13,7 @@ import torch
 
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
+from atoll.core.manifests import SHARDS
 from atoll.data.dataset import Batch
 from atoll.nets import build
 from atoll.train import Job
@@ -39,7 +40,7 @@ def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> config
     config = configuration.resolve(settings)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "atoll.yaml").write_text(configuration.to_yaml(config))
-    if artifact.begin("shards", {"random": True}):
+    if artifact.begin(SHARDS, {"random": True}):
         return config
     generator = torch.Generator().manual_seed(0)
     shape = [CHANNELS, SIDE, SIDE]

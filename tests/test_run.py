@@ -12,9 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 from atoll.core import artifacts as run
-from atoll.core.artifacts import Artifact, differences
+from atoll.core.artifacts import Artifact, Content, Kind, differences
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
+
+
+class Things(Content):
+    rows: int = 0
+
+
+THINGS, OTHERS = Kind("things", Things), Kind("others", Things)
 
 
 @pytest.fixture
@@ -23,7 +30,7 @@ def artifact(tmp_path: Path) -> Artifact:
 
 
 def make(artifact: Artifact, made_from: dict[str, object] | None = None) -> None:
-    assert artifact.begin("things", made_from or {"seed": 0}) is None
+    assert artifact.begin(THINGS, made_from or {"seed": 0}) is None
     artifact.write("b.json", b"{}")
     artifact.write_tensors("sub/a.safetensors", {"x": torch.arange(4)})
     artifact.commit({"rows": 4})
@@ -31,8 +38,8 @@ def make(artifact: Artifact, made_from: dict[str, object] | None = None) -> None
 
 def test_a_committed_artifact_reads_back(artifact: Artifact) -> None:
     make(artifact)
-    manifest = artifact.open("things", verify=True)
-    assert manifest.facts == {"rows": 4}
+    manifest = artifact.open(THINGS, verify=True)
+    assert manifest.content == {"rows": 4}
     assert manifest.made_from == {"seed": 0}
     assert list(manifest.files) == ["b.json", "sub/a.safetensors"]
     assert manifest.files["b.json"].sha256 == hashlib.sha256(b"{}").hexdigest()
@@ -44,16 +51,16 @@ def test_a_committed_artifact_reads_back(artifact: Artifact) -> None:
 def test_making_it_again_does_nothing(artifact: Artifact) -> None:
     make(artifact)
     before = artifact.path(MANIFEST_FILE).read_bytes()
-    done = artifact.begin("things", {"seed": 0})
+    done = artifact.begin(THINGS, {"seed": 0})
     assert done is not None
-    assert done == artifact.open("things")
+    assert done == artifact.open(THINGS)
     assert artifact.path(MANIFEST_FILE).read_bytes() == before
 
 
 def test_a_stale_artifact_says_what_changed(artifact: Artifact) -> None:
     make(artifact, {"model": "dinov2", "size": {"width": 224, "height": 224}, "weights": "a" * 64})
     with pytest.raises(AtollError) as caught:
-        artifact.begin("things", {"model": "clip", "size": {"width": 256, "height": 224}, "weights": "b" * 64})
+        artifact.begin(THINGS, {"model": "clip", "size": {"width": 256, "height": 224}, "weights": "b" * 64})
     message = str(caught.value)
     assert "model was dinov2, now clip" in message
     assert "size.width was 224, now 256" in message
@@ -63,21 +70,21 @@ def test_a_stale_artifact_says_what_changed(artifact: Artifact) -> None:
 
 
 def test_a_half_made_artifact_is_not_continued_with_other_settings(artifact: Artifact) -> None:
-    assert artifact.begin("things", {"seed": 0}) is None
+    assert artifact.begin(THINGS, {"seed": 0}) is None
     artifact.write("a", b"1")
-    assert artifact.begin("things", {"seed": 0}) is None
+    assert artifact.begin(THINGS, {"seed": 0}) is None
     with pytest.raises(AtollError, match="seed was 0, now 1"):
-        artifact.begin("things", {"seed": 1})
+        artifact.begin(THINGS, {"seed": 1})
     with pytest.raises(AtollError, match="is not finished; make it with: atoll prepare"):
-        artifact.open("things")
+        artifact.open(THINGS)
 
 
 def test_a_missing_artifact_and_another_kind_are_refused(artifact: Artifact) -> None:
     with pytest.raises(AtollError, match="is not there"):
-        artifact.open("things")
+        artifact.open(THINGS)
     make(artifact)
     with pytest.raises(AtollError, match="holds 'things'; expected 'others'"):
-        artifact.open("others")
+        artifact.open(OTHERS)
 
 
 def test_damage_is_found(artifact: Artifact) -> None:
@@ -85,30 +92,30 @@ def test_damage_is_found(artifact: Artifact) -> None:
     file = artifact.path("sub/a.safetensors")
     good = file.read_bytes()
     file.write_bytes(good[:-1] + b"\xff")
-    artifact.open("things")
+    artifact.open(THINGS)
     with pytest.raises(AtollError, match="SHA-256 differs"):
-        artifact.open("things", verify=True)
+        artifact.open(THINGS, verify=True)
     file.write_bytes(good[:-1])
     with pytest.raises(AtollError, match=f"has {len(good) - 1} bytes, the manifest says {len(good)}"):
-        artifact.open("things")
+        artifact.open(THINGS)
     file.unlink()
     with pytest.raises(AtollError, match="is missing"):
-        artifact.open("things")
-    artifact.path(MANIFEST_FILE).write_text('{"format": 1}')
+        artifact.open(THINGS)
+    artifact.path(MANIFEST_FILE).write_text('{"format": 2}')
     with pytest.raises(AtollError, match="is not a manifest"):
-        artifact.open("things")
+        artifact.open(THINGS)
 
 
 def test_an_unknown_format_is_refused(artifact: Artifact) -> None:
     make(artifact)
     value = json.loads(artifact.path(MANIFEST_FILE).read_text())
-    artifact.path(MANIFEST_FILE).write_text(json.dumps({**value, "format": 2}))
+    artifact.path(MANIFEST_FILE).write_text(json.dumps({**value, "format": 3}))
     with pytest.raises(AtollError, match="has format 2; this version of Atoll reads format 1"):
         artifact.manifest()
 
 
 def test_scratch_is_no_part_of_it_and_goes_with_the_commit(artifact: Artifact) -> None:
-    artifact.begin("things", {"seed": 0})
+    artifact.begin(THINGS, {"seed": 0})
     artifact.write("a", b"1")
     artifact.write(".parts/0", b"2")
     artifact.path(".left-by-a-killed-job.123").write_bytes(b"3")
@@ -122,14 +129,14 @@ def test_what_the_manifest_vouches_for_is_on_the_disk_before_it(
     """Also files that were not written through the artifact, as networks write theirs."""
     flushed, flush = list[str](), run._flush
     monkeypatch.setattr(run, "_flush", lambda path: (flushed.append(path.name), flush(path)))
-    artifact.begin("things", {"seed": 0})
+    artifact.begin(THINGS, {"seed": 0})
     artifact.path("weights").write_bytes(b"1")
     artifact.commit({})
     assert flushed.index("weights") < next(place for place, name in enumerate(flushed) if MANIFEST_FILE in name)
 
 
 def test_a_failing_writer_leaves_no_file_behind_its_name(artifact: Artifact) -> None:
-    artifact.begin("things", {"seed": 0})
+    artifact.begin(THINGS, {"seed": 0})
 
     def fail_half_way() -> None:
         with artifact.writing("a") as path:
@@ -143,8 +150,8 @@ def test_a_failing_writer_leaves_no_file_behind_its_name(artifact: Artifact) -> 
 
 def test_two_jobs_may_race_for_the_commit_if_they_agree(tmp_path: Path) -> None:
     one, two = Artifact(tmp_path, "x"), Artifact(tmp_path, "x")
-    one.begin("things", {"seed": 0})
-    two.begin("things", {"seed": 0})
+    one.begin(THINGS, {"seed": 0})
+    two.begin(THINGS, {"seed": 0})
     one.write("a", b"1")
     plan = one.path(".plan.json").read_bytes()
     first = one.commit({"rows": 1})
@@ -162,7 +169,7 @@ def test_many_jobs_at_once_agree(tmp_path: Path) -> None:
 
         def job(number: int, run: Path = run) -> str:
             artifact = Artifact(run, "x")
-            if done := artifact.begin("things", {"seed": 0}):
+            if done := artifact.begin(THINGS, {"seed": 0}):
                 return done.digest
             artifact.write("a" if number % 2 else "b", b"1")
             while not (artifact.path("a").exists() and artifact.path("b").exists()):
@@ -183,9 +190,9 @@ WRITER = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from atoll.core.artifacts import Artifact
+from atoll.core.artifacts import Artifact, Content, Kind
 artifact = Artifact(Path(sys.argv[1]), "x")
-artifact.begin("things", {"seed": 0})
+artifact.begin(Kind("things", Content), {"seed": 0})
 print("started", flush=True)
 number = 0
 while True:
@@ -221,16 +228,16 @@ def test_differences_name_every_leaf_once() -> None:
 
 
 def test_the_plan_of_a_half_made_artifact_is_never_swept(artifact: Artifact) -> None:
-    artifact.begin("things", {"seed": 0})
+    artifact.begin(THINGS, {"seed": 0})
     artifact.write("a", b"1")
     artifact.sweep()
     with pytest.raises(AtollError, match="seed was 0, now 1"):
-        artifact.begin("things", {"seed": 1})
+        artifact.begin(THINGS, {"seed": 1})
 
 
 def test_files_of_which_nobody_says_what_they_are_made_from_are_orphans(artifact: Artifact) -> None:
     assert not artifact.orphaned
-    artifact.begin("things", {"seed": 0})
+    artifact.begin(THINGS, {"seed": 0})
     artifact.write("a", b"1")
     assert not artifact.orphaned
     artifact.path(".plan.json").unlink()
@@ -239,7 +246,7 @@ def test_files_of_which_nobody_says_what_they_are_made_from_are_orphans(artifact
 
 @pytest.mark.parametrize("file", ["../outside", "a/../../outside", "/outside", "", "..", "a\\b", "c:x", "a\0b"])
 def test_a_file_name_that_leads_out_of_the_folder_is_refused(artifact: Artifact, file: str, tmp_path: Path) -> None:
-    artifact.begin("things", {})
+    artifact.begin(THINGS, {})
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(AtollError, match="is not the name of a file in"):
         artifact.write(file, b"stolen")
@@ -249,11 +256,11 @@ def test_a_file_name_that_leads_out_of_the_folder_is_refused(artifact: Artifact,
 
 
 def test_a_manifest_that_lists_a_file_outside_is_refused(artifact: Artifact, tmp_path: Path) -> None:
-    artifact.begin("things", {})
+    artifact.begin(THINGS, {})
     artifact.commit({})
     (tmp_path / "outside").write_bytes(b"mine")
     values = json.loads(artifact.path("manifest.json").read_text())
     values["files"] = {"../outside": {"size": 4, "sha256": hashlib.sha256(b"mine").hexdigest()}}
     artifact.path("manifest.json").write_text(json.dumps(values))
     with pytest.raises(AtollError, match="outside' is not the name of a file in"):
-        artifact.open("things", verify=True)
+        artifact.open(THINGS, verify=True)

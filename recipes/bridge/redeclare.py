@@ -4,12 +4,14 @@ import sys
 from pathlib import Path
 
 from atoll.core.artifacts import Artifact
+from atoll.core.manifests import EXPERT, BridgeSpec
 
 source, target, expert, bridge = sys.argv[1:]
 name = f"experts/{int(expert):03d}/final"
 old, new = Artifact(Path(source), name), Artifact(Path(target), name)
-manifest = old.open("expert", verify=True)
-if new.begin("expert", {**manifest.made_from, "bridge": bridge}) is None:
+manifest = old.open(EXPERT, verify=True)
+if new.begin(EXPERT, {**manifest.made_from, "bridge": bridge}) is None:
     for file in manifest.files:
         new.write(file, old.path(file).read_bytes())
-    new.commit({**manifest.facts, "bridge": {"mode": bridge}})
+    content = EXPERT.parse(manifest, old.folder)
+    new.commit(content.model_copy(update={"bridge": BridgeSpec.model_validate({"mode": bridge})}))

@@ -18,6 +18,7 @@ from atoll import cli
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.core.manifests import LATENTS, SHARDS, ChannelStatistics
 from atoll.core.networks import AUTOENCODER_SCALES, LatentScale
 from atoll.data.dataset import Shards
 from atoll.data.prepare import prepare
@@ -29,8 +30,8 @@ from shapes import write_run
 ONE_CLUSTER: dict[str, Any] = {"clusters": {"count": 1}, "text": {"encoder": "none"}}
 
 
-def shards_facts(run: Path) -> dict[str, Any]:
-    return dict(Artifact(run, "data/shards/cluster_000").open("shards").facts)
+def declared_by_shards(run: Path) -> dict[str, Any]:
+    return dict(Artifact(run, "data/shards/cluster_000").open(SHARDS).content)
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -44,7 +45,7 @@ def test_scale_is_the_factor_of_the_autoencoder_and_the_data_keeps_its_moments(t
     network = write_autoencoder(tmp_path / "vae", scaling_factor=0.36, shift_factor=0.12)
     run = tmp_path / "run"
     prepare(run, write_run(run, shapes, **ONE_CLUSTER, latents={"autoencoder": str(network), "normalization": "scale"}))
-    statistics = shards_facts(run)["statistics"]
+    statistics = declared_by_shards(run)["statistics"]
     assert statistics["mean"] == [0.12] * 4
     assert statistics["std"] == [1 / 0.36] * 4
     parts = [load_file(file) for file in sorted(run.glob("data/latents/0*.safetensors"))]
@@ -63,12 +64,12 @@ def test_scale_is_the_factor_of_the_autoencoder_and_the_data_keeps_its_moments(t
 
 def test_runs_with_the_default_are_made_from_what_they_were_made_from_before(prepared: Path) -> None:
     """Neither latents nor shards of a run from before there was a choice are stale."""
-    latents = Artifact(prepared, "data/latents").open("latents")
-    shards = Artifact(prepared, "data/shards/cluster_000").open("shards")
+    latents = Artifact(prepared, "data/latents").open(LATENTS)
+    shards = Artifact(prepared, "data/shards/cluster_000").open(SHARDS)
     assert set(latents.made_from) == {"ingest", "resolution", "autoencoder", "batch", "dtype", "weights"}
     assert set(shards.made_from) == {"clusters", "latents", "text", "shard_rows", "cluster"}
-    assert shards.facts["statistics"] == latents.facts["statistics"]
-    assert set(shards.facts["statistics"]) == {"mean", "std"}
+    assert shards.content["statistics"] == latents.content["statistics"]
+    assert shards.content["statistics"]["data_mean"] is None
 
 
 def test_another_normalization_needs_new_shards_and_no_new_latents(
@@ -83,7 +84,7 @@ def test_another_normalization_needs_new_shards_and_no_new_latents(
     capsys.readouterr()
     prepare(run, by_scale)
     assert "latents: done before" in capsys.readouterr().out
-    assert shards_facts(run)["statistics"]["std"] == [1.0] * 3
+    assert declared_by_shards(run)["statistics"]["std"] == [1.0] * 3
 
 
 def test_the_factors_are_those_of_the_autoencoders_config(tmp_path: Path) -> None:
@@ -131,5 +132,5 @@ def test_statistics_are_equal_if_they_normalize_alike() -> None:
     one, two = (Statistics((mean, 0.0), (2.0, 3.0)).under(scale) for mean in (0.0, 5.0))
     assert one == two == Statistics.of_scale(scale, 2)
     assert one.data_mean != two.data_mean
-    back = Statistics.from_facts({"statistics": json.loads(json.dumps(two.to_dict()))})
+    back = Statistics.of(ChannelStatistics(**json.loads(two.declared().model_dump_json())))
     assert (back, back.data_mean, back.data_std) == (two, two.data_mean, two.data_std)

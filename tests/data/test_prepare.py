@@ -127,9 +127,9 @@ def test_latent_statistics_are_those_of_all_training_samples(prepared: Path) -> 
     latents = torch.cat([load_file(file)["mean"] for file in sorted(prepared.glob("data/latents/0*.safetensors"))])
     train = latents[torch.tensor([split == "train" for split in splits])].double()
     for cluster in range(3):
-        facts = json.loads((prepared / f"data/shards/cluster_{cluster:03d}/manifest.json").read_text())["facts"]
-        assert_allclose(facts["statistics"]["mean"], train.mean((0, 2, 3)), rtol=1e-12)
-        assert_allclose(facts["statistics"]["std"], train.std((0, 2, 3), correction=0), rtol=1e-9)
+        declared = json.loads((prepared / f"data/shards/cluster_{cluster:03d}/manifest.json").read_text())["content"]
+        assert_allclose(declared["statistics"]["mean"], train.mean((0, 2, 3)), rtol=1e-12)
+        assert_allclose(declared["statistics"]["std"], train.std((0, 2, 3), correction=0), rtol=1e-9)
 
 
 def test_doing_it_again_changes_nothing(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,9 +277,9 @@ def test_one_cluster_needs_no_features(tmp_path: Path, shapes: Path, method: str
     prepare(run, write_run(run, shapes, clusters={"count": 1, "method": method}, text={"encoder": "none"}))
     assert not (run / "data/features").exists()
     assert not (run / "data/text").exists()
-    facts = json.loads((run / "data/shards/cluster_000/manifest.json").read_text())["facts"]
-    assert facts["rows"]["train"] + facts["rows"]["held-out"] == 99
-    assert facts["text"] is None
+    declared = json.loads((run / "data/shards/cluster_000/manifest.json").read_text())["content"]
+    assert declared["rows"]["train"] + declared["rows"]["held-out"] == 99
+    assert declared["text"] is None
 
 
 def test_random_clusters_are_even_and_come_with_a_warning(tmp_path: Path, shapes: Path) -> None:
@@ -337,9 +337,9 @@ def test_memory_of_clustering_is_bounded_by_the_sample(tmp_path: Path, shapes: P
     """Fitting to a few rows still assigns all of them."""
     run = tmp_path / "run"
     prepare(run, write_run(run, shapes, clusters={"sample_rows": 30}), ["ingest", "features", "clusters"])
-    facts = json.loads((run / "data/clusters/manifest.json").read_text())["facts"]
-    assert facts["fine"] <= 30
-    assert facts["imbalance"] <= 1.25
+    declared = json.loads((run / "data/clusters/manifest.json").read_text())["content"]
+    assert declared["fine"] <= 30
+    assert declared["imbalance"] <= 1.25
     assert len(pq.read_table(run / "data/clusters/assignments.parquet")) == 99
 
 

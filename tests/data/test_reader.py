@@ -12,6 +12,7 @@ from PIL import Image
 
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.core.manifests import SHARDS, ChannelStatistics, LatentSpec, ShardsContent
 from atoll.data.dataset import Batch, Shards
 from atoll.data.stages.text import open_text_encoder
 
@@ -135,13 +136,14 @@ def test_the_empty_caption_is_there_for_guidance(prepared: Path) -> None:
 
 
 def test_the_facts_tell_an_expert_what_it_is_made_of(prepared: Path) -> None:
-    facts = Shards.open(prepared, [2]).facts
-    assert facts["cluster"] == 2
-    assert facts["clusters"] == 3
-    assert facts["latents"]["shape"] == [3, 32, 32]
-    assert facts["text"]["dimensions"] == 384
-    assert facts["text"]["max_tokens"] == 12
-    assert len(facts["statistics"]["mean"]) == 3
+    content = Shards.open(prepared, [2]).content
+    assert content.cluster == 2
+    assert content.clusters == 3
+    assert content.latents.shape == (3, 32, 32)
+    assert content.text is not None
+    assert content.text.dimensions == 384
+    assert content.text.max_tokens == 12
+    assert len(content.statistics.mean) == 3
 
 
 def test_no_file_is_larger_than_asked(prepared: Path) -> None:
@@ -184,11 +186,17 @@ def test_files_are_mapped_and_not_loaded(tmp_path: Path) -> None:
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
     artifact = Artifact(tmp_path, "data/shards/cluster_000")
-    artifact.begin("shards", {})
+    artifact.begin(SHARDS, {})
     mean, label = torch.zeros(40_000, 4, 16, 16), torch.zeros(40_000, dtype=torch.int32)
     artifact.write_tensors("train-000000.safetensors", {"mean": mean, "label": label})
-    facts = {"cluster": 0, "statistics": {"mean": [0.0] * 4, "std": [1.0] * 4}, "text": None}
-    artifact.commit({**facts, "labels": [], "latents": {}, "fingerprint": ""})
+    statistics = ChannelStatistics(mean=(0.0,) * 4, std=(1.0,) * 4)
+    latents = LatentSpec(autoencoder="pixels", shape=(4, 16, 16))
+    artifact.commit(
+        ShardsContent(
+            cluster=0, clusters=1, rows={"train": 40_000}, labels=(), source="made up", fingerprint="", latents=latents,
+            statistics=statistics, text=None,
+        )
+    )  # fmt: skip
     del mean
     before = megabytes()
     shards = Shards.open(tmp_path, [0])

@@ -9,7 +9,8 @@ import yaml
 from torch import nn
 
 from atoll import flow
-from atoll.core.artifacts import Artifact
+from atoll.core import manifests
+from atoll.core.artifacts import Artifact, Kind
 from atoll.experts.density import FILE, Density
 from atoll.nets import build, save_network
 
@@ -42,25 +43,27 @@ def randomised(network: nn.Module, seed: int) -> nn.Module:
     return network
 
 
-def facts(
+def declared_by(
     job: str, clusters: list[int], network: dict[str, Any], told: list[str], space: dict[str, Any]
 ) -> dict[str, Any]:
     return {
-        "job": job, "clusters": clusters, "network": network, "told": told, "statistics": space, "text": TEXT,
-        "labels": CLASSES, "latents": {"autoencoder": "pixels", "weights": None, "resolution": 8, "shape": [3, 8, 8]},
+        "job": job, "clusters": clusters, "network": network, "conditioning": told, "statistics": space, "text": TEXT,
+        "source": "made up", "fingerprint": "0" * 64, "labels": CLASSES,
+        "latents": {"autoencoder": "pixels", "weights": None, "resolution": 8, "shape": [3, 8, 8]},
     }  # fmt: skip
 
 
-def write_network(run: Path, job: str, declared: dict[str, Any], kind: str = "expert", seed: int = 0) -> None:
+def write_network(run: Path, job: str, declared: dict[str, Any], seed: int = 0) -> None:
     """Commit a network as a training job would."""
     artifact = Artifact(run, f"{job}/final")
+    kind: Kind[Any] = manifests.ROUTER if job == "router" else manifests.EXPERT
     artifact.begin(kind, {"job": job})
     network = randomised(build(declared["network"]), seed)
     declared = {**declared, "network": network.describe()}
     save_network(network, artifact.folder)
-    if kind == "expert":
+    if kind is manifests.EXPERT:
         artifact.write_tensors(FILE, cluster_density(seed).tensors())
-    artifact.commit(declared)
+    artifact.commit(kind.content(**declared))
 
 
 def cluster_density(seed: int) -> Density:
@@ -92,13 +95,15 @@ def write_run(
     for number, objective in enumerate(objectives):
         job = f"experts/{number:03d}"
         network = fitted(networks[number % len(networks)], list(told))
-        declared = facts(job, [number], network, list(told), (spaces or {}).get(number, SPACE))
+        declared = declared_by(job, [number], network, list(told), (spaces or {}).get(number, SPACE))
         declared |= {"objective": flow.objective(objective).spec, "bridge": {"prediction_error": 0.05}}
         write_network(run, job, declared, seed=number + 1)
     everything = list(range(len(objectives)))
     for number, job in enumerate(("monolith", "student")):
-        declared = facts(job, everything, fitted(SMALL, list(told)), list(told), SPACE)
+        declared = declared_by(job, everything, fitted(SMALL, list(told)), list(told), SPACE)
         write_network(run, job, {**declared, "objective": flow.Objective().spec, "bridge": {}}, seed=20 + number)
     router = {**ROUTER, "experts": len(objectives), **({"pooled_width": 384} if "pooled" in router_told else {})}
-    write_network(run, "router", facts("router", everything, router, list(router_told), SPACE), "router", seed=30)
+    declared = declared_by("router", everything, router, list(router_told), SPACE)
+    sizes = {"cluster_sizes": [1] * len(objectives), "prior_entropy": 0.0, "temperature": 1.0}
+    write_network(run, "router", {**declared, **sizes}, seed=30)
     return run

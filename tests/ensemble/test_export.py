@@ -15,10 +15,11 @@ import atoll
 from atoll import cli, flow
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.core.manifests import CLUSTERS, EXPERT, ComputeSpec
 from atoll.export.model_card import About, card
 from atoll.export.writer import export
 from atoll.nets import Condition, load_network
-from ensemble.runs import SMALL, SPACE, facts, write_network, write_run
+from ensemble.runs import SMALL, SPACE, declared_by, write_network, write_run
 
 PROMPTS = ["a red circle", "a green square", "nothing at all"]
 HOW: dict[str, Any] = {"routing": "top-2", "steps": 3, "seed": 5, "guidance": 3.0}
@@ -182,7 +183,7 @@ def test_a_network_of_diffusers_stays_one(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", ("flow-matching", "ddpm"), told=("label",))
     shutil.rmtree(run / "experts/001")
     objective = {"objective": flow.objective("ddpm").spec, "bridge": {}}
-    write_network(run, "experts/001", {**facts("experts/001", [1], UNET, ["label"], SPACE), **objective})
+    write_network(run, "experts/001", {**declared_by("experts/001", [1], UNET, ["label"], SPACE), **objective})
     export(run, tmp_path / "out")
     theirs = diffusers.UNet2DModel.from_pretrained(tmp_path / "out" / "expert_1", low_cpu_mem_usage=False)
     ours = load_network(run / "experts/001/final")
@@ -198,7 +199,7 @@ def test_folders_of_this_machine_are_not_told(tmp_path: Path) -> None:
     from atoll.data import autoencoder
 
     run = write_run(tmp_path / "run", ("flow-matching",), ({**SMALL, "channels": 12, "out_channels": 12},), ("label",))
-    declared = dict(Artifact(run, "experts/000/final").open("expert").facts)
+    declared = dict(Artifact(run, "experts/000/final").open(EXPERT).content)
     place = tmp_path / "secret place" / "vae"
     shutil.copytree(autoencoder.path(), place)
     final = run / "experts/000/final"
@@ -206,7 +207,7 @@ def test_folders_of_this_machine_are_not_told(tmp_path: Path) -> None:
     declared["statistics"] = {"mean": [0.0] * 12, "std": [1.0] * 12}
     (final / "manifest.json").unlink()
     artifact = Artifact(run, "experts/000/final")
-    artifact.begin("expert", {"job": "experts/000"})
+    artifact.begin(EXPERT, {"job": "experts/000"})
     artifact.commit(declared)
     export(run, tmp_path / "out", "expert:0")
     telling = [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".json", ".md")]
@@ -229,10 +230,11 @@ def test_the_card_tells_data_clusters_compute_and_figures(prepared: Path, told_r
     ]
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "evaluation" / "latest.json").write_text(json.dumps({"models": models}))
-    experts = [dict(Artifact(told_run, f"experts/{k:03d}/final").open("expert").facts) for k in range(3)]
-    experts[0]["compute"] = {"samples": 500_000, "flops": 3.2e17, "seconds": 7200.0}
+    experts = [Artifact(told_run, f"experts/{k:03d}/final").read(EXPERT) for k in range(3)]
+    compute = ComputeSpec(samples=500_000, parameters=1, flops=32 * 10**16, seconds=7200.0)
+    experts[0] = experts[0].model_copy(update={"compute": compute})
     text = card(About(tmp_path, "islands", "experts", experts, None, None))
-    sizes = Artifact(prepared, "data/clusters").open("clusters").facts["sizes"]["train"]
+    sizes = Artifact(prepared, "data/clusters").read(CLUSTERS).sizes["train"]
     for number, size in enumerate(sizes):
         assert f"| {number} | {size:,} |" in text
     assert "| experts/000 | velocity, linear schedule | " in text

@@ -21,6 +21,7 @@ import atoll
 from atoll import flow
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.core.manifests import PIPELINE
 from atoll.ensemble import Ensemble
 from atoll.ensemble.loading import open_member
 from atoll.ensemble.sampler import NOISE_STREAM
@@ -28,7 +29,7 @@ from atoll.experts.expert_cache import Member
 from atoll.export.pipeline import AtollPipeline
 from atoll.flow import rng
 from atoll.nets import Condition
-from ensemble.runs import facts, write_network
+from ensemble.runs import declared_by, write_network
 from paris_release import Paris
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -38,8 +39,8 @@ def recommit(folder: Path) -> None:
     """A manifest that fits the files again: what a careful forger, or a tool, would write."""
     (folder / "manifest.json").unlink()
     artifact = Artifact(folder.parent, folder.name)
-    artifact.begin("pipeline", {})
-    artifact.commit({})
+    artifact.begin(PIPELINE, {})
+    artifact.commit({"experts": 1})
 
 
 def change_json(file: Path, change: Callable[[dict], object]) -> None:
@@ -68,7 +69,7 @@ def pickles_only(folder: Path) -> None:
 
 
 def other_depth(folder: Path) -> None:
-    change_json(folder / "expert_0" / "declaration.json", lambda facts: facts["network"].update(depth=3))
+    change_json(folder / "expert_0" / "declaration.json", lambda declared: declared["network"].update(depth=3))
     recommit(folder)
 
 
@@ -291,7 +292,7 @@ def test_a_damaged_release_is_refused(release: Path, tmp_path: Path) -> None:
 def write_expert(run: Path, statistics: dict[str, list[float]]) -> Member:
     """An expert on the release's latents and text, as if it had been trained here."""
     network = {"_class_name": "DiT", "width": 32, "depth": 1, "heads": 2, "size": 8, "text_width": TEXT}
-    declared = facts("experts/001", [1], network, ["text"], statistics)
+    declared = declared_by("experts/001", [1], network, ["text"], statistics)
     declared |= {
         "latents": {"autoencoder": "vae", "weights": None, "shape": [4, 8, 8]},
         "text": None, "labels": [], "objective": flow.objective("ddpm").spec, "bridge": {"prediction_error": 0.05},

@@ -13,6 +13,7 @@ from atoll import cli
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact, sha256_of
 from atoll.core.errors import AtollError
+from atoll.core.manifests import SHARDS
 from atoll.ensemble import Settings, load
 from atoll.evaluate import Options, diagnostics, evaluate
 from atoll.evaluate.distances import Gaussian, frechet, kernel_distance
@@ -196,13 +197,13 @@ def test_a_cluster_without_held_out_samples_gives_no_prompts(
 ) -> None:
     shutil.copytree(trained / "data" / "shards", tmp_path / "data" / "shards")
     shards = Artifact(tmp_path, "data/shards/cluster_001")
-    made = shards.open("shards")
+    made = shards.open(SHARDS)
     kept = {file: shards.path(file).read_bytes() for file in made.files if not file.startswith("held-out")}
     shutil.rmtree(shards.folder)
-    shards.begin("shards", dict(made.made_from))
+    shards.begin(SHARDS, dict(made.made_from))
     for file, content in kept.items():
         shards.write(file, content)
-    shards.commit({**made.facts, "rows": {**made.facts["rows"], "held-out": 0}})
+    shards.commit({**made.content, "rows": {**made.content["rows"], "held-out": 0}})
     prompts = prompts_of(tmp_path, 3, 12)
     assert len(prompts.clusters) == 12
     assert set(prompts.clusters) == {0, 2}

@@ -32,21 +32,21 @@ def diagnose(run: Path, **options: Any) -> dict[str, Any]:
 def declared(run: Path, job: str) -> dict[str, Any]:
     manifest = Artifact(run, f"{job}/final").manifest()
     assert manifest is not None
-    return dict(manifest.facts)
+    return dict(manifest.content)
 
 
 def test_the_held_out_error_of_a_manifest_is_the_one_that_evaluate_reports(trained: Path) -> None:
     found = diagnose(trained)
     matrix = found["experts"]["expert_on_cluster"]
     for expert in range(3):
-        facts = declared(trained, f"experts/{expert:03d}")
-        assert matrix["mean"][expert][expert] == pytest.approx(facts["held_out_loss"], rel=ROUNDING)
+        content = declared(trained, f"experts/{expert:03d}")
+        assert matrix["mean"][expert][expert] == pytest.approx(content["held_out_loss"], rel=ROUNDING)
         by_time = [table[expert][expert] for table in matrix["by_time"]]
-        assert by_time == pytest.approx(facts["loss_by_time"], rel=ROUNDING)
+        assert by_time == pytest.approx(content["loss_by_time"], rel=ROUNDING)
     for model in ("monolith", "student"):
-        facts = declared(trained, model)
-        assert found["dense"][model]["mean"] == pytest.approx(facts["held_out_loss"], rel=ROUNDING)
-        assert found["dense"][model]["by_time"] == pytest.approx(facts["loss_by_time"], rel=ROUNDING)
+        content = declared(trained, model)
+        assert found["dense"][model]["mean"] == pytest.approx(content["held_out_loss"], rel=ROUNDING)
+        assert found["dense"][model]["by_time"] == pytest.approx(content["loss_by_time"], rel=ROUNDING)
     router = declared(trained, "router")
     assert found["experts"]["router"]["cross_entropy"]["mean"] == pytest.approx(router["held_out_loss"], rel=ROUNDING)
     assert found["experts"]["router"]["accuracy"]["by_time"] == pytest.approx(router["accuracy_by_time"])

@@ -12,11 +12,11 @@ from islands.hostile_files import WEIGHTS, Offer
 
 
 def false_claim(offer: Offer) -> None:
-    offer.facts["held_out_loss"] *= 0.5
+    offer.content["held_out_loss"] *= 0.5
 
 
 def no_claim(offer: Offer) -> None:
-    offer.facts["held_out_loss"] = None
+    offer.content["held_out_loss"] = None
 
 
 def deep_json(offer: Offer) -> None:
@@ -25,11 +25,11 @@ def deep_json(offer: Offer) -> None:
 
 def deep_manifest(offer: Offer) -> None:
     deep = b'{"b":' * 5000 + b"1" + b"}" * 5000
-    offer.raw = lambda data: data.replace(b'"facts": {', b'"facts": {"a": ' + deep + b",", 1)
+    offer.raw = lambda data: data.replace(b'"content": {', b'"content": {"a": ' + deep + b",", 1)
 
 
 def huge_manifest(offer: Offer) -> None:
-    offer.facts["padding"] = "x" * (17 << 20)
+    offer.content["padding"] = "x" * (17 << 20)
 
 
 def repeated_key(offer: Offer) -> None:
@@ -78,31 +78,31 @@ def missing_object(offer: Offer) -> None:
 
 
 def network_of_a_million_layers(offer: Offer) -> None:
-    offer.facts["network"]["depth"] = 1_000_000
+    offer.content["network"]["depth"] = 1_000_000
 
 
 def network_too_wide(offer: Offer) -> None:
-    offer.facts["network"] |= {"width": 16384, "depth": 64, "heads": 64}
+    offer.content["network"] |= {"width": 16384, "depth": 64, "heads": 64}
 
 
 def network_for_huge_pictures(offer: Offer) -> None:
-    offer.facts["network"]["size"] = 65536
+    offer.content["network"]["size"] = 65536
 
 
 def unknown_network(offer: Offer) -> None:
-    offer.facts["network"]["_class_name"] = "os.system"
+    offer.content["network"]["_class_name"] = "os.system"
 
 
 def impossible_network(offer: Offer) -> None:
-    offer.facts["network"]["heads"] = 0
+    offer.content["network"]["heads"] = 0
 
 
 def unknown_network_field(offer: Offer) -> None:
-    offer.facts["network"]["on_load"] = "import os"
+    offer.content["network"]["on_load"] = "import os"
 
 
 def other_config(offer: Offer) -> None:
-    offer.files["config.json"] = json.dumps({**offer.facts["network"], "qk_norm": True}).encode()
+    offer.files["config.json"] = json.dumps({**offer.content["network"], "qk_norm": True}).encode()
 
 
 def config_as_code(offer: Offer) -> None:
@@ -110,43 +110,43 @@ def config_as_code(offer: Offer) -> None:
 
 
 def unknown_objective(offer: Offer) -> None:
-    offer.facts["objective"] = {"schedule": "mine"}
+    offer.content["objective"] = {"schedule": "mine"}
 
 
 def forbidden_objective(offer: Offer) -> None:
-    offer.facts["objective"] = flow.objective("ve-x0").spec
+    offer.content["objective"] = flow.objective("ve-x0").spec
 
 
 def strange_bridge(offer: Offer) -> None:
-    offer.facts["bridge"] = {"prediction_error": -1.0, "mode": "published"}
+    offer.content["bridge"] = {"prediction_error": -1.0, "mode": "published"}
 
 
 def bridge_of_other_data(offer: Offer) -> None:
-    offer.facts["bridge"] = {"prediction_error": 0.1, "data_mean": [9.0, 9.0, 9.0]}
+    offer.content["bridge"] = {"prediction_error": 0.1, "data_mean": [9.0, 9.0, 9.0]}
 
 
 def moments_of_other_data(offer: Offer) -> None:
-    offer.facts["statistics"] |= {"data_mean": [9.0, 9.0, 9.0], "data_std": [1.0, 1.0, 1.0]}
+    offer.content["statistics"] |= {"data_mean": [9.0, 9.0, 9.0], "data_std": [1.0, 1.0, 1.0]}
 
 
 def network_for_other_latents(offer: Offer) -> None:
-    offer.facts["network"]["normalization"] = {"scaling_factor": 0.18215, "shift_factor": 0.0}
+    offer.content["network"]["normalization"] = {"scaling_factor": 0.18215, "shift_factor": 0.0}
 
 
 def scale_below_zero(offer: Offer) -> None:
-    offer.facts["network"]["normalization"] = {"scaling_factor": -1.0}
+    offer.content["network"]["normalization"] = {"scaling_factor": -1.0}
 
 
 def told_what_is_not_there(offer: Offer) -> None:
-    offer.facts["told"] = ["text", "password"]
+    offer.content["conditioning"] = ["text", "password"]
 
 
 def wrong_cluster(offer: Offer) -> None:
-    offer.facts |= {"job": "experts/002", "clusters": [2]}
+    offer.content |= {"job": "experts/002", "clusters": [2]}
 
 
 def two_clusters(offer: Offer) -> None:
-    offer.facts["clusters"] = [1, 2]
+    offer.content["clusters"] = [1, 2]
 
 
 def other_data(offer: Offer) -> None:
@@ -154,15 +154,15 @@ def other_data(offer: Offer) -> None:
 
 
 def other_fingerprint(offer: Offer) -> None:
-    offer.facts["fingerprint"] = "0" * 64
+    offer.content["fingerprint"] = "0" * 64
 
 
 def no_statistics(offer: Offer) -> None:
-    offer.facts.pop("statistics")
+    offer.content.pop("statistics")
 
 
 def other_statistics(offer: Offer) -> None:
-    offer.facts["statistics"] = {"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}
+    offer.content["statistics"] = {"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}
 
 
 def a_router(offer: Offer) -> None:

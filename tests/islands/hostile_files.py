@@ -30,7 +30,7 @@ class Offer:
     files: dict[str, bytes]
     kind: str
     made_from: dict[str, Any]
-    facts: dict[str, Any]
+    content: dict[str, Any]
     listing: dict[str, FileEntry] = field(default_factory=dict)
     """Entries of the manifest that are not those of the files."""
     raw: Callable[[bytes], bytes] = lambda data: data
@@ -46,7 +46,7 @@ class Offer:
     def put(self, store: Store) -> str:
         """Write all of it into a store, as someone who keeps to no protocol; the digest of the manifest."""
         entries = {name: FileEntry(len(data), hashlib.sha256(data).hexdigest()) for name, data in self.files.items()}
-        manifest = Manifest(self.kind, self.made_from, self.facts, {**entries, **self.listing})
+        manifest = Manifest(self.kind, self.made_from, self.content, {**entries, **self.listing})
         for name, data in self.files.items():
             for part in parts_of(NAME, entries[name]):
                 store.write(part.key, self.objects.get(name, data))

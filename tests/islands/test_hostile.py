@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import atoll
 from atoll.core.artifacts import Artifact, sha256_of, to_json
+from atoll.core.manifests import EXPERT, SHARDS
 from atoll.core.policy import Policy
 from atoll.core.signing import Signer
 from atoll.core.untrusted import Refused
@@ -57,10 +58,10 @@ def shared(reference: Path, tmp_path: Path) -> Store:
 def offer(reference: Path, ann: Signer) -> Offer:
     """A contribution in which nothing is wrong."""
     artifact = Artifact(reference, NAME)
-    manifest = artifact.open("expert")
+    manifest = artifact.open(EXPERT)
     files = {name: artifact.path(name).read_bytes() for name in manifest.files}
     plain = json.loads(manifest.to_json())
-    return Offer(files, "expert", plain["made_from"], plain["facts"], signer=ann)
+    return Offer(files, "expert", plain["made_from"], plain["content"], signer=ann)
 
 
 assert len(HOSTILE) >= 25
@@ -79,9 +80,9 @@ assert len(HOSTILE) >= 25
 def test_classes_of_a_density_are_those_of_the_data(
     reference: Path, tmp_path: Path, classes: list[float] | None, says: str | None
 ) -> None:
-    shards = Artifact(reference, f"data/shards/cluster_{NAME.split('/')[1]}").open("shards")
-    labelled = replace(shards, facts={**shards.facts, "labels": ["circle", "square"]})
-    offered = Contribution(0, Artifact(reference, NAME).open("expert"), labelled, Policy())
+    shards = Artifact(reference, f"data/shards/cluster_{NAME.split('/')[1]}").open(SHARDS)
+    labelled = replace(shards, content={**shards.content, "labels": ["circle", "square"]})
+    offered = Contribution(0, Artifact(reference, NAME).open(EXPERT), labelled, Policy())
     tensors, file = load_file(reference / NAME / DENSITY_FILE), tmp_path / DENSITY_FILE
     save_file(tensors | ({} if classes is None else {"classes": torch.tensor(classes)}), file)
     with pytest.raises(Refused, match=says) if says else nullcontext():
@@ -102,7 +103,7 @@ def policy(ann: Signer) -> Policy:
 def test_a_good_contribution_is_let_in(shared: Store, offer: Offer, policy: Policy, tmp_path: Path) -> None:
     digest = offer.put(shared)
     artifact = review(shared, 1, digest, policy=policy, quarantine=tmp_path / "quarantine")
-    assert artifact.open("expert", verify=True).digest == digest
+    assert artifact.open(EXPERT, verify=True).digest == digest
 
 
 def test_the_claim_of_an_expert_on_scaled_latents_is_measured_with_the_moments_of_its_data(
@@ -117,7 +118,7 @@ def test_the_claim_of_an_expert_on_scaled_latents_is_measured_with_the_moments_o
     store = Store.open(f"memory://{uuid4().hex}")
     push(run, store)
     artifact = review(store, 0, None, policy=Policy(), quarantine=tmp_path / "quarantine")
-    assert artifact.open("expert").facts["statistics"]["data_mean"][0] > 0.3
+    assert artifact.open(EXPERT).content["statistics"]["data_mean"][0] > 0.3
 
 
 @pytest.mark.parametrize("spoil", HOSTILE, ids=lambda spoil: spoil.__name__)

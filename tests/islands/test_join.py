@@ -15,6 +15,7 @@ from atoll import cli
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.core.manifests import EXPERT
 from atoll.core.signing import Signer
 from atoll.islands.leases import Lease, look, survey
 from atoll.islands.remote_run import admit, pull, push
@@ -146,8 +147,8 @@ def test_whoever_leaves_hands_over_its_last_checkpoint(new_run: Copy, tmp_path: 
     assert_same_weights(run / "experts/001/final", tmp_path / "b/experts/001/final")
     made = read_manifest(store, "experts/001/final")
     assert made is not None
-    assert made.facts["objective"]["prediction"] == "epsilon"
-    assert made.files == Artifact(run, "experts/001/final").open("expert").files
+    assert made.content["objective"]["prediction"] == "epsilon"
+    assert made.files == Artifact(run, "experts/001/final").open(EXPERT).files
 
 
 def test_a_worker_that_lost_its_lease_publishes_nothing(new_run: Copy, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from atoll.cli import VERBS, main
 from atoll.core import config as configuration
-from atoll.core.artifacts import Artifact
+from atoll.core.artifacts import Artifact, Content, Kind
 from atoll.core.errors import AtollError
 from atoll.data.stages import shards
 from atoll.islands.leases import Lease
@@ -46,7 +46,7 @@ def found(run: Path, config: configuration.Config, **wish: object) -> list:
 
 def commit(run: Path, name: str) -> None:
     artifact = Artifact(run, name)
-    artifact.begin("test", {})
+    artifact.begin(Kind("test", Content), {})
     artifact.commit({})
 
 

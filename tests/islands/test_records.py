@@ -12,6 +12,7 @@ import pytest
 from atoll.core import config
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.errors import AtollError
+from atoll.core.manifests import CHECKPOINT
 from atoll.core.signing import Signer
 from atoll.islands import leases
 from atoll.islands.checkpoint_publisher import Reporter, is_checkpoint_key
@@ -165,9 +166,9 @@ def test_what_nobody_could_read_is_not_written(store: Store, choice: dict[str, s
 def published(run: Path, samples: int) -> Artifact:
     """A checkpoint on disk, as training would have saved it."""
     artifact = Artifact(run, f"{JOB}/checkpoints/{samples:012d}")
-    artifact.begin("checkpoint", {})
+    artifact.begin(CHECKPOINT, {})
     artifact.write("state.bin", bytes([samples]))
-    artifact.commit({"samples": samples})
+    artifact.commit({"samples": samples, "seconds": 0.0})
     return artifact
 
 

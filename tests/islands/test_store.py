@@ -10,6 +10,7 @@ import pytest
 
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
+from atoll.core.manifests import SHARDS
 from atoll.core.untrusted import Refused
 from atoll.islands import transfer
 from atoll.islands.store import Store
@@ -19,7 +20,7 @@ from islands.servers import forgetful, proxy
 
 def make(run: Path, name: str = "data/shards/cluster_000", sizes: tuple[int, ...] = (10, 0, 3_000_000)) -> Artifact:
     artifact = Artifact(run, name)
-    artifact.begin("shards", {"name": name})
+    artifact.begin(SHARDS, {"name": name})
     for number, size in enumerate(sizes):
         artifact.write(f"file-{number}.bin", np.random.default_rng(number).bytes(size))
     artifact.commit({"rows": 1})
@@ -91,7 +92,7 @@ def test_an_artifact_makes_the_round_trip(store: Store, tmp_path: Path, monkeypa
     manifest = read_manifest(store, source.name)
     assert manifest is not None
     fetch(store, source.name, manifest, target=target)
-    assert target.open("shards", verify=True).digest == manifest.digest
+    assert target.open(SHARDS, verify=True).digest == manifest.digest
     assert content(target) == content(source)
     written = {entry.key: entry.modified for entry in store.entries(source.name)}
     publish(store, source, manifest)
@@ -217,7 +218,7 @@ def test_a_part_of_an_artifact_can_be_fetched(store: Store, tmp_path: Path) -> N
     target = Artifact(tmp_path / "b", source.name)
     fetch(store, source.name, manifest_of(source), target=target, only=lambda file: file != "file-2.bin")
     assert set(content(target)) == {"file-0.bin", "file-1.bin", "manifest.json"}
-    assert target.open("shards", verify=True).facts == {"rows": 1}
+    assert target.open(SHARDS, verify=True).content == {"rows": 1}
 
 
 def test_an_upload_alone_counts_for_nothing(store: Store, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from atoll.core import config
 from atoll.core.artifacts import Artifact
+from atoll.core.manifests import EXPERT
 from atoll.train import Job, run_job
 from atoll.train import job as jobs
 from atoll.train.distributed import STEP_TIMEOUT, WAIT_TIMEOUT, group_options
@@ -52,10 +53,10 @@ def router(run: Path) -> Job:
     return Job(run, config.load(run), "router")
 
 
-def facts(run: Path, job: str) -> dict[str, Any]:
+def declared(run: Path, job: str) -> dict[str, Any]:
     manifest = Artifact(run, f"{job}/final").manifest()
     assert manifest is not None, "the result was never committed"
-    return dict(manifest.facts)
+    return dict(manifest.content)
 
 
 @pytest.mark.parametrize("phase", ["save", "resume", "end"])
@@ -67,7 +68,7 @@ def test_the_result_is_committed_however_long_the_main_process_takes(
     run = new_run(train=settings) if phase == "save" else trained(expert, train=settings)
     hook = partial(impatient, phase=phase)
     assert run_ranks(run, "--expert", "0", hook=hook, together=True) == [0, 0], log(run, 1).read_text()[-3000:]
-    assert facts(run, "experts/000")["held_out_loss"] > 0
+    assert declared(run, "experts/000")["held_out_loss"] > 0
     assert not (run / "experts/000/checkpoints").exists()
 
 
@@ -89,7 +90,7 @@ def test_all_processes_share_the_final_validation(parallel: str, trained: Traine
     assert counts == [10 * held_out] * 2, "twice (calibration, validation) half of ten rows of every image"
 
     assert_same_weights(one / "experts/000/final", two / "experts/000/final")
-    alone, shared = facts(one, "experts/000"), facts(two, "experts/000")
+    alone, shared = declared(one, "experts/000"), declared(two, "experts/000")
     assert shared["bridge"]["prediction_error"] == pytest.approx(alone["bridge"]["prediction_error"], rel=1e-4)
     assert alone["bridge"]["prediction_error"] > 0
     assert shared["held_out_loss"] == pytest.approx(alone["held_out_loss"], rel=1e-6)
@@ -104,7 +105,7 @@ def test_two_processes_calibrate_the_router_as_one_does(trained: Trained) -> Non
     assert run_ranks(two, "--router", hook=note_batches) == [0, 0], log(two, 0).read_text()[-3000:]
     rows = [(two / f"rows-{rank}.txt").read_text().splitlines() for rank in (0, 1)]
     assert len(rows[0]) == len(rows[1]) == 15, "three clusters in ten bins of time"
-    alone, shared = facts(one, "router"), facts(two, "router")
+    alone, shared = declared(one, "router"), declared(two, "router")
     assert shared["temperature"] == pytest.approx(alone["temperature"], rel=1e-4)
     for metric in ("held_out_loss", "held_out_accuracy", "loss_by_time", "accuracy_by_time"):
         assert shared[metric] == pytest.approx(alone[metric], rel=1e-6), metric
@@ -131,7 +132,7 @@ def test_a_result_that_is_there_is_left_alone_by_all_processes(trained: Trained)
     run = trained(expert, train={"samples": 16, "log_every": 8})
     made = run_job(expert(run))
     assert run_ranks(run, "--expert", "0", hook=full_disk) == [0, 0]
-    assert Artifact(run, "experts/000/final").open("expert").digest == made.digest
+    assert Artifact(run, "experts/000/final").open(EXPERT).digest == made.digest
 
 
 def test_groups_have_explicit_timeouts_and_a_gpu_its_number() -> None:

@@ -18,6 +18,7 @@ from atoll import cli, flow
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.core.manifests import EXPERT, ROUTER
 from atoll.data.dataset import Batch, Shards
 from atoll.data.prepare import prepare
 from atoll.experts.density import FILE, Density, of_shards
@@ -34,8 +35,9 @@ from train.conftest import Copy
 from train.workers import TINY, assert_same_weights, finish, metrics
 
 
-def facts(run: Path, job: str, kind: str = "expert") -> dict:
-    return Artifact(run, f"{job}/final").open(kind, verify=True).facts
+def declared(run: Path, job: str) -> dict:
+    kind = ROUTER if job == "router" else EXPERT
+    return Artifact(run, f"{job}/final").open(kind, verify=True).content
 
 
 def test_an_expert_needs_its_own_shards_and_the_settings_only(new_run: Copy) -> None:
@@ -53,17 +55,17 @@ def test_an_expert_needs_its_own_shards_and_the_settings_only(new_run: Copy) -> 
 
 
 def test_a_result_declares_itself(trained_experts: Path) -> None:
-    declared = facts(trained_experts, "experts/001")
-    assert declared["objective"]["prediction"] == "epsilon"
-    assert declared["clusters"] == [1]
-    assert declared["told"] == ["text"]
-    assert declared["network"]["text_width"] == 384
-    assert len(declared["statistics"]["mean"]) == 3
-    assert declared["latents"]["autoencoder"] == "pixels"
-    assert declared["compute"]["samples"] == 160
-    assert declared["compute"]["seconds"] > 0
+    found = declared(trained_experts, "experts/001")
+    assert found["objective"]["prediction"] == "epsilon"
+    assert found["clusters"] == [1]
+    assert found["conditioning"] == ["text"]
+    assert found["network"]["text_width"] == 384
+    assert len(found["statistics"]["mean"]) == 3
+    assert found["latents"]["autoencoder"] == "pixels"
+    assert found["compute"]["samples"] == 160
+    assert found["compute"]["seconds"] > 0
     network = load_network(trained_experts / "experts/001/final")
-    assert declared["compute"]["parameters"] == sum(p.numel() for p in network.parameters())
+    assert found["compute"]["parameters"] == sum(p.numel() for p in network.parameters())
     files = {path.name for path in (trained_experts / "experts/001/final").iterdir()}
     others = {"average-short.safetensors", "average-long.safetensors", "cluster.safetensors"}
     assert files == {"config.json", "diffusion_pytorch_model.safetensors", "manifest.json"} | others
@@ -73,7 +75,7 @@ class Labelled(Shards):
     """The same shards of pictures of three classes."""
 
     def __init__(self, shards: Shards, labels: torch.Tensor) -> None:
-        self.__dict__ = {**shards.__dict__, "facts": {**shards.facts, "labels": ["a", "b", "c"]}}
+        self.__dict__ = {**shards.__dict__, "content": shards.content.model_copy(update={"labels": ("a", "b", "c")})}
         self.labels = labels
 
     def read(self, indices: np.ndarray) -> Batch:
@@ -104,7 +106,7 @@ def test_flops_are_those_of_the_matrix_products(trained_experts: Path) -> None:
     block = attention + cross + tokens * 8 * d * d
     once = 256 * d + d * d + 6 * d * d
     forward = 2 * (depth * block + text * 384 * d + tokens * 2 * pixels * d + once)
-    compute = facts(trained_experts, "experts/000")["compute"]
+    compute = declared(trained_experts, "experts/000")["compute"]
     assert compute["flops"] == pytest.approx(3 * forward * 160, rel=0.02)
 
 
@@ -112,8 +114,8 @@ def test_the_monolith_matches_the_experts_flops(trained_experts: Path, tmp_path:
     run = tmp_path / "run"
     shutil.copytree(trained_experts, run)
     assert finish(run, "--monolith", "--match-flops", wish=str(run)) == 0
-    experts = sum(facts(run, f"experts/{k:03d}")["compute"]["flops"] for k in range(3))
-    monolith = facts(run, "monolith")
+    experts = sum(declared(run, f"experts/{k:03d}")["compute"]["flops"] for k in range(3))
+    monolith = declared(run, "monolith")
     assert monolith["compute"]["flops"] == pytest.approx(experts, rel=0.02)
     assert monolith["clusters"] == [0, 1, 2]
 
@@ -122,7 +124,7 @@ def test_a_student_declares_its_teachers_and_pays_for_them(trained_experts: Path
     run = tmp_path / "run"
     shutil.copytree(trained_experts, run)
     assert finish(run, "--student") == 0
-    student, expert = facts(run, "student"), facts(run, "experts/000")
+    student, expert = declared(run, "student"), declared(run, "experts/000")
     assert len(student["teachers"]) == 3
     assert student["compute"]["flops"] == pytest.approx(4 / 3 * expert["compute"]["flops"], rel=1e-6)
 
@@ -181,8 +183,10 @@ def test_high_resolution_fine_tuning_starts_from_another_expert(
     given = load_network(init).state_dict()
     assert all(torch.equal(before[key], given[key]) for key in given)
     made = run_job(job)
-    assert made.facts["latents"]["shape"] == [3, 64, 64]
-    assert made.facts["compute"]["flops"] / 16 > 3 * facts(trained_experts, "experts/000")["compute"]["flops"] / 160
+    assert made.content["latents"]["shape"] == [3, 64, 64]
+    assert (
+        made.content["compute"]["flops"] / 16 > 3 * declared(trained_experts, "experts/000")["compute"]["flops"] / 160
+    )
 
 
 def test_experts_of_other_kinds_train_too(new_run: Copy) -> None:
@@ -194,8 +198,8 @@ def test_experts_of_other_kinds_train_too(new_run: Copy) -> None:
     }  # fmt: skip
     run = new_run(networks={0: unet}, experts={0: "ddpm-linear"}, train={"condition": "none", "samples": 32})
     assert finish(run, "--expert", "0") == 0, (run / "log.txt").read_text()
-    assert facts(run, "experts/000")["network"]["_class_name"] == "UNetExpert"
-    assert facts(run, "experts/000")["held_out_loss"] > 0
+    assert declared(run, "experts/000")["network"]["_class_name"] == "UNetExpert"
+    assert declared(run, "experts/000")["held_out_loss"] > 0
 
 
 @pytest.mark.parametrize(
@@ -210,7 +214,7 @@ def test_a_class_table_without_a_row_for_the_null_class_is_refused(
             str(rows), only=[0], networks={0: {"_class_name": kind, field: rows}}, train={"condition": "label"}
         )
         job = Job(run, config.load(run), "expert", 0)
-        job.__dict__["facts"] = {**job.facts, "labels": ["a", "b", "c"]}
+        job.__dict__["shapes"] = replace(job.shapes, labels=("a", "b", "c"))
         if rows == needed:
             assert job.description[field] == needed
         else:
@@ -253,7 +257,7 @@ def test_a_pixart_trains_to_its_end(new_run: Copy) -> None:
     }  # fmt: skip
     run = new_run(networks={0: pixart}, train={"samples": 32})
     assert finish(run, "--expert", "0") == 0, (run / "log.txt").read_text()
-    assert facts(run, "experts/000")["held_out_loss"] > 0
+    assert declared(run, "experts/000")["held_out_loss"] > 0
 
 
 def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, shapes: Path) -> None:
@@ -271,14 +275,14 @@ def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, sha
     assert (shards.read(np.arange(len(shards))).label < 0).any()
     for job, kind in ((["--expert", "0"], "experts/000"), (["--router"], "router")):
         assert finish(run, *job) == 0, (run / "log.txt").read_text()
-        made = facts(run, kind, "router" if kind == "router" else "expert")
-        assert made["told"] == ["label"]
+        made = declared(run, kind)
+        assert made["conditioning"] == ["label"]
         assert made["text"] is None
         assert made["held_out_loss"] is None
     settings = config.load(run, {"router.told": "auto"})
     assert Job(run, settings, "router").told == {"label"}
     assert "circle" in report(run, settings, Options(prompts=["circle"], steps=1)).read_text(encoding="utf-8")
-    assert choose(run, 3, ["circle"])[0].label == shards.facts["labels"].index("circle")
+    assert choose(run, 3, ["circle"])[0].label == shards.content["labels"].index("circle")
     with pytest.raises(AtollError, match="told classes"):
         report(run, settings, Options(prompts=["zebra"], steps=1))
 
@@ -419,12 +423,12 @@ def test_settings_that_cannot_be_are_refused_when_read() -> None:
 
 def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_samples(trained_experts: Path) -> None:
     """Hardly trained, its x0 near noise is worth little, and the fit finds that out."""
-    declared = facts(trained_experts, "experts/001")
-    assert declared["bridge"]["prediction_error"] > 0.01
+    found = declared(trained_experts, "experts/001")
+    assert found["bridge"]["prediction_error"] > 0.01
     job = Job(trained_experts, config.load(trained_experts), "expert", 1)
     task = replace(job.task(), network=load_network(trained_experts / "experts/001/final").eval())
     with torch.no_grad():
         velocity = task.objective.bridge().wrap(task.answer)
         plain = validate(velocity, task.held_out, seed=task.seed, conditioning=task.told)
-    assert declared["held_out_loss"] < 0.5 * plain["held_out_loss"]
-    assert facts(trained_experts, "experts/000")["bridge"]["prediction_error"] == 0
+    assert found["held_out_loss"] < 0.5 * plain["held_out_loss"]
+    assert declared(trained_experts, "experts/000")["bridge"]["prediction_error"] == 0

@@ -9,6 +9,7 @@ import torch
 
 from atoll.core import config
 from atoll.core.artifacts import Artifact
+from atoll.core.manifests import ROUTER
 from atoll.data.prepare import prepare
 from atoll.nets import load_network
 from atoll.train.tasks import best_temperature, by_time
@@ -22,18 +23,18 @@ LONGER = {"samples": 4096, "batch": 32, "lr": 2e-3, "warmup": 128, "log_every": 
 def test_it_tells_clusters_apart_and_knows_nothing_of_noise(new_run: Copy) -> None:
     run = new_run(train=LONGER)
     assert finish(run, "--router") == 0, (run / "log.txt").read_text()
-    facts = Artifact(run, "router/final").open("router").facts
-    assert facts["accuracy_by_time"][0] > 0.9
-    assert facts["loss_by_time"][0] < 0.5 * facts["prior_entropy"]
-    assert not facts["at_chance"]
-    assert facts["prior_entropy"] == pytest.approx(math.log(3), abs=0.01)
+    declared = Artifact(run, "router/final").open(ROUTER).content
+    assert declared["accuracy_by_time"][0] > 0.9
+    assert declared["loss_by_time"][0] < 0.5 * declared["prior_entropy"]
+    assert not declared["at_chance"]
+    assert declared["prior_entropy"] == pytest.approx(math.log(3), abs=0.01)
     router = load_network(run / "router/final")
     noise = torch.randn(512, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         posterior = router.logits(noise, torch.full((512,), 1000.0)).softmax(1).mean(0)
-    sizes = torch.tensor(facts["cluster_sizes"], dtype=torch.float32)
+    sizes = torch.tensor(declared["cluster_sizes"], dtype=torch.float32)
     torch.testing.assert_close(posterior, sizes / sizes.sum(), rtol=0, atol=0.1)
-    assert router.temperature.item() == pytest.approx(facts["temperature"])
+    assert router.temperature.item() == pytest.approx(declared["temperature"])
     assert "accuracy" in metrics(run, "router")[-1]
     assert len(metrics(run, "router")[-1]["accuracy_by_time"]) == 10
 
@@ -48,9 +49,9 @@ def test_on_a_random_partition_it_stays_at_chance_and_says_so(prepared: Path, tm
         shutil.copytree(prepared / "data" / stage, run / "data" / stage)
     prepare(run, settings)
     assert finish(run, "--router") == 0, (run / "log.txt").read_text()
-    facts = Artifact(run, "router/final").open("router").facts
-    assert facts["at_chance"]
-    assert facts["held_out_loss"] > 0.9 * facts["prior_entropy"]
+    declared = Artifact(run, "router/final").open(ROUTER).content
+    assert declared["at_chance"]
+    assert declared["held_out_loss"] > 0.9 * declared["prior_entropy"]
     assert "the router is at chance" in (run / "log.txt").read_text()
 
 

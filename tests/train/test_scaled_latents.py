@@ -73,9 +73,9 @@ def become_expert(run: Path, network: Path, objective: str, copy: Path) -> Path:
     shutil.copytree(run, copy)
     changes = {**FROZEN, "train.init": str(network), "experts.default": objective}
     made = run_job(Job(copy, config.load(copy, changes), "expert", 0))
-    assert made.facts["network"]["normalization"] == {"scaling_factor": SCALE, "shift_factor": 0.0}
+    assert made.content["network"]["normalization"] == {"scaling_factor": SCALE, "shift_factor": 0.0}
     kept = json.loads((copy / "experts/000/final/config.json").read_text())
-    assert kept == made.facts["network"]
+    assert kept == made.content["network"]
     return copy
 
 

@@ -124,7 +124,7 @@ class Export:
 
         made = export(self.folder, self.destination, self.model, licence=self.licence)
         if self.json:
-            print(json.dumps({"folder": str(self.destination), "digest": made.digest, **made.facts}))
+            print(json.dumps({"folder": str(self.destination), "digest": made.digest, **made.content}))
             return
         size = sum(entry.size for entry in made.files.values())
         print(f"{self.destination}: {len(made.files)} files, {size / 1e6:.1f} MB; its card is README.md. To use it:")

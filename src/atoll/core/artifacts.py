@@ -1,13 +1,14 @@
 """Artifacts: a run is a folder, and the folder is the protocol between stages and islands.
 
 An artifact is a folder of files inside a run. Its `manifest.json` is written last and only if there is none: that is
-the commit. The manifest names the kind, what the artifact was made from, free facts, and size and hash of every file.
+the commit. The manifest names the kind, what the artifact was made from, what it declares (the fields of its kind, see
+`core/manifests.py`), and size and hash of every file.
 
-    artifact = Artifact(run, "data/features")
-    if not artifact.begin("features", {"model": "dinov2", "ingest": ingest.digest}):
+    artifact = Artifact(run, layout.FEATURES)
+    if not artifact.begin(FEATURES, {"model": "dinov2", "ingest": ingest.digest}):
         artifact.write_tensors("00000.safetensors", {...})      # each file appears whole or not at all
-        artifact.commit({"rows": 1000})
-    manifest = artifact.open("features")                        # what the next stage does
+        artifact.commit(FeaturesContent(rows=1000, dimensions=768))
+    rows = artifact.read(FEATURES).rows                         # what the next stage does
 
 Whoever makes an artifact says what it is made from before the first file is written; a folder that was made, or half
 made, from something else is refused with a message that says what changed. Names that start with a dot are scratch:
@@ -22,10 +23,12 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
@@ -36,7 +39,37 @@ if TYPE_CHECKING:
 _PLAN = ".plan.json"
 _NOT_PORTABLE = {"\\", ":", "\0"}
 """Characters that separate folders, drives or streams on some system, or end a name in C."""
-_FORMAT = 1
+FORMAT = 2
+"""Of manifests. 1 had its fields under other names."""
+
+
+class Content(BaseModel):
+    """What an artifact of one kind declares: frozen plain values, closed to fields it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+T = TypeVar("T", bound=Content)
+
+
+@dataclass(frozen=True)
+class Kind(Generic[T]):
+    """A kind of artifact: its name, the fields it declares, and the version of these fields."""
+
+    name: str
+    content: type[T]
+    version: int = 1
+
+    def parse(self, manifest: "Manifest", source: object) -> T:
+        """Check what a manifest of this kind declares; `source` names it in errors."""
+        if (manifest.kind, manifest.version) != (self.name, self.version):
+            found = f"{manifest.kind!r} in version {manifest.version}"
+            raise AtollError(f"{source} holds {found}; expected {self.name!r} in version {self.version}")
+        try:
+            return self.content.model_validate(manifest.content)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:3])
+            raise AtollError(f"{source} does not declare what a {self.name} must: {wrong}") from error
 
 
 @dataclass(frozen=True)
@@ -53,21 +86,22 @@ class Manifest:
 
     kind: str
     made_from: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    files: Mapping[str, FileEntry]
+    content: Mapping[str, Any]
+    """As it is stored, so that the digest is that of the file. `Kind.parse` gives it its type."""
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    version: int = 1
 
     def to_json(self) -> bytes:
         """The bytes of `manifest.json`."""
         files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in self.files.items()}
-        return to_json(
-            {"format": _FORMAT, "kind": self.kind, "made_from": self.made_from, "facts": self.facts, "files": files}
-        )
+        head = {"format": FORMAT, "kind": self.kind, "version": self.version}
+        return to_json({**head, "made_from": self.made_from, "content": self.content, "files": files})
 
     @classmethod
     def from_values(cls, value: Mapping[str, Any]) -> "Manifest":
         """Return the manifest with the values that `to_json` wrote."""
         files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
-        return cls(value["kind"], value["made_from"], value["facts"], files)
+        return cls(value["kind"], value["made_from"], value["content"], files, value["version"])
 
     @property
     def digest(self) -> str:
@@ -112,25 +146,29 @@ class Artifact:
         file = self.path(MANIFEST_FILE)
         try:
             value = json.loads(file.read_text(encoding="utf-8"))
-            if value["format"] != _FORMAT:
-                raise AtollError(f"{file} has format {value['format']}; this version of Atoll reads format {_FORMAT}")
+            if value["format"] != FORMAT:
+                raise AtollError(f"{file} has format {value['format']}; this version of Atoll reads format {FORMAT}")
             return Manifest.from_values(value)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise AtollError(f"{file} is not a manifest ({error!r}); delete {self.folder} to make it anew") from error
 
-    def open(self, kind: str, *, verify: bool = False) -> Manifest:
+    def open(self, kind: Kind[Any], *, verify: bool = False) -> Manifest:
         """The manifest of a committed artifact; with `verify`, after checking the hash of every file."""
         manifest = self.manifest()
         if manifest is None:
             state = "is not finished" if self.folder.is_dir() else "is not there"
             raise AtollError(f"{self.folder} {state}; make it with: atoll prepare {self.run}")
-        if manifest.kind != kind:
-            raise AtollError(f"{self.folder} holds {manifest.kind!r}; expected {kind!r}")
+        if manifest.kind != kind.name:
+            raise AtollError(f"{self.folder} holds {manifest.kind!r}; expected {kind.name!r}")
         for name, entry in manifest.files.items():
             self._check_file(name, entry, verify)
         return manifest
+
+    def read(self, kind: Kind[T], *, verify: bool = False) -> T:
+        """Return what a committed artifact declares; with `verify`, after checking the hash of every file."""
+        return kind.parse(self.open(kind, verify=verify), self.folder)
 
     def _check_file(self, name: str, entry: FileEntry, hashes: bool) -> None:
         file, advice = self.path(name), f"copy it again, or delete {self.folder} to make it anew"
@@ -147,7 +185,7 @@ class Artifact:
 
     # Writing
 
-    def begin(self, kind: str, made_from: Mapping[str, Any]) -> Manifest | None:
+    def begin(self, kind: Kind[Any], made_from: Mapping[str, Any]) -> Manifest | None:
         """Say what the artifact will be made from; the manifest if it is already there, None if work remains.
 
         Raises `AtollError` if the folder was made, or half made, from something else.
@@ -156,13 +194,13 @@ class Artifact:
             self.sweep()
             return self.manifest()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._create(_PLAN, to_json({"kind": kind, "made_from": made_from})):
+        if self._create(_PLAN, _plan_of(kind, made_from)):
             return None
         return self.manifest() if self.check(kind, made_from) else None
 
-    def check(self, kind: str, made_from: Mapping[str, Any]) -> bool:
+    def check(self, kind: Kind[Any], made_from: Mapping[str, Any]) -> bool:
         """Whether the artifact is there and made from this. Raises `AtollError` if it is made from something else."""
-        now = json.loads(to_json({"kind": kind, "made_from": made_from}))
+        now = json.loads(_plan_of(kind, made_from))
         was = self._plan() or now
         if changes := differences(was, now):
             raise AtollError(
@@ -188,7 +226,9 @@ class Artifact:
             return plan
         except FileNotFoundError:
             done = self.manifest()
-            return None if done is None else {"kind": done.kind, "made_from": done.made_from}
+            if done is None:
+                return None
+            return {"kind": done.kind, "version": done.version, "made_from": done.made_from}
 
     @contextmanager
     def writing(self, file: str) -> Iterator[Path]:
@@ -221,7 +261,7 @@ class Artifact:
         with self.writing(file) as path:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
-    def commit(self, facts: Mapping[str, Any], leave: Collection[str] = ()) -> Manifest:
+    def commit(self, content: Content | Mapping[str, Any], leave: Collection[str] = ()) -> Manifest:
         """Hash every file and write the manifest. Two jobs may race for it: they must have made the same thing.
 
         Files to `leave` out may lie in the folder, but are no part of the artifact.
@@ -234,10 +274,11 @@ class Artifact:
         )
         names = [name for name in names if name not in leave]
         files = {name: FileEntry(self.path(name).stat().st_size, sha256_of(self.path(name))) for name in names}
-        made = Manifest(plan["kind"], plan["made_from"], json.loads(to_json(facts)), files)
+        plain = content.model_dump(mode="json") if isinstance(content, Content) else content
+        made = Manifest(plan["kind"], plan["made_from"], json.loads(to_json(plain)), files, plan["version"])
         for name in names:  # the manifest must not reach the disk before what it vouches for
             _flush(self.path(name))
-        if not self._create(MANIFEST_FILE, made.to_json()) and self.open(made.kind).digest != made.digest:
+        if not self._create(MANIFEST_FILE, made.to_json()) and (self.manifest() or made).digest != made.digest:
             raise AtollError(
                 f"{self.folder} was committed by another job with other content; delete it and start again"
             )
@@ -274,6 +315,10 @@ class Artifact:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def _plan_of(kind: Kind[Any], made_from: Mapping[str, Any]) -> bytes:
+    return to_json({"kind": kind.name, "version": kind.version, "made_from": made_from})
 
 
 def differences(was: Any, now: Any, key: str = "") -> list[str]:

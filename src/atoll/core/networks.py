@@ -24,6 +24,8 @@ NAMES: dict[str, dict[str, int]] = {
 }
 """The named sizes: DiT-XS/2, …, DiT-XL/8."""
 DEFAULT_NAME = "DiT-XS/2"
+NetworkDescription = dict[str, Any]
+"""A network as plain values: `_class_name` and the fields of that class, as in config.json."""
 DIFFUSERS_EXPERTS = ("PixArtExpert", "DiTExpert", "SD3Expert", "UNetExpert")
 """Experts that wrap a diffusers model; their fields are those of the model and are checked when it is built."""
 _ADDED = {"null_tokens": 1, "normalization": None}

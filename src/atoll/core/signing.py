@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest, to_json
+from atoll.core.artifacts import Artifact, Kind, Manifest, to_json
 from atoll.core.errors import AtollError
 from atoll.core.layout import POLICY_FILE
 from atoll.core.policy import Policy, Role, policy_of
@@ -91,7 +91,7 @@ def verify(policy: Policy | None, role: Role, name: str, *, manifest: Manifest, 
     return who
 
 
-def open_trusted(artifact: Artifact, kind: str, verify_hashes: bool = False) -> Manifest:
+def open_trusted(artifact: Artifact, kind: Kind[Any], verify_hashes: bool = False) -> Manifest:
     """Open a network of a run's folder; if the run has a policy, after checking hashes and the signatures beside it."""
     policy = policy_of(artifact.run)
     manifest = artifact.open(kind, verify=verify_hashes or policy is not None)

@@ -9,7 +9,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
-from atoll.core.artifacts import FileEntry, Manifest
+from atoll.core.artifacts import FORMAT, FileEntry, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 
@@ -101,16 +101,17 @@ def strict_name(name: object, what: str) -> str:
 def strict_manifest(data: bytes, what: str) -> Manifest:
     """A manifest whose every part is what it must be, in its one spelling."""
     value = strict_json(data, what)
-    if not isinstance(value, dict) or set(value) != {"format", "kind", "made_from", "facts", "files"}:
-        raise Refused(f"{what} is not a manifest: expected format, kind, made_from, facts and files")
-    if value["format"] != 1 or not isinstance(value["kind"], str):
-        raise Refused(f"{what} has format {value['format']!r} and kind {value['kind']!r}; expected 1 and a text")
-    if not all(isinstance(value[key], dict) for key in ("made_from", "facts", "files")):
-        raise Refused(f"{what}: made_from, facts and files must be objects")
+    if not isinstance(value, dict) or set(value) != {"format", "kind", "version", "made_from", "content", "files"}:
+        raise Refused(f"{what} is not a manifest: expected format, kind, version, made_from, content and files")
+    if value["format"] != FORMAT or not isinstance(value["kind"], str) or type(value["version"]) is not int:
+        found = f"format {value['format']!r}, kind {value['kind']!r} and version {value['version']!r}"
+        raise Refused(f"{what} has {found}; expected {FORMAT}, a text and a number")
+    if not all(isinstance(value[key], dict) for key in ("made_from", "content", "files")):
+        raise Refused(f"{what}: made_from, content and files must be objects")
     files = {strict_name(name, what): _file_entry(entry, name, what) for name, entry in value["files"].items()}
     if len({name.casefold() for name in files}) != len(files):
         raise Refused(f"{what} has names that differ in upper and lower case only")
-    manifest = Manifest(value["kind"], value["made_from"], value["facts"], files)
+    manifest = Manifest(value["kind"], value["made_from"], value["content"], files, value["version"])
     if manifest.to_json() != data:
         raise Refused(f"{what} is not written in the one spelling that its digest needs")
     return manifest

@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.core.manifests import SHARDS, ShardsContent
 from atoll.data.chunks import ahead
 from atoll.data.shuffle import shuffled
 from atoll.data.stages import shards, text
@@ -81,14 +82,15 @@ class Shards:
     """The samples of one or more clusters, numbered from 0 in the order of clusters, files and rows."""
 
     def __init__(self, artifacts: list[Artifact], split: Literal["train", "held-out"], verify: bool = False) -> None:
-        manifests = [artifact.open(shards.KIND, verify=verify) for artifact in artifacts]
-        _check_alike(artifacts, manifests)
-        self.facts = manifests[0].facts
-        self.statistics = Statistics.from_facts(self.facts)
+        manifests = [artifact.open(SHARDS, verify=verify) for artifact in artifacts]
+        contents = [SHARDS.parse(made, own.folder) for own, made in zip(artifacts, manifests, strict=True)]
+        _check_alike(artifacts, contents)
+        self.content = contents[0]
+        self.statistics = Statistics.of(self.content.statistics)
         self.artifacts = artifacts
         self._files = [
-            _File(artifact.path(file), manifest.facts["cluster"])
-            for artifact, manifest in zip(artifacts, manifests, strict=True)
+            _File(artifact.path(file), content.cluster)
+            for artifact, manifest, content in zip(artifacts, manifests, contents, strict=True)
             for file in sorted(manifest.files)
             if file.startswith(f"{split}-") and file.endswith(".safetensors")
         ]
@@ -160,7 +162,8 @@ class Shards:
         part["cluster"] = torch.full((len(rows),), file.cluster)
         if "tokens" in file.tensors:
             lengths = file.tensors["lengths"][rows].long()
-            slots = torch.arange(self.facts["text"]["max_tokens"])
+            assert self.content.text is not None
+            slots = torch.arange(self.content.text.max_tokens)
             part["mask"] = slots < lengths[:, None]
             # Padding reads the first token of the caption and is then set to zero.
             at = file.starts[rows][:, None] + slots * part["mask"]
@@ -211,17 +214,17 @@ class Shards:
     @cached_property
     def empty_text(self) -> tuple[Tensor, Tensor, Tensor]:
         """Text (L, D), mask (L) and pooled vector of the empty caption, for guidance."""
-        if self.facts["text"] is None:
+        if self.content.text is None:
             raise AtollError(f"{self.artifacts[0].folder} has no text; set text.encoder")
         stored = load_file(self.artifacts[0].path(text.EMPTY))
-        padding = self.facts["text"]["max_tokens"] - len(stored["tokens"])
+        padding = self.content.text.max_tokens - len(stored["tokens"])
         states = torch.nn.functional.pad(stored["tokens"], (0, 0, 0, padding))
         return states, torch.arange(len(states)) < len(stored["tokens"]), stored["pooled"][0]
 
 
-def _check_alike(artifacts: list[Artifact], manifests: list[Manifest]) -> None:
-    """Clusters that are read together must come from one preparation."""
-    for artifact, manifest in zip(artifacts, manifests, strict=True):
+def _check_alike(artifacts: list[Artifact], contents: list[ShardsContent]) -> None:
+    """Check that clusters which are read together come from one preparation."""
+    for artifact, content in zip(artifacts, contents, strict=True):
         for key in _SAME_EVERYWHERE:
-            if manifest.facts[key] != manifests[0].facts[key]:
+            if getattr(content, key) != getattr(contents[0], key):
                 raise AtollError(f"{artifact.folder} and {artifacts[0].folder} differ in {key}; prepare them together")

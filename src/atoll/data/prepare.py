@@ -11,9 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, Kind
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
+from atoll.core.manifests import CLUSTERS, FEATURES, INGEST, LATENTS, SHARDS, TEXT
 from atoll.data.chunks import Share
 from atoll.data.sources.base import Source
 from atoll.data.sources.open import find_kind
@@ -21,6 +22,14 @@ from atoll.data.stages import clusters, features, ingest, latents, shards, text
 
 StageName = Literal["ingest", "features", "clusters", "latents", "text", "shards"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
+KINDS: dict[StageName, Kind[Any]] = {
+    "ingest": INGEST,
+    "features": FEATURES,
+    "clusters": CLUSTERS,
+    "latents": LATENTS,
+    "text": TEXT,
+    "shards": SHARDS,
+}
 SHARED: tuple[StageName, ...] = ("features", "latents", "text")
 """Stages that several jobs can share."""
 NEEDS: dict[StageName, tuple[StageName, ...]] = {
@@ -54,14 +63,12 @@ class Preparation:
         """The index that the ingest stage made."""
         return ingest.Index.open(self.run)
 
-    def artifacts(self, stage: StageName) -> list[tuple[Artifact, str]]:
+    def artifacts(self, stage: StageName) -> list[tuple[Artifact, Kind[Any]]]:
         """The artifacts of a stage, each with its kind."""
         if stage == "shards":
-            return [
-                (Artifact(self.run, shards.name(cluster)), shards.KIND) for cluster in range(self.config.clusters.count)
-            ]
+            return [(Artifact(self.run, shards.name(cluster)), SHARDS) for cluster in range(self.config.clusters.count)]
         module = {"ingest": ingest, "features": features, "clusters": clusters, "latents": latents, "text": text}[stage]
-        return [(Artifact(self.run, module.NAME), module.KIND)]
+        return [(Artifact(self.run, module.NAME), KINDS[stage])]
 
     def inputs(self, stage: StageName) -> list[dict[str, Any]]:
         """What each artifact of a stage is made from; the stages before it must be done."""
@@ -168,7 +175,7 @@ class Preparation:
         return "to do"
 
 
-def _is_made(artifact: Artifact, kind: str, inputs: dict[str, Any]) -> bool:
+def _is_made(artifact: Artifact, kind: Kind[Any], inputs: dict[str, Any]) -> bool:
     if artifact.orphaned:
         raise AtollError(f"{artifact.folder} has files but nothing says what they are made from; delete it")
     return artifact.check(kind, inputs)
@@ -200,19 +207,18 @@ def _summary(work: Preparation, stage: StageName, finished: bool) -> str:
     if not finished:
         chunks = work.index.chunks(artifact)
         return f"this share is done; {len(chunks.missing())} of {chunks.count} chunks are left to other jobs"
-    manifest = artifact.open(kind)
-    if stage == "ingest":
-        return f"{manifest.facts['rows']:,} samples, {manifest.facts['rejected']:,} rejected"
     if stage == "clusters":
-        return _cluster_summary(artifact, manifest)
+        return _cluster_summary(artifact)
     if stage == "shards":
         return f"{work.config.clusters.count} folders like {artifact.folder}"
-    return f"{manifest.facts['rows']:,} samples in {artifact.folder}"
+    if stage == "ingest":
+        return f"{work.index.rows:,} samples, {work.index.content.rejected:,} rejected"
+    return f"{artifact.read(kind).rows:,} samples in {artifact.folder}"
 
 
-def _cluster_summary(artifact: Artifact, manifest: Manifest) -> str:
+def _cluster_summary(artifact: Artifact) -> str:
     report = artifact.read_json(clusters.REPORT)
-    parts = [f"sizes {report['sizes']['train']}", f"largest/mean {manifest.facts['imbalance']:.3f}"]
+    parts = [f"sizes {report['sizes']['train']}", f"largest/mean {artifact.read(CLUSTERS).imbalance:.3f}"]
     if found := report.get("separation"):
         parts += [
             f"{key} {found['clusters'][key]:.3f} (random {found['random'][key]:.3f})" for key in found["clusters"]

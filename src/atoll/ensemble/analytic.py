@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from atoll import flow
 from atoll.core import layout
+from atoll.core.manifests import LatentSpec
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble.ensemble import Ensemble
 from atoll.experts.density import SAMPLES, Density
@@ -95,5 +96,5 @@ def _opener(mixture: flow.GaussianMixture, objective: flow.Objective) -> Any:
 
 
 def _declaration(name: str, clusters: tuple[int, ...], space: Statistics, *, bridge: flow.Bridge) -> Declaration:
-    latents = {"autoencoder": "pixels", "weights": None, "shape": [len(space.mean), 1, 1]}
+    latents = LatentSpec(autoencoder="pixels", shape=(len(space.mean), 1, 1))
     return Declaration(name, clusters, {}, frozenset(), space, latents, None, (), bridge)

@@ -342,15 +342,11 @@ def _check_alike(declarations: Sequence[Declaration]) -> None:
     for other in declarations[1:]:
         for what, ours, theirs in (
             ("the shape of latents", first.shape, other.shape),
-            ("the autoencoder", _identity(first.latents), _identity(other.latents)),
-            ("the text encoder", _identity(first.text), _identity(other.text)),
+            ("the autoencoder", first.latents.weights, other.latents.weights),
+            ("the text encoder", first.text and first.text.weights, other.text and other.text.weights),
             ("the classes", first.labels, other.labels),
         ):
             if ours and theirs and ours != theirs:
                 raise AtollError(
                     f"{first.name} and {other.name} differ in {what}: {ours} and {theirs}; they are not one model"
                 )
-
-
-def _identity(model: Mapping[str, Any] | None) -> Any:
-    return model and model["weights"]

@@ -10,6 +10,7 @@ from typing import Any
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
+from atoll.core.manifests import PIPELINE
 from atoll.data.pretrained import folder_of
 from atoll.data.stages.latents import Codec, Pixel, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
@@ -21,7 +22,6 @@ from atoll.experts.router import OpenRouter
 from atoll.experts.stored import Stored, weights_of
 from atoll.nets import Router
 
-PIPELINE_KIND = "pipeline"
 PIPELINE_CLASS = "AtollPipeline"
 COMPONENTS = "atoll.export.pipeline"
 EXPERT_CLASS, ROUTER_CLASS = "ExpertModel", "RouterModel"
@@ -116,7 +116,7 @@ def verify(folder: Path, index: dict[str, Any]) -> None:
         raise AtollError(
             f"{folder} has no {MANIFEST_FILE}: its export was not finished, or it was copied in part; copy it again"
         )
-    artifact.open(PIPELINE_KIND, verify=True)
+    artifact.open(PIPELINE, verify=True)
     for name in [*expert_names(folder, index), *(["router"] if has_router(index) else [])]:
         Stored.open(folder / name)
 
@@ -145,7 +145,7 @@ class FolderModels(Models):
     @cached_property
     def codec(self) -> Codec | Pixel:
         """The autoencoder."""
-        pixels = self.declaration.latents["autoencoder"] == "pixels"
+        pixels = self.declaration.latents.autoencoder == "pixels"
         return open_codec("pixels" if pixels else str(self.folder / "vae"))
 
     @cached_property
@@ -154,7 +154,7 @@ class FolderModels(Models):
         text = self.declaration.text
         if text is None:
             raise AtollError("these experts were trained without text: they take no prompts")
-        return open_text_encoder(str(self.folder / "text_encoder"), text["max_tokens"], self.folder / "tokenizer")
+        return open_text_encoder(str(self.folder / "text_encoder"), text.max_tokens, self.folder / "tokenizer")
 
 
 def _exported(

@@ -11,7 +11,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.device import device as pick_device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.layout import CONFIG_FILE
-from atoll.core.manifests import EXPERT_KIND, ROUTER_KIND
+from atoll.core.manifests import EXPERT, ROUTER
 from atoll.core.signing import open_trusted
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.folder import is_folder, load_folder
@@ -68,9 +68,9 @@ def open_member(run: Path, name: str, verify: bool = False) -> Member:
         flag = f"--expert {int(name[-3:])}" if layout.is_expert(name) else f"--{name}"
         state = "is not finished" if (run / name).is_dir() else "is not there"
         raise AtollError(f"{artifact.folder} {state}; make it with: atoll train {run} {flag}")
-    manifest = open_trusted(artifact, EXPERT_KIND, verify)
+    manifest = open_trusted(artifact, EXPERT, verify)
     return Member(
-        Declaration.from_facts(manifest.facts),
+        Declaration.of(EXPERT.parse(manifest, artifact.folder)),
         partial(load_network, artifact.folder),
         manifest.files[WEIGHTS_FILE].size,
         artifact.path(WEIGHTS_FILE),
@@ -83,7 +83,7 @@ def open_router(run: Path, placement: Placement, verify: bool = False) -> OpenRo
     artifact = Artifact(run, layout.final(layout.ROUTER))
     if artifact.manifest() is None:
         return None
-    declaration = Declaration.from_facts(open_trusted(artifact, ROUTER_KIND, verify).facts)
+    declaration = Declaration.of(ROUTER.parse(open_trusted(artifact, ROUTER, verify), artifact.folder))
     network = load_network(artifact.folder)
     if not isinstance(network, Router):
         raise AtollError(f"{artifact.folder} holds a {type(network).__name__}, not a router")

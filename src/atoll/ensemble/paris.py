@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from atoll import flow
 from atoll.convert import Layout, layout, read_weights
 from atoll.core.errors import AtollError
+from atoll.core.manifests import LatentSpec, TextSpec
 from atoll.core.networks import LatentScale
 from atoll.data.stages.latents import Codec, Pixel, Statistics, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
@@ -62,7 +63,7 @@ class ParisModels(Models):
         """CLIP."""
         assert self.declaration.text is not None
         opened = open_text_encoder(
-            str(self.folder / "text_encoder"), self.declaration.text["max_tokens"], self.folder / "tokenizer"
+            str(self.folder / "text_encoder"), self.declaration.text.max_tokens, self.folder / "tokenizer"
         )
         return WholeCaptions(opened.network, opened.tokenizer, opened.max_tokens)
 
@@ -143,11 +144,10 @@ class Paris:
             network={"_class_name": "Router" if router else "DiT", **network},
             told=frozenset() if router else frozenset({"text"}),
             statistics=Statistics.of_scale(scale, channels),
-            latents={"autoencoder": "vae", "weights": None, "shape": [channels, size, size]},
-            text={
-                "encoder": "text_encoder", "weights": None, "max_tokens": text["max_position_embeddings"],
-                "dimensions": text["hidden_size"],
-            },
+            latents=LatentSpec(autoencoder="vae", shape=(channels, size, size)),
+            text=TextSpec(
+                encoder="text_encoder", max_tokens=text["max_position_embeddings"], dimensions=text["hidden_size"]
+            ),
             labels=(),
             bridge=flow.Objective().bridge(),
         )  # fmt: skip

@@ -133,4 +133,4 @@ def condition_bytes(network: nn.Module, declaration: Declaration, *, rows: int, 
     if not isinstance(network, DiT) or declaration.text is None or "text" not in declaration.told:
         return 0
     config = network.config
-    return 2 * config.depth * config.width * rows * int(declaration.text["max_tokens"]) * itemsize
+    return 2 * config.depth * config.width * rows * declaration.text.max_tokens * itemsize

@@ -147,7 +147,7 @@ class Models:
     @cached_property
     def codec(self) -> Codec | Pixel:
         """The autoencoder."""
-        return open_codec(self.declaration.latents["autoencoder"])
+        return open_codec(self.declaration.latents.autoencoder)
 
     @cached_property
     def text_encoder(self) -> "TextEncoder":
@@ -157,7 +157,7 @@ class Models:
         text = self.declaration.text
         if text is None:
             raise AtollError("these experts were trained without text: they take no prompts")
-        return open_text_encoder(text["encoder"], text["max_tokens"])
+        return open_text_encoder(text.encoder, text.max_tokens)
 
     def labels(self, names: Sequence[str | int]) -> Tensor:
         """Numbers of classes, given by name or number."""

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, to_json
+from atoll.core.artifacts import Artifact, Content, Kind, to_json
 
 ROOM = layout.EVALUATION
 FIGURES = "figures.json"
+METRICS = Kind("figures", Content)
+"""Metrics are in the file: they differ from evaluation to evaluation."""
 
 
 def keyed(run: Path, group: str, label: str, *, made_from: Mapping[str, Any]) -> Artifact:
@@ -29,8 +31,8 @@ def figures(
 ) -> dict[str, Any]:
     """Figures that are computed once and kept: `figures.json` of an artifact."""
     artifact = keyed(run, group, label, made_from=made_from)
-    if artifact.begin("figures", made_from) is None:
+    if artifact.begin(METRICS, made_from) is None:
         artifact.write(FIGURES, to_json(compute()))
-        artifact.commit({})
+        artifact.commit(Content())
     read: dict[str, Any] = artifact.read_json(FIGURES)
     return read

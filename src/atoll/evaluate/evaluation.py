@@ -14,6 +14,7 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.config import Config
 from atoll.core.errors import AtollError, unknown
+from atoll.core.manifests import SHARDS
 from atoll.ensemble import Settings
 from atoll.evaluate import diagnostics, metrics, trajectories
 from atoll.evaluate.cache import ROOM, figures
@@ -157,7 +158,7 @@ class Evaluation:
         use = trajectories.expert_use(samples)
         active = 1.0 if use is None else use["mean_active"]
         cost = subject.sampling(self.settings(subject), active)
-        measured = {"seconds": samples.facts["seconds"] / len(samples), **self._memory(subject, len(samples))}
+        measured = {"seconds": samples.seconds / len(samples), **self._memory(subject, len(samples))}
         return {"expert_use": use, "sampling": {**cost, **measured}}
 
     def _memory(self, subject: Subject, samples: int) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class Evaluation:
     def _trajectory(self, subject: Subject) -> dict[str, Any]:
         settings, prompts = self.settings(subject), self.prompts(self.options.followed)
         told = {"settings": asdict(settings), "prompts": asdict(prompts), "networks": subject.digests}
-        data = Artifact(self.run, layout.shards(0)).open("shards").facts["fingerprint"]
+        data = Artifact(self.run, layout.shards(0)).read(SHARDS).fingerprint
 
         def compute() -> dict[str, Any]:
             clusters = trajectories.bank(self.run, self.config.clusters.count)
@@ -189,7 +190,7 @@ class Evaluation:
         shards = diagnostics.held_out(self.run, self.config.clusters.count)
         if not len(shards):
             raise AtollError(f"{self.run} has no held-out sample; raise data.held_out, or --skip diagnostics")
-        data = [artifact.open("shards").digest for artifact in shards.artifacts]
+        data = [artifact.open(SHARDS).digest for artifact in shards.artifacts]
         # The seed of training, not of sampling: it is the one that training and admission validate with.
         seed = self.config.train.seed
         each = min(how.held_out, max(map(len, shards.cluster_ranges().values())))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from atoll.core.artifacts import Artifact
+from atoll.core.artifacts import Artifact, Content, Kind
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.data.chunks import Chunks, ahead
@@ -25,7 +25,16 @@ from atoll.evaluate.distances import Gaussian
 from atoll.evaluate.extractors import BATCH, open_vision, weights_of
 from atoll.evaluate.generated import CHUNK, Samples
 
-KIND = "evaluation features"
+
+class FeaturesContent(Content):
+    """Features of a set of images, and how they were taken."""
+
+    rows: int
+    dimensions: int
+    protocol: dict[str, str]
+
+
+FEATURES = Kind("evaluation features", FeaturesContent)
 _STATISTICS = "statistics.safetensors"
 
 Split = Literal["train", "held-out"]
@@ -44,7 +53,7 @@ class FeatureSet:
     @cached_property
     def features(self) -> Tensor:
         """Features (N, D)."""
-        files = sorted(file for file in self.artifact.open(KIND).files if file != _STATISTICS)
+        files = sorted(file for file in self.artifact.open(FEATURES).files if file != _STATISTICS)
         return torch.cat([load_file(self.artifact.path(file))["features"] for file in files])
 
     @cached_property
@@ -56,24 +65,24 @@ class FeatureSet:
     @property
     def digest(self) -> str:
         """Fingerprint of the set."""
-        return self.artifact.open(KIND).digest
+        return self.artifact.open(FEATURES).digest
 
     def __len__(self) -> int:
-        return int(self.artifact.open(KIND).facts["rows"])
+        return self.artifact.read(FEATURES).rows
 
 
 def of_samples(run: Path, samples: Samples, vision: str) -> FeatureSet:
     """Features of generated pictures."""
     made_from = {"samples": samples.digest, "extractor": vision, "weights": weights_of(vision)}
     artifact = keyed(run, "features", f"{samples.label}-{_short(vision)}", made_from=made_from)
-    if artifact.begin(KIND, made_from) is None:
+    if artifact.begin(FEATURES, made_from) is None:
         chunks = Chunks(artifact, len(samples), CHUNK)
         missing = chunks.missing()
         todo = set(missing)
         encoded = ((c, len(p), {"features": opened(vision)(p)}) for c, p in enumerate(samples.chunks()) if c in todo)
         chunks.fill(f"features of {samples.label}", missing, encoded)
         _commit(artifact, chunks, opened(vision))
-    return FeatureSet(artifact, {**samples.protocol, **artifact.open(KIND).facts["protocol"]})
+    return FeatureSet(artifact, {**samples.protocol, **artifact.read(FEATURES).protocol})
 
 
 def of_reference(run: Path, config: Config, split: Split, *, count: int, vision: str) -> FeatureSet:
@@ -83,7 +92,7 @@ def of_reference(run: Path, config: Config, split: Split, *, count: int, vision:
     about = {"split": split, "pictures": len(rows), "resolution": config.data.resolution}
     made_from = {"ingest": index.manifest.digest, **about, "extractor": vision, "weights": weights_of(vision)}
     artifact = keyed(run, "reference", f"{split}-{len(rows)}-{_short(vision)}", made_from=made_from)
-    if artifact.begin(KIND, made_from) is None:
+    if artifact.begin(FEATURES, made_from) is None:
         chunks = Chunks(artifact, len(rows), CHUNK)
         missing = chunks.missing()
         source = open_configured(config.data)
@@ -91,9 +100,9 @@ def of_reference(run: Path, config: Config, split: Split, *, count: int, vision:
         encoded = _encoded(pictures, opened(vision), chunks, missing=missing)
         chunks.fill(f"reference ({split}, {_short(vision)})", missing, encoded)
         _commit(artifact, chunks, opened(vision))
-    manifest = artifact.open(KIND)
+    manifest = artifact.open(FEATURES)
     reference = {"reference": about, "reference_fingerprint": manifest.digest}
-    return FeatureSet(artifact, {**reference, **manifest.facts["protocol"]})
+    return FeatureSet(artifact, {**reference, **artifact.read(FEATURES).protocol})
 
 
 def _commit(artifact: Artifact, chunks: Chunks, vision: Vision) -> None:
@@ -101,7 +110,7 @@ def _commit(artifact: Artifact, chunks: Chunks, vision: Vision) -> None:
     files = [artifact.path(chunks.file(chunk)) for chunk in range(chunks.count)]
     gaussian = Gaussian.of(torch.cat([load_file(file)["features"] for file in files]))
     artifact.write_tensors(_STATISTICS, {"mean": gaussian.mean, "root": gaussian.root})
-    artifact.commit({"rows": chunks.rows, "dimensions": len(gaussian.mean), "protocol": vision.protocol})
+    artifact.commit(FeaturesContent(rows=chunks.rows, dimensions=len(gaussian.mean), protocol=vision.protocol))
 
 
 def _chosen(index: Index, split: Split, count: int) -> "np.ndarray[Any, Any]":

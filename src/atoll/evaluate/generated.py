@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from atoll.core.artifacts import Artifact, to_json
+from atoll.core.artifacts import Artifact, Content, Kind, to_json
 from atoll.core.errors import AtollError
 from atoll.data.chunks import Chunks
 from atoll.data.contact_sheet import sheet
@@ -33,7 +33,15 @@ from atoll.evaluate.cache import keyed
 from atoll.evaluate.models import Subject
 from atoll.flow import rng
 
-KIND = "evaluation samples"
+
+class SamplesContent(Content):
+    """A set of generated images."""
+
+    rows: int
+    seconds: float
+
+
+SAMPLES = Kind("evaluation samples", SamplesContent)
 CHUNK = 256
 SEED_STREAM = 31
 SHEET = 64
@@ -91,9 +99,9 @@ def prompts_of(
         labels += shards.read(np.array(rows)).label.tolist() if rows else []
         owners += [cluster] * many
     order = shuffled(np.arange(count, dtype=np.uint64), count, seed, epoch=clusters).astype(np.int64)
-    facts = opened[0].facts
-    told = [captions[i] for i in order] if facts["text"] else None
-    return Prompts(told, [labels[i] for i in order] if facts["labels"] else None, [owners[i] for i in order])
+    data = opened[0].content
+    texts = [captions[i] for i in order] if data.text else None
+    return Prompts(texts, [labels[i] for i in order] if data.labels else None, [owners[i] for i in order])
 
 
 def shares(sizes: list[int], count: int) -> list[int]:
@@ -115,19 +123,19 @@ class Samples:
     prompts: Prompts
 
     @cached_property
-    def facts(self) -> dict[str, Any]:
-        """What is known of the set as a whole."""
-        return dict(self.artifact.open(KIND).facts)
+    def seconds(self) -> float:
+        """Return how long it took to make all of them."""
+        return self.artifact.read(SAMPLES).seconds
 
     @property
     def digest(self) -> str:
         """Fingerprint of the set."""
-        return self.artifact.open(KIND).digest
+        return self.artifact.open(SAMPLES).digest
 
     @property
     def protocol(self) -> dict[str, Any]:
         """How the pictures were made, to be written beside every figure."""
-        made_from = self.artifact.open(KIND).made_from
+        made_from = self.artifact.open(SAMPLES).made_from
         return {"model": made_from["model"], "samples": len(self), **made_from["settings"], "set": self.artifact.name}
 
     def __len__(self) -> int:
@@ -149,7 +157,7 @@ class Samples:
         return {"t": stored[0]["t"], **sums}
 
     def _files(self) -> list[Path]:
-        return [self.artifact.path(file) for file in sorted(self.artifact.open(KIND).files) if file[0].isdecimal()]
+        return [self.artifact.path(file) for file in sorted(self.artifact.open(SAMPLES).files) if file[0].isdecimal()]
 
 
 def draw(
@@ -161,7 +169,7 @@ def draw(
     made_from = {"model": subject.model, "networks": subject.digests, "settings": plain, "prompts": asdict(prompts)}
     artifact = keyed(subject.run, "samples", f"{subject.label} {what}", made_from=made_from)
     short = {**made_from, "prompts": f"{len(prompts)} in prompts.json"}
-    if artifact.begin(KIND, short) is None:
+    if artifact.begin(SAMPLES, short) is None:
         artifact.write("prompts.json", told)
         chunks, model = Chunks(artifact, len(prompts), CHUNK), subject.open(resident)
         # One step first, so that opening networks is no part of the time that pictures take.
@@ -207,13 +215,14 @@ def _use(made: Generated) -> dict[str, Tensor]:
     }
 
 
-def _finish(artifact: Artifact, chunks: Chunks) -> dict[str, Any]:
+def _finish(artifact: Artifact, chunks: Chunks) -> SamplesContent:
     """A sheet of the first pictures, and the time all of them took."""
     files = [artifact.path(chunks.file(chunk)) for chunk in range(chunks.count)]
     first = load_file(files[0])["pictures"][:SHEET].numpy()
     with artifact.writing("sheet.png") as path:
         sheet([Image.fromarray(picture) for picture in first]).save(path, format="PNG")
-    return {"rows": chunks.rows, "seconds": sum(float(_read(file, ("seconds",))["seconds"]) for file in files)}
+    seconds = sum(float(_read(file, ("seconds",))["seconds"]) for file in files)
+    return SamplesContent(rows=chunks.rows, seconds=seconds)
 
 
 def _read(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from atoll.data.vision.lpips import Perceptual, open_perceptual
 from atoll.evaluate.cache import figures
 from atoll.evaluate.distances import Gaussian, Spread, frechet, kernel_distance, pairwise_mean, precision_recall
 from atoll.evaluate.extractors import Alignment
-from atoll.evaluate.features import KIND, FeatureSet, opened
+from atoll.evaluate.features import FEATURES, FeatureSet, opened
 from atoll.evaluate.generated import Samples
 
 KID_LEAST, NEIGHBOURS_LEAST = 100, 500
@@ -23,7 +23,7 @@ _ERROR = "samples and reference are finite: compare with `floor`, what real pict
 
 def check_enough(samples: int, reference: FeatureSet) -> None:
     """Refuse numbers of pictures too small for the figures to mean what people take them to mean."""
-    dimensions = reference.artifact.open(KIND).facts["dimensions"]
+    dimensions = reference.artifact.read(FEATURES).dimensions
     least = {"the Frechet distance": dimensions + 1, "KID": KID_LEAST, "precision and recall": NEIGHBOURS_LEAST}
     lacking = [f"{name} needs {count:,}" for name, count in least.items() if min(samples, len(reference)) < count]
     if lacking:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact
+from atoll.core.artifacts import Artifact, Kind
 from atoll.core.config import Config
 from atoll.core.errors import AtollError, unknown
-from atoll.core.manifests import EXPERT_KIND, ROUTER_KIND
+from atoll.core.manifests import EXPERT, ROUTER, ComputeSpec, NetworkContent
 from atoll.ensemble import Ensemble, Settings, load, parse
 from atoll.train.cost import Cost, cost, training_bytes
 
@@ -54,9 +54,9 @@ class Subject:
 
     def training(self) -> dict[str, Any]:
         """What its networks cost in training, from their manifests."""
-        spent = [part.open(_kind(part)).facts["compute"] for part in self.parts]
-        totals = {key: sum(one[key] for one in spent) for key in ("samples", "parameters", "flops", "seconds")}
-        return {**totals, "longest_job_seconds": max(one["seconds"] for one in spent)}
+        spent = [content.compute for content in self._contents() if content.compute]
+        totals = {key: sum(getattr(one, key) for one in spent) for key in ComputeSpec.model_fields}
+        return {**totals, "longest_job_seconds": max(one.seconds for one in spent)}
 
     def training_bytes(self, config: Config) -> int:
         """Estimated memory of the largest of its training jobs, on one process."""
@@ -84,24 +84,24 @@ class Subject:
     @property
     def _told(self) -> bool:
         """Whether its experts are told anything, so that guidance means something."""
-        return any(
-            part.open(EXPERT_KIND).facts["told"] for part in self.parts if part.name != layout.final(layout.ROUTER)
-        )
+        return any(content.conditioning for content in self._contents() if content.job != layout.ROUTER)
 
     def _router_answers(self, settings: Settings, guided: Sequence[bool]) -> int:
         """How often the router answers for one picture; under guidance also for the null condition, if it is told."""
-        router = next(part for part in self.parts if part.name == layout.final(layout.ROUTER))
+        router = next(content for content in self._contents() if content.job == layout.ROUTER)
         once = [rule.name for rule in parse(settings.routing).rules] == ["drawn"]
         asked = guided[:1] if once else guided
-        return len(asked) + (sum(asked) if router.open(ROUTER_KIND).facts["told"] else 0)
+        return len(asked) + (sum(asked) if router.conditioning else 0)
 
     def _costs(self) -> dict[str, Cost]:
         costs = {}
-        for part in self.parts:
-            facts = part.open(_kind(part)).facts
-            text = (facts["text"]["max_tokens"], facts["text"]["dimensions"]) if facts["text"] else None
-            costs[facts["job"]] = cost(facts["network"], tuple(facts["latents"]["shape"]), text)
+        for content in self._contents():
+            text = (content.text.max_tokens, content.text.dimensions) if content.text else None
+            costs[content.job] = cost(content.network, content.latents.shape, text)
         return costs
+
+    def _contents(self) -> list[NetworkContent]:
+        return [part.read(_kind(part)) for part in self.parts]
 
 
 @lru_cache(maxsize=1)
@@ -110,8 +110,8 @@ def _opened(run: Path, model: str, resident: int | None, *, _networks: frozenset
     return load(run, model, resident=resident)
 
 
-def _kind(part: Artifact) -> str:
-    return ROUTER_KIND if part.name == layout.final(layout.ROUTER) else EXPERT_KIND
+def _kind(part: Artifact) -> Kind[Any]:
+    return ROUTER if part.name == layout.final(layout.ROUTER) else EXPERT
 
 
 def finished(run: Path) -> list[str]:

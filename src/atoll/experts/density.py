@@ -134,6 +134,6 @@ def of_shards(shards: Shards) -> Density:
     std = torch.tensor(shards.statistics.std).view(-1, 1, 1)
     noise = None if batch.std is None else (batch.std.float() / std).square()
     caption = None if batch.pooled is None else Density.fit(batch.pooled.float(), count=1, rank=CAPTION_RANK)
-    known = len(shards.facts["labels"])
+    known = len(shards.content.labels)
     classes = torch.bincount(batch.label[batch.label >= 0], minlength=known).float() if known else None
     return replace(Density.fit(latents, noise, len(shards)), caption=caption, classes=classes)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from atoll import flow
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
-from atoll.core.manifests import EXPERT_KIND
+from atoll.core.manifests import EXPERT, BridgeSpec, ExpertContent, LatentSpec, NetworkContent, TextSpec
 from atoll.data.stages.latents import Statistics
 from atoll.experts.rescaling import Rescaling, rescaling
 from atoll.nets import Condition, PreparedCondition, load_network
@@ -26,32 +26,34 @@ class Declaration:
     network: Mapping[str, Any]
     told: frozenset[str]
     statistics: Statistics
-    latents: Mapping[str, Any]
-    text: Mapping[str, Any] | None
+    latents: LatentSpec
+    text: TextSpec | None
     labels: tuple[str, ...]
     bridge: flow.Bridge
 
     @classmethod
-    def from_facts(cls, facts: Mapping[str, Any]) -> "Declaration":
-        """Read a manifest's facts. A router has no objective: it lives on the linear path."""
-        statistics = Statistics.from_facts(facts)
-        options = {**facts.get("bridge", {}), **statistics.bridge_options}
+    def of(cls, content: NetworkContent) -> "Declaration":
+        """Return what a manifest declares, as objects. A router has no objective: it lives on the linear path."""
+        statistics = Statistics.of(content.statistics)
+        objective, options = flow.Objective(), BridgeSpec()
+        if isinstance(content, ExpertContent):
+            objective, options = flow.objective(**content.objective), content.bridge
         return cls(
-            name=facts["job"],
-            clusters=tuple(facts["clusters"]),
-            network=facts["network"],
-            told=frozenset(facts["told"]),
+            name=content.job,
+            clusters=content.clusters,
+            network=content.network,
+            told=frozenset(content.conditioning),
             statistics=statistics,
-            latents=facts["latents"],
-            text=facts["text"],
-            labels=tuple(facts["labels"] or ()),
-            bridge=flow.objective(**facts.get("objective", {})).bridge(**options),
+            latents=content.latents,
+            text=content.text,
+            labels=content.labels,
+            bridge=objective.bridge(**options.model_dump(), **statistics.bridge_options),
         )
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Channels, height and width of a latent."""
-        return tuple(self.latents["shape"])
+        return self.latents.shape
 
 
 def only(condition: Condition, told: frozenset[str]) -> Condition:
@@ -93,6 +95,6 @@ class OpenExpert:
 def open_expert(run: Path, name: str, space: Statistics, *, device: torch.device | None = None) -> OpenExpert:
     """Open a finished expert of a run (`experts/003`, `monolith`, `student`) after checking its hashes."""
     artifact = Artifact(run, layout.final(name))
-    declaration = Declaration.from_facts(artifact.open(EXPERT_KIND, verify=True).facts)
+    declaration = Declaration.of(artifact.read(EXPERT, verify=True))
     network = load_network(artifact.folder).to(device).eval().requires_grad_(False)
     return OpenExpert(declaration, network, torch.float32, rescaling(space, declaration.statistics, name))

@@ -8,7 +8,6 @@ expert_0/
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from atoll.convert import check_fit, layout, read_weights, write_weights
 from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError
+from atoll.core.manifests import ExpertContent, NetworkContent, RouterContent
 from atoll.experts.density import FILE as CLUSTER_FILE
 from atoll.experts.density import Density
 from atoll.experts.expert import Declaration
@@ -37,7 +37,7 @@ LAYOUTS = {"PixArtTransformer2DModel": "diffusers-pixart", "DiTTransformer2DMode
 """Classes of diffusers that compute exactly what some DiTs compute, and the layouts of their weights."""
 
 
-def write(folder: Path, network: nn.Module, facts: Mapping[str, Any], *, density: Density | None) -> None:
+def write(folder: Path, network: nn.Module, content: NetworkContent, *, density: Density | None) -> None:
     """Write a network with its declaration."""
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(network, DiffusersExpert):
@@ -51,7 +51,7 @@ def write(folder: Path, network: nn.Module, facts: Mapping[str, Any], *, density
         save_network(network, folder)  # type: ignore[arg-type]
     if density is not None:
         save_file({name: part.cpu().contiguous() for name, part in density.tensors().items()}, folder / CLUSTER_FILE)
-    (folder / DECLARATION_FILE).write_bytes(to_json(facts))
+    (folder / DECLARATION_FILE).write_bytes(to_json(content.model_dump(mode="json")))
 
 
 def _write_parts(folder: Path, weights: dict[str, Tensor], fields: dict[str, Any], *, state: dict[str, Tensor]) -> None:
@@ -82,7 +82,7 @@ class Stored:
     """A network that `write` has written."""
 
     folder: Path
-    facts: Mapping[str, Any]
+    content: NetworkContent
 
     @classmethod
     def open(cls, folder: Path) -> "Stored":
@@ -90,14 +90,14 @@ class Stored:
         file = folder / DECLARATION_FILE
         if not file.is_file():
             raise AtollError(f"{file} is missing: nothing tells how this network was trained; export the run again")
-        stored = cls(folder, json.loads(file.read_text(encoding="utf-8")))
+        stored = cls(folder, read_declaration(file))
         check_fit(without_retired(shapes(stored.weights)), stored._expected(), f"the network that {file} declares")
         return stored
 
     @cached_property
     def declaration(self) -> Declaration:
         """What the network says of itself."""
-        return Declaration.from_facts(self.facts)
+        return Declaration.of(self.content)
 
     @cached_property
     def density(self) -> Density | None:
@@ -140,7 +140,7 @@ class Stored:
         if not file.is_file():
             raise AtollError(f"{file} is missing; expected the configuration of a network")
         stored = str(json.loads(file.read_text(encoding="utf-8")).get("_class_name"))
-        own = self.facts["network"]["_class_name"]
+        own = self.content.network["_class_name"]
         able = {own} | ({KINDS[own].model_class} if own in KINDS else set(LAYOUTS) if own == "DiT" else set())
         if stored not in able:
             raise AtollError(f"{file} names a {stored}, but {self.folder / DECLARATION_FILE} declares a {own}")
@@ -149,13 +149,22 @@ class Stored:
     def _expected(self) -> dict[str, Tensor]:
         """Names and shapes of the tensors that the stored class has for the declared network."""
         with torch.device("meta"):
-            network = build(dict(self.facts["network"]))
+            network = build(dict(self.content.network))
         state = network.state_dict()
-        if self._stored_class == self.facts["network"]["_class_name"]:
+        if self._stored_class == self.content.network["_class_name"]:
             return state
         if self._stored_class in LAYOUTS and isinstance(network, DiT):
             return layout(LAYOUTS[self._stored_class]).from_native(state, network.config)
         return {name.removeprefix("model."): part for name, part in state.items() if name.startswith("model.")}
+
+
+def read_declaration(file: Path) -> NetworkContent:
+    """Read what a network of a pipeline's folder declares."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return (ExpertContent if "objective" in values else RouterContent).model_validate(values)
+    except ValueError as error:
+        raise AtollError(f"{file} is not the declaration of a network ({error}); export the run again") from error
 
 
 def weights_of(folder: Path, names: tuple[str, ...] = (WEIGHTS_FILE,)) -> Path:

@@ -2,20 +2,19 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
+from atoll.core.manifests import CLUSTERS, INGEST, ExpertContent, NetworkContent, RouterContent
 from atoll.core.version import __version__
 from atoll.nets import build, count_parameters
 
 CARD_FILE = "README.md"
-Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -26,14 +25,14 @@ class About:
     name: str
     model: str
     """experts, monolith, student or expert:K."""
-    experts: Sequence[Facts]
-    router: Facts | None
+    experts: Sequence[ExpertContent]
+    router: RouterContent | None
     licence: str | None
 
     @property
     def told(self) -> str:
         """prompts, classes, both, or nothing."""
-        told = {part for expert in self.experts for part in expert["told"]}
+        told = {part for expert in self.experts for part in expert.conditioning}
         words = [word for word, parts in (("prompts", {"text", "pooled"}), ("classes", {"label"})) if told & parts]
         return " and ".join(words) or "nothing"
 
@@ -55,8 +54,8 @@ def _front(about: About) -> str:
 
 def _summary(about: About) -> str:
     first = about.experts[0]
-    channels, height, width = first["latents"]["shape"]
-    side = first["latents"].get("resolution")
+    channels, height, width = first.latents.shape
+    side = first.latents.resolution
     each = [_parameters(expert) for expert in about.experts]
     what = {
         "monolith": "A dense diffusion model",
@@ -70,7 +69,7 @@ def _summary(about: About) -> str:
 
 
 def _use(about: About) -> str:
-    labels = about.experts[0]["labels"] or [0]
+    labels = about.experts[0].labels or (0,)
     prompt = {"nothing": "", "classes": f"label={labels[0]!r}, "}.get(about.told, '"a red apple", ')
     routing = 'routing="top-2", ' if len(about.experts) > 1 else ""
     return f"""## Use
@@ -89,15 +88,14 @@ Files are checked against the hashes in `manifest.json` when they are read; weig
 
 def _data(about: About) -> str:
     first = about.experts[0]
-    lines = ["## Data", "", f"Source: {first.get('source', 'not recorded')}."]
-    ingest = Artifact(about.run, layout.INGEST).manifest()
-    if ingest is not None:
-        splits = ingest.facts["splits"]
+    lines = ["## Data", "", f"Source: {first.source}."]
+    ingest = Artifact(about.run, layout.INGEST)
+    if ingest.manifest() is not None:
+        splits = ingest.read(INGEST).splits
         held_out = splits.get("held-out", 0)
         lines.append(f"{splits.get('train', 0):,} pictures for training, {held_out:,} that training never saw.")
         lines += ["", *_licences(about.run)]
-    if first.get("fingerprint"):
-        lines += ["", f"Fingerprint of the data: `{first['fingerprint']}`."]
+    lines += ["", f"Fingerprint of the data: `{first.fingerprint}`."]
     return "\n".join(lines)
 
 
@@ -117,37 +115,37 @@ def _licences(run: Path) -> list[str]:
 
 
 def _clusters(about: About) -> str:
-    clusters = Artifact(about.run, layout.CLUSTERS).manifest()
-    if clusters is None:
+    artifact = Artifact(about.run, layout.CLUSTERS)
+    if artifact.manifest() is None:
         return ""
-    sizes = clusters.facts["sizes"]
-    held_out = sizes.get("held-out") or [0] * len(sizes["train"])
+    clusters = artifact.read(CLUSTERS)
+    sizes = clusters.sizes
+    held_out = sizes.get("held-out") or (0,) * len(sizes["train"])
     rows = [
         (str(number), f"{train:,}", f"{kept:,}")
         for number, (train, kept) in enumerate(zip(sizes["train"], held_out, strict=True))
     ]
-    how = clusters.facts.get("method", "features")
     seen = "each expert was trained on its own alone" if about.model == "experts" else _seen(about.experts[0])
-    head = f"{len(rows)} clusters, made by {how}; {seen}."
+    head = f"{len(rows)} clusters, made by {clusters.method}; {seen}."
     table = _table(("cluster", "training pictures", "held out"), rows)
     return "\n".join(["## Clusters", "", head, "", *table])
 
 
-def _seen(expert: Facts) -> str:
-    numbers = ", ".join(map(str, expert["clusters"]))
-    return f"this model was trained on cluster{'s' if len(expert['clusters']) > 1 else ''} {numbers}"
+def _seen(expert: ExpertContent) -> str:
+    numbers = ", ".join(map(str, expert.clusters))
+    return f"this model was trained on cluster{'s' if len(expert.clusters) > 1 else ''} {numbers}"
 
 
 def _training(about: About) -> str:
     rows = []
     networks = [*about.experts, *([about.router] if about.router else [])]
-    for facts in networks:
-        spent = facts.get("compute", {})
-        forms = {"samples": ",", "flops": ".3g", "seconds": ",.0f"}
-        numbers = [f"{spent[key]:{form}}" if key in spent else "-" for key, form in forms.items()]
-        loss = facts.get("held_out_loss")
-        rows.append((facts["job"], _objective(facts), f"{_parameters(facts) / 1e6:.1f} M", *numbers, _number(loss, 4)))
-    total = [sum(facts.get("compute", {}).get(key, 0) for facts in networks) for key in ("flops", "seconds")]
+    for content in networks:
+        spent = content.compute
+        numbers = [f"{spent.samples:,}", f"{spent.flops:.3g}", f"{spent.seconds:,.0f}"] if spent else ["-"] * 3
+        size = f"{_parameters(content) / 1e6:.1f} M"
+        rows.append((content.job, _objective(content), size, *numbers, _number(content.held_out_loss, 4)))
+    costs = [content.compute for content in networks if content.compute]
+    total = sum(spent.flops for spent in costs), sum(spent.seconds for spent in costs)
     heads = ("network", "objective", "parameters", "samples", "FLOPs", "seconds", "held-out loss")
     sums = f"Together {total[0]:.3g} FLOPs of matrix products and {total[1]:,.0f} seconds of training jobs."
     if about.model == "student":
@@ -155,9 +153,10 @@ def _training(about: About) -> str:
     return "\n".join(["## Training and compute", "", *_table(heads, rows), "", sums])
 
 
-def _objective(facts: Facts) -> str:
-    objective = facts.get("objective")
-    return f"{objective['prediction']}, {objective['schedule']['name']} schedule" if objective else "clusters"
+def _objective(content: NetworkContent) -> str:
+    if not isinstance(content, ExpertContent):
+        return "clusters"
+    return f"{content.objective['prediction']}, {content.objective['schedule']['name']} schedule"
 
 
 def _figures(about: About) -> str:
@@ -209,9 +208,9 @@ def _licence(about: About) -> str:
     return f"## Licence\n\n{said}. {others}"
 
 
-def _parameters(facts: Facts) -> int:
+def _parameters(content: NetworkContent) -> int:
     with torch.device("meta"):
-        return count_parameters(build(dict(facts["network"])))
+        return count_parameters(build(content.network))
 
 
 def _number(value: float | None, digits: int) -> str:

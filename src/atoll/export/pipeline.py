@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError, unknown
 from atoll.core.layout import MANIFEST_FILE
+from atoll.core.manifests import PIPELINE, NetworkContent, PipelineContent
 from atoll.data.stages.latents import Codec, Pixel
 from atoll.data.stages.text import TextEncoder
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.folder import (
     COMPONENTS,
     PIPELINE_CLASS,
-    PIPELINE_KIND,
     expert_names,
     fetch,
     forget_paths,
@@ -53,16 +53,16 @@ _OPTIONAL = ("vae", "text_encoder", "tokenizer", "router")
 class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
     """A network with what it declares, as diffusers wants its models: saved to a folder and read from it."""
 
-    def __init__(self, network: nn.Module, facts: dict[str, Any], density: Density | None = None) -> None:
+    def __init__(self, network: nn.Module, content: NetworkContent, density: Density | None = None) -> None:
         super().__init__()
         self.network = network.eval().requires_grad_(False)
-        self.facts = facts
+        self.content = content
         self.density = density
-        self.register_to_config(declaration=facts)
+        self.register_to_config(declaration=content.model_dump(mode="json"))
 
     def declaration(self) -> Declaration:
         """What the network says of itself."""
-        return Declaration.from_facts(self.facts)
+        return Declaration.of(self.content)
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
         """The network's own answer, in terms of its own objective; `time` is on the 0..1000 scale."""
@@ -72,7 +72,7 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
     def save_pretrained(self, save_directory: str | Path, safe_serialization: bool = True, **_: Any) -> None:
         """Write the network and its declaration; always safetensors."""
         _only_safetensors(safe_serialization)
-        stored.write(Path(save_directory), self.network, self.facts, density=self.density)
+        stored.write(Path(save_directory), self.network, self.content, density=self.density)
 
     @classmethod
     def from_pretrained(
@@ -87,7 +87,7 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
         """Read what `save_pretrained` wrote; diffusers says `dtype` in some places and `torch_dtype` in others."""
         folder = Path(pretrained_model_name_or_path) / (subfolder or "")
         found = stored.Stored.open(folder)
-        return cls(found.network().to(dtype or torch_dtype or torch.float32), dict(found.facts), found.density)
+        return cls(found.network().to(dtype or torch_dtype or torch.float32), found.content, found.density)
 
 
 class ExpertModel(_Declared):
@@ -154,10 +154,10 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         folder = Path(save_directory).resolve()
         (folder / MANIFEST_FILE).unlink(missing_ok=True)
         artifact = Artifact(folder.parent, folder.name)
-        artifact.begin(PIPELINE_KIND, {"saved_by": PIPELINE_CLASS})
+        artifact.begin(PIPELINE, {"saved_by": PIPELINE_CLASS})
         super().save_pretrained(folder, safe_serialization=True, **options)
         forget_paths(folder)
-        artifact.commit({"experts": len(self.experts)}, leave=[CARD_FILE])
+        artifact.commit(PipelineContent(experts=len(self.experts)), leave=[CARD_FILE])
 
     @property
     def experts(self) -> list[ExpertModel]:
@@ -170,14 +170,12 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         placement = Placement(self.expert_0.device, self.expert_0.dtype)
         router = self.router.opened(placement.dtype) if self.router is not None and len(members) > 1 else None
         ensemble = Ensemble(members, router, placement=placement)
-        pixels = members[0].declaration.latents["autoencoder"] == "pixels"
+        pixels = members[0].declaration.latents.autoencoder == "pixels"
         ensemble.models.codec = Pixel() if pixels else Codec(self._needed("vae"), self.vae.device)
         text = members[0].declaration.text
         if text is not None and self.text_encoder is not None:
             place = self.text_encoder.device
-            ensemble.models.text_encoder = TextEncoder(
-                self.text_encoder, self.tokenizer, text["max_tokens"], place=place
-            )
+            ensemble.models.text_encoder = TextEncoder(self.text_encoder, self.tokenizer, text.max_tokens, place=place)
         return ensemble
 
     @torch.no_grad()

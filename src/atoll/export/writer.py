@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, Kind, Manifest
 from atoll.core.errors import AtollError
-from atoll.core.manifests import EXPERT_KIND, ROUTER_KIND
+from atoll.core.manifests import EXPERT, PIPELINE, ROUTER, ExpertContent, NetworkContent, PipelineContent, RouterContent
 from atoll.core.progress import progress
 from atoll.data.stages.latents import Codec
 from atoll.ensemble.ensemble import Ensemble
@@ -25,7 +25,6 @@ from atoll.ensemble.folder import (
     EXPERT_CLASS,
     INDEX_FILE,
     PIPELINE_CLASS,
-    PIPELINE_KIND,
     ROUTER_CLASS,
     forget_paths,
 )
@@ -43,12 +42,15 @@ def export(run: Path, destination: Path, model: str = "experts", *, licence: str
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())) and not artifact.begun:
         raise AtollError(f"{destination} exists and is not an export of {run}; choose another folder")
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
-    if artifact.begin(PIPELINE_KIND, made_from) is None:
+    if artifact.begin(PIPELINE, made_from) is None:
         _write(artifact, ensemble, trained)
-        artifact.commit({"experts": len(ensemble.members), "model": model}, leave=[CARD_FILE])
-    made = artifact.open(PIPELINE_KIND, verify=True)
+        artifact.commit(PipelineContent(experts=len(ensemble.members), model=model), leave=[CARD_FILE])
+    made = artifact.open(PIPELINE, verify=True)
     if not (destination / CARD_FILE).exists():
-        about = About(run, destination.name, model, *_facts(trained), licence)
+        public = [_public(job, manifest) for job, manifest in trained.items()]
+        experts = [content for content in public if isinstance(content, ExpertContent)]
+        router = next((content for content in public if isinstance(content, RouterContent)), None)
+        about = About(run, destination.name, model, experts, router, licence)
         (destination / CARD_FILE).write_text(card(about), encoding="utf-8")
     return made
 
@@ -57,26 +59,24 @@ def _trained(run: Path, ensemble: Ensemble) -> dict[str, Manifest]:
     """The manifests of all networks, whose files are checked on the way."""
     if ensemble.router is None and any(member.density is None for member in ensemble.members[1:]):
         raise AtollError(f"{run} has several experts and no router; train one with: atoll train {run} --router")
-    kinds = {expert.name: EXPERT_KIND for expert in ensemble.experts}
+    kinds: dict[str, Kind[Any]] = {expert.name: EXPERT for expert in ensemble.experts}
     if ensemble.router is not None:
-        kinds["router"] = ROUTER_KIND
+        kinds[layout.ROUTER] = ROUTER
     return {job: Artifact(run, layout.final(job)).open(kind, verify=True) for job, kind in kinds.items()}
 
 
-def _facts(trained: Mapping[str, Manifest]) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """What the experts and the router declare."""
-    facts = {job: _public(manifest) for job, manifest in trained.items()}
-    return [own for job, own in facts.items() if job != "router"], facts.get("router")
+def _public(job: str, manifest: Manifest) -> NetworkContent:
+    """Return what a network declares to others: folders of this machine mean nothing to them."""
+    kind: Kind[Any] = ROUTER if job == layout.ROUTER else EXPERT
+    content: NetworkContent = kind.parse(manifest, job)
+    latents = content.latents.model_copy(update={"autoencoder": _name(content.latents.autoencoder)})
+    text = content.text and content.text.model_copy(update={"encoder": _name(content.text.encoder)})
+    return content.model_copy(update={"latents": latents, "text": text, "manifest": manifest.digest})
 
 
-def _public(manifest: Manifest) -> dict[str, Any]:
-    """A declaration for others: folders of this machine mean nothing to them."""
-    facts = {**manifest.facts, "manifest": manifest.digest}
-    for part, key in (("latents", "autoencoder"), ("text", "encoder")):
-        if facts.get(part):
-            name = Path(facts[part][key])
-            facts[part] = {**facts[part], key: name.name if name.expanduser().is_dir() else facts[part][key]}
-    return facts
+def _name(model: str) -> str:
+    folder = Path(model)
+    return folder.name if folder.expanduser().is_dir() else model
 
 
 def _write(artifact: Artifact, ensemble: Ensemble, trained: Mapping[str, Manifest]) -> None:
@@ -98,11 +98,13 @@ def _components(
 ) -> Iterator[tuple[str, list[str | None]]]:
     """Write every component; its name and class, as model_index.json has them."""
     for number, member in enumerate(ensemble.members):
-        facts = _public(trained[member.declaration.name])
-        stored.write(folder / f"expert_{number}", member.open(), facts, density=member.density)
+        content = _public(member.declaration.name, trained[member.declaration.name])
+        stored.write(folder / f"expert_{number}", member.open(), content, density=member.density)
         yield f"expert_{number}", [COMPONENTS, EXPERT_CLASS]
     if ensemble.router is not None:
-        stored.write(folder / "router", ensemble.router.network, _public(trained["router"]), density=None)
+        stored.write(
+            folder / "router", ensemble.router.network, _public(layout.ROUTER, trained[layout.ROUTER]), density=None
+        )
     yield "router", [None, None] if ensemble.router is None else [COMPONENTS, ROUTER_CLASS]
     codec = ensemble.models.codec
     if isinstance(codec, Codec):

@@ -14,10 +14,12 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -25,7 +27,7 @@ from atoll import flow
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
-from atoll.core.manifests import EXPERT_KIND
+from atoll.core.manifests import EXPERT, SHARDS, BridgeSpec, ShardsContent
 from atoll.core.policy import Policy
 from atoll.core.signing import verify
 from atoll.core.untrusted import Refused, check_bounded, strict_json
@@ -66,15 +68,20 @@ class Contribution:
     """The run's own manifest of that cluster's data."""
     policy: Policy
 
+    @cached_property
+    def data(self) -> ShardsContent:
+        """Return what the run declares of that cluster's data."""
+        return SHARDS.parse(self.shards, layout.shards(self.expert))
+
     @property
     def name(self) -> str:
         """The artifact it wants to become."""
         return layout.final(layout.expert_job(self.expert))
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """What it declares."""
-        return self.manifest.facts
+    def claims(self) -> Mapping[str, Any]:
+        """Return what it declares, as somebody wrote it: nothing of it is checked yet."""
+        return self.manifest.content
 
 
 def review(store: Store, expert: int, digest: str | None, *, policy: Policy | None, quarantine: Path) -> Artifact:
@@ -121,22 +128,26 @@ def check_signatures(store: Store, offered: Contribution, roles: tuple[str, ...]
 
 def check_declaration(offered: Contribution) -> None:
     """What the manifest says must fit the run, the cluster and the policy."""
-    if offered.manifest.kind != EXPERT_KIND:
-        raise Refused(f"it is a {offered.manifest.kind!r}; expected {EXPERT_KIND!r}")
+    if offered.manifest.kind != EXPERT.name:
+        raise Refused(f"it is a {offered.manifest.kind!r}; expected {EXPERT.name!r}")
     _check_listing(offered)
     _check_origin(offered)
     _check_objective(offered)
     tensors = declared_tensors(offered)
     room = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    facts = offered.shards.facts
+    data = offered.data
     # The density: directions and a mean of latents and of pooled captions, the classes, and room for a few more.
-    words = (CAPTION_RANK + 8) * facts["text"]["pooled"] if facts["text"] else 0
-    density = 4 * ((RANK + 16) * math.prod(facts["latents"]["shape"]) + words + len(facts["labels"]))
+    words = (CAPTION_RANK + 8) * (data.text.pooled or 0) if data.text else 0
+    density = 4 * ((RANK + 16) * math.prod(data.latents.shape) + words + len(data.labels))
     for name, entry in offered.manifest.files.items():
         # Tensors and a header of at most 1 kB each.
         most = max(room, density) + 1024 * (len(tensors) + 64)
         if entry.size > most:
             raise Refused(f"{name} has {entry.size:,} bytes; the network declared needs at most {most:,}")
+    try:
+        EXPERT.parse(offered.manifest, offered.name)
+    except AtollError as error:
+        raise Refused(str(error)) from error
 
 
 def _check_listing(offered: Contribution) -> None:
@@ -155,7 +166,7 @@ def _check_listing(offered: Contribution) -> None:
 
 def _check_origin(offered: Contribution) -> None:
     """It must come from its own cluster's shards of this run, in this run's space."""
-    facts, data = offered.facts, offered.shards.facts
+    facts, data = offered.claims, offered.shards.content
     job = layout.expert_job(offered.expert)
     if facts.get("job") != job or facts.get("clusters") != [offered.expert]:
         raise Refused(f"it declares job {facts.get('job')!r} of clusters {facts.get('clusters')!r}; expected {job!r}")
@@ -169,8 +180,8 @@ def _check_origin(offered: Contribution) -> None:
 
 
 def _check_objective(offered: Contribution) -> None:
-    facts, policy = offered.facts, offered.policy
-    spec, bridge, told = facts.get("objective"), facts.get("bridge"), facts.get("told")
+    claims, policy = offered.claims, offered.policy
+    spec, bridge, conditioning = (claims.get(key) for key in ("objective", "bridge", "conditioning"))
     try:
         check_bounded(spec, "objective")
         if not isinstance(spec, dict) or flow.objective(**spec).spec != spec:
@@ -179,36 +190,40 @@ def _check_objective(offered: Contribution) -> None:
         raise Refused(f"its objective cannot be built: {error}") from error
     if policy.objectives is not None and spec not in [flow.objective(name).spec for name in policy.objectives]:
         raise Refused(f"its objective is none of those the policy allows: {', '.join(policy.objectives)}")
-    shrink = bridge.get("prediction_error", 0.0) if isinstance(bridge, dict) else None
-    if not isinstance(shrink, int | float) or not 0 <= shrink <= 10 or set(bridge or {}) - {"prediction_error"}:
+    try:
+        given = BridgeSpec.model_validate(bridge, strict=True)
+        usual = given == BridgeSpec(prediction_error=given.prediction_error) and 0 <= given.prediction_error <= 10
+    except ValidationError:
+        usual = False
+    if not usual:
         raise Refused(f"its bridge is {str(bridge)[:80]}; expected a prediction_error from 0 to 10")
-    data = offered.shards.facts
-    possible = ({"text", "pooled"} if data["text"] else set()) | ({"label"} if data["labels"] else set())
-    if not isinstance(told, list) or not set(map(str, told)) <= possible:
-        raise Refused(f"it wants to be told {str(told)[:80]}; this run's data has {sorted(possible)}")
+    data = offered.data
+    possible = ({"text", "pooled"} if data.text else set()) | ({"label"} if data.labels else set())
+    if not isinstance(conditioning, list) or not set(map(str, conditioning)) <= possible:
+        raise Refused(f"it is conditioned on {str(conditioning)[:80]}; this run's data has {sorted(possible)}")
 
 
 def declared_tensors(offered: Contribution) -> dict[str, Tensor]:
     """Names, shapes and dtypes of the network it declares, without memory."""
-    description = offered.facts.get("network")
+    description = offered.claims.get("network")
     if not isinstance(description, dict):
         raise Refused("it does not declare its network")
     kind = description.get("_class_name")
     if kind not in offered.policy.networks:
         raise Refused(f"its network is a {str(kind)[:40]!r}; the policy allows {', '.join(offered.policy.networks)}")
     check_bounded(description, "network")
-    shape = offered.shards.facts["latents"]["shape"]
+    shape = offered.data.latents.shape
     side = description.get("size", description.get("sample_size", shape[-1]))
     channels = description.get("channels", description.get("in_channels"))
     if channels != shape[0] or not isinstance(side, int) or not 1 <= side <= 4 * shape[-1]:
-        raise Refused(f"its network is for {channels} channels and side {side}; the latents are {shape}")
+        raise Refused(f"its network is for {channels} channels and side {side}; the latents are {list(shape)}")
     try:
         with torch.device("meta"):
             network = build(dict(description))
     except _BUILDING as error:
         raise Refused(f"its network cannot be built: {error}") from error
     scale = network.config.normalization if isinstance(network, DiT) else None
-    if scale is not None and Statistics.of_scale(scale, shape[0]) != Statistics.from_facts(offered.shards.facts):
+    if scale is not None and Statistics.of_scale(scale, shape[0]) != Statistics.of(offered.data.statistics):
         raise Refused(f"its network is for latents normalized as {scale}; this run normalizes them otherwise")
     count = sum(parameter.numel() for parameter in network.parameters())
     if count > offered.policy.max_parameters:
@@ -222,7 +237,7 @@ def declared_tensors(offered: Contribution) -> dict[str, Tensor]:
 def check_files(offered: Contribution, artifact: Artifact) -> None:
     """The files are those of the network declared, tensor by tensor, and every number is finite."""
     config = strict_json(artifact.path(CONFIG_FILE).read_bytes(), CONFIG_FILE, 1 << 16)
-    if config != offered.facts["network"]:
+    if config != offered.claims["network"]:
         raise Refused(f"{CONFIG_FILE} is not the network that the manifest declares")
     expected = {name: (_dtype_name(tensor), tuple(tensor.shape)) for name, tensor in declared_tensors(offered).items()}
     for file in offered.manifest.files:
@@ -247,13 +262,13 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _check_density(offered: Contribution, found: dict[str, tuple[str, tuple[int, ...]]], file: Path) -> None:
-    facts = offered.shards.facts
-    size, rows = math.prod(facts["latents"]["shape"]), facts["rows"]["train"]
+    data = offered.data
+    size, rows = math.prod(data.latents.shape), data.rows["train"]
     shapes = _density_shapes(found, "", size)
-    if facts["text"]:
-        shapes |= _density_shapes(found, "caption.", facts["text"]["pooled"])
-    if facts["labels"]:
-        shapes["classes"] = (len(facts["labels"]),)
+    if data.text:
+        shapes |= _density_shapes(found, "caption.", data.text.pooled or 0)
+    if data.labels:
+        shapes["classes"] = (len(data.labels),)
     if {name: shape for name, (_, shape) in found.items()} != shapes:
         raise Refused(f"{file.name} does not hold the density of latents of {size} numbers and of what is said of them")
     with safe_open(file, "pt") as opened:
@@ -287,20 +302,20 @@ def _check_finite(file: Path) -> None:
 def check_loss(offered: Contribution, artifact: Artifact, data: Artifact) -> None:
     """The held-out error on its own cluster, measured here."""
     held_out = Shards([data], "held-out")
-    bar, claim = offered.policy.max_held_out_loss, offered.facts.get("held_out_loss")
+    content = EXPERT.parse(offered.manifest, offered.name)
+    bar, claim = offered.policy.max_held_out_loss, content.held_out_loss
     if not len(held_out):
         if bar is not None:
             raise Refused(f"cluster {offered.expert} has no held-out samples to hold it against the bar {bar}")
         return
-    facts = offered.facts
     network = load_network(artifact.folder).eval()
-    objective, told = flow.objective(**facts["objective"]), frozenset(facts["told"])
+    objective, told = flow.objective(**content.objective), frozenset(content.conditioning)
     task = ExpertTask(offered.name, network, held_out, held_out, _seed(offered), objective, told, 0.0)
-    velocity = objective.bridge(**facts["bridge"], **held_out.statistics.bridge_options).wrap(task.answer)
+    velocity = objective.bridge(**content.bridge.model_dump(), **held_out.statistics.bridge_options).wrap(task.answer)
     loss = validate(velocity, held_out, seed=_seed(offered), conditioning=told)["held_out_loss"]
     if not math.isfinite(loss) or (bar is not None and loss > bar):
         raise Refused(f"its held-out loss on cluster {offered.expert} is {loss:.4g}; the bar is {bar}")
-    if not isinstance(claim, int | float) or abs(claim - loss) > CLAIM_TOLERANCE * loss:
+    if claim is None or abs(claim - loss) > CLAIM_TOLERANCE * loss:
         raise Refused(f"it claims a held-out loss of {claim}; measured here: {loss:.4g}")
 
 

@@ -11,11 +11,11 @@ from os import link
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
+from atoll.core.manifests import CHECKPOINT
 from atoll.core.signing import Signer
 from atoll.islands.leases import Lease, LeaseLost
 from atoll.islands.store import Store
 from atoll.islands.transfer import parts_of, proposal_key, signature_key, upload
-from atoll.train.checkpoints import KIND
 from atoll.train.job import Job
 
 _OBJECT = r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json|signatures/[0-9a-f]{64}\.publish\.json)"
@@ -86,7 +86,7 @@ class Reporter:
 
     def _publish(self, copy: Artifact) -> None:
         try:
-            manifest = copy.open(KIND)
+            manifest = copy.open(CHECKPOINT)
             kept = checkpoint_keys(self.name, manifest)
             self._superseded |= kept
             upload(self.store, copy, manifest, name=self.name, quiet=True)

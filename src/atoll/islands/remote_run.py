@@ -11,6 +11,7 @@ from atoll.core.artifacts import Artifact, Manifest, to_json
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE, MANIFEST_FILE, POLICY_FILE
+from atoll.core.manifests import EXPERT
 from atoll.core.policy import Policy, Role, policy_of
 from atoll.core.signing import SIGNATURES_FILE, Signer, verify
 from atoll.core.untrusted import Refused, strict_json
@@ -146,7 +147,7 @@ def _judge(store: Store, run: Path, expert: int, *, lease: Lease, policy: Policy
     except Refused as reason:
         lease.end("refused", why=str(reason), manifest=None)
         return str(reason)
-    manifest = artifact.open("expert")
+    manifest = artifact.open(EXPERT)
     shutil.rmtree(run / ".quarantine" / lease.job, ignore_errors=True)
     store.write(signature_key(name, manifest.digest, "admit"), signer.sign("admit", name, manifest))
     lease.end("done")

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from obstore import exceptions
 
-from atoll.core.artifacts import Artifact, FileEntry, Manifest
+from atoll.core.artifacts import Artifact, Content, FileEntry, Kind, Manifest
 from atoll.core.errors import AtollError, first_line
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.progress import progress
@@ -118,8 +118,8 @@ def fetch(
 ) -> None:
     """Bring an artifact (or some of its files) into a run's folder; every byte is checked against the manifest."""
     wanted = {file: entry for file, entry in manifest.files.items() if only(file)}
-    expected = Manifest(manifest.kind, manifest.made_from, manifest.facts, wanted)
-    if done := target.begin(manifest.kind, manifest.made_from):
+    expected = replace(manifest, files=wanted)
+    if done := target.begin(Kind(manifest.kind, Content, manifest.version), manifest.made_from):
         if done.digest != expected.digest:
             raise AtollError(f"{target.folder} is not what {store.url}/{name} has; move it away and fetch again")
         return
@@ -137,7 +137,7 @@ def fetch(
     _all(f"fetch {name}", lambda part: _receive(store, part, scratch), parts.values(), total=total, quiet=quiet)
     for file, entry in missing.items():
         _assemble(target, file, entry, pieces=[scratch / Path(part.key).name for part in parts_of(name, entry)])
-    made = target.commit(manifest.facts)
+    made = target.commit(manifest.content)
     if made.digest != expected.digest:
         raise AtollError(
             f"{target.folder} holds files that {store.url}/{name} does not list; delete it and fetch again"

@@ -19,7 +19,7 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
-from atoll.core.manifests import EXPERT_KIND
+from atoll.core.manifests import CHECKPOINT, EXPERT, SHARDS
 from atoll.core.policy import Policy
 from atoll.core.signing import Signer, verify
 from atoll.core.untrusted import Refused, strict_json
@@ -31,7 +31,6 @@ from atoll.islands.remote_run import open_config, settle
 from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
 from atoll.islands.transfer import commit, fetch, read_manifest, signature_key, upload
-from atoll.train.checkpoints import KIND as CHECKPOINT_KIND
 from atoll.train.job import Job, run_job
 from atoll.train.loop import Requeue
 
@@ -213,12 +212,13 @@ class Worker:
             key = signature_key(name, digest, "publish")
             signature = strict_json(self.store.read(key, 4096) or b"null", key)
             verify(self.policy, "publish", name, manifest=manifest, signature=signature)
-            target = Artifact(self.folder, layout.checkpoint(job.name, manifest.facts["samples"]))
+            samples = CHECKPOINT.parse(manifest, job.name).samples
+            target = Artifact(self.folder, layout.checkpoint(job.name, samples))
             fetch(self.store, name, manifest, target=target)
             for file in manifest.files:
                 if file.endswith(".safetensors"):
                     safetensors_header(target.path(file))
-            print(f"{job.name}: going on from {manifest.facts['samples']:,} samples", flush=True)
+            print(f"{job.name}: going on from {samples:,} samples", flush=True)
             return checkpoint_keys(name, manifest)
         except AtollError as error:
             print(f"{job.name}: the published checkpoint is passed over: {error}", flush=True)
@@ -227,7 +227,7 @@ class Worker:
     def _publish(self, lease: Lease, job: Job, manifest: Manifest, *, expert: int) -> None:
         """Check the result as any other contribution, upload it, and commit it with the lease's last record."""
         data = Artifact(self.folder, shard_files.name(expert))
-        offered = Contribution(expert, manifest, data.open(shard_files.KIND), self.policy or Policy())
+        offered = Contribution(expert, manifest, data.open(SHARDS), self.policy or Policy())
         check_declaration(offered)
         check_files(offered, job.result)
         check_loss(offered, job.result, data)
@@ -275,9 +275,12 @@ def check_allowed(job: Job, policy: Policy) -> None:
 
 def check_checkpoint(manifest: Manifest, job: Job) -> None:
     """A checkpoint must be of this very job: made from the same data, network, objective and settings."""
-    samples = manifest.facts.get("samples")
-    if manifest.kind != CHECKPOINT_KIND or type(samples) is not int or not 0 < samples <= job.settings.samples:
-        raise Refused("it is no checkpoint of this job")
+    try:
+        samples = CHECKPOINT.parse(manifest, job.name).samples
+    except AtollError as error:
+        raise Refused(f"it is no checkpoint of this job: {error}") from error
+    if samples > job.settings.samples:
+        raise Refused("it is no checkpoint of this job: it has seen more samples than the job has")
     if Manifest("", job.made_from, {}, {}).to_json() != Manifest("", manifest.made_from, {}, {}).to_json():
         raise Refused("it was made with other settings")
     room = (4 + len(job.settings.ema)) * 4 * job.cost.parameters + (1 << 24)
@@ -290,9 +293,9 @@ def forget_other(job: Job) -> None:
     folder = job.run / job.name
     checkpoints = sorted((job.run / layout.checkpoints(job.name)).glob("[0-9]*")) if folder.is_dir() else []
     try:
-        job.result.check(EXPERT_KIND, {**job.made_from, "samples": job.settings.samples})
+        job.result.check(EXPERT, {**job.made_from, "samples": job.settings.samples})
         for path in checkpoints:
-            Artifact(job.run, layout.checkpoint(job.name, int(path.name))).check(CHECKPOINT_KIND, job.made_from)
+            Artifact(job.run, layout.checkpoint(job.name, int(path.name))).check(CHECKPOINT, job.made_from)
     except AtollError:
         shutil.rmtree(folder)
 

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from PIL import Image
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
+from atoll.core.manifests import CLUSTERS, EXPERT, ROUTER, ComputeSpec, ExpertContent, RouterContent
 from atoll.core.version import __version__
 from atoll.data.dataset import Shards
 from atoll.data.stages import clusters, ingest
@@ -33,13 +33,19 @@ class Job:
     """One finished network: what it declares, and its way there."""
 
     name: str
-    facts: Mapping[str, Any]
+    content: ExpertContent | RouterContent
     metrics: list[dict[str, Any]]
 
     @property
     def expert(self) -> int | None:
         """The number of an expert; None for router, monolith and student."""
         return layout.expert_number(self.name)
+
+    @property
+    def compute(self) -> ComputeSpec:
+        """Return what its training cost."""
+        assert self.content.compute is not None
+        return self.content.compute
 
     @property
     def title(self) -> str:
@@ -51,7 +57,8 @@ class Job:
         """How it was trained, in the words of the papers."""
         if self.name in ("router", "student"):
             return {"router": "classification", "student": "distillation"}[self.name]
-        objective = self.facts["objective"]
+        assert isinstance(self.content, ExpertContent)
+        objective = self.content.objective
         schedule, prediction = objective["schedule"]["name"], objective["prediction"]
         names = {("linear", "velocity"): "flow matching", ("cosine", "epsilon"): "DDPM"}
         return names.get((schedule, prediction), f"{prediction.replace('_', '-')} on the {schedule} schedule")
@@ -82,10 +89,10 @@ class Findings:
         return [self._job(name) for name in finished(self.run)]
 
     def _job(self, name: str) -> Job:
-        manifest, file = Artifact(self.run, layout.final(name)).manifest(), self.run / layout.metrics(name)
-        assert manifest is not None
+        artifact, file = Artifact(self.run, layout.final(name)), self.run / layout.metrics(name)
+        content = artifact.read(ROUTER) if name == layout.ROUTER else artifact.read(EXPERT)
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        return Job(name, manifest.facts, [json.loads(line) for line in lines])
+        return Job(name, content, [json.loads(line) for line in lines])
 
     def job(self, name: str) -> Job | None:
         """A finished network by name."""
@@ -100,17 +107,16 @@ class Findings:
     def clusters(self) -> list[Cluster]:
         """The partition; empty on a machine that has none of the preparation."""
         artifact = Artifact(self.run, clusters.NAME)
-        manifest = artifact.manifest()
-        if manifest is None:
+        if artifact.manifest() is None:
             return []
-        sizes = manifest.facts["sizes"]
+        sizes = artifact.read(CLUSTERS).sizes
         sheets = [Image.open(artifact.path(f"cluster_{number:03d}.png")) for number in range(len(sizes["train"]))]
         rows = enumerate(zip(sizes["train"], sizes["held-out"], sheets, strict=True))
         return [Cluster(number, size, out, sheet, self._mostly(number)) for number, (size, out, sheet) in rows]
 
     def _mostly(self, cluster: int) -> str | None:
         shards = Shards.open(self.run, [cluster])
-        names, count = shards.facts["labels"], min(LABELS_LOOKED_AT, len(shards))
+        names, count = shards.content.labels, min(LABELS_LOOKED_AT, len(shards))
         if not names or not count:
             return None
         labels = shards.read(np.linspace(0, len(shards) - 1, count).round()).label.tolist()

@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atoll.core.artifacts import Content, Kind
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Shards
 from atoll.data.shuffle import shuffled
@@ -24,7 +25,7 @@ from atoll.evaluate.cache import keyed
 from atoll.evaluate.generated import Prompts
 from atoll.evaluate.models import Subject
 
-KIND = "showcase"
+GALLERY = Kind("showcase", Content)
 FILE = "pictures.safetensors"
 SPLITS: tuple[Literal["train", "held-out"], ...] = ("train", "held-out")
 _codec = cache(open_codec)
@@ -67,7 +68,7 @@ def _wanted(run: Path, clusters: int, prompt: str) -> Example:
             captions = shards.captions() if len(shards) else []
             if prompt in captions:
                 return _example(shards, captions.index(prompt), cluster, split=split)
-    classes = shards.facts["labels"] or []
+    classes = shards.content.labels
     return Example(prompt, label=classes.index(prompt) if prompt in classes else None)
 
 
@@ -85,10 +86,10 @@ def _some(run: Path, clusters: int) -> list[Example]:
 
 def _example(shards: Shards, row: int, cluster: int, *, split: str) -> Example:
     batch = shards.read(np.array([row]))
-    codec = _codec(shards.facts["latents"]["autoencoder"])
+    codec = _codec(shards.content.latents.autoencoder)
     real = Image.fromarray(codec.decode(batch.mean.float())[0])
-    label, names = int(batch.label[0]), shards.facts["labels"]
-    told = shards.captions([row])[0] if shards.facts["text"] else None
+    label, names = int(batch.label[0]), shards.content.labels
+    told = shards.captions([row])[0] if shards.content.text else None
     return Example(told or (names[label] if names else "anything"), cluster, split, real, label if names else None)
 
 
@@ -112,10 +113,10 @@ class Showcase:
         settings = asdict(self.settings) | {"routing": subject.routing or "top-1"}
         made_from = {"networks": subject.digests, "settings": settings, "prompts": asdict(self.prompts)}
         artifact = keyed(subject.run, "showcase", subject.label, made_from=made_from)
-        if artifact.begin(KIND, made_from) is None:
+        if artifact.begin(GALLERY, made_from) is None:
             print(f"pictures of {subject.label}", flush=True)
             artifact.write_tensors(FILE, self._draw(subject, settings))
-            artifact.commit({"pictures": len(self.examples)})
+            artifact.commit(Content())
         stored = load_file(artifact.path(FILE))
         pictures = [Image.fromarray(picture) for picture in stored["pictures"].numpy()]
         return Strip(subject, pictures, stored.get("t"), stored.get("probabilities"))

@@ -84,7 +84,7 @@ def alone(examples: list[Example], strips: list[Strip], jobs: list[Job]) -> str:
         assert job.expert is not None
         cells = []
         for example, made in zip(examples, strip.pictures, strict=True):
-            own = example.cluster in job.facts["clusters"]
+            own = example.cluster in job.content.clusters
             style = {"class_": "own", "style": f"outline-color:{colour(job.expert)}"} if own else {}
             cells.append(picture(made, f"expert {job.expert}: {example.told}", **style))
         name = f"{_chip(job.expert)}Expert {job.expert}{tag('small', escape(job.objective))}"
@@ -126,7 +126,7 @@ def clusters(findings: Findings) -> str:
     cards = []
     for cluster in findings.clusters:
         job = findings.job(layout.expert_job(cluster.number))
-        trained = f"{escape(job.objective)}, {job.facts['compute']['seconds']:.0f} s" if job else "not trained yet"
+        trained = f"{escape(job.objective)}, {job.compute.seconds:.0f} s" if job else "not trained yet"
         mostly = f"<br>mostly {escape(cluster.mostly)}" if cluster.mostly else ""
         text = (
             f"{_chip(cluster.number)}<b>Cluster {cluster.number}</b>, {cluster.size:,} pictures{mostly}"
@@ -151,7 +151,7 @@ def routing(findings: Findings, examples: list[Example], strip: Strip | None) ->
         why = "No router was asked for these pictures." if router else "There is no router."
         return section("routing", heading, missing(why, ask))
     experts = [job.expert for job in findings.experts if job.expert is not None]
-    reads = router is not None and bool(router.facts["told"])
+    reads = router is not None and bool(router.content.conditioning)
     colours = [colour(expert) for expert in experts]
     rows = []
     for place, (example, made) in enumerate(zip(examples, strip.pictures, strict=True)):

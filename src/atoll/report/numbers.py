@@ -181,8 +181,8 @@ def _equal_flops(findings: Findings) -> str:
     monolith = findings.job("monolith")
     if monolith is None:
         return ""
-    spent = sum(job.facts["compute"]["flops"] for job in findings.experts)
-    share = monolith.facts["compute"]["flops"] / spent
+    spent = sum(job.compute.flops for job in findings.experts)
+    share = monolith.compute.flops / spent
     return f"The monolith was trained with {share:.1%} of the FLOPs of all experts together, the router not counted. "
 
 

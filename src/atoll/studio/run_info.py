@@ -13,6 +13,7 @@ import torch
 from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
+from atoll.core.manifests import CLUSTERS, EXPERT, ExpertContent
 from atoll.data.stages import clusters as partition
 from atoll.data.stages import ingest
 from atoll.data.stages.clusters import read_assignments
@@ -20,7 +21,7 @@ from atoll.data.stages.ingest import Index
 from atoll.ensemble import Ensemble
 from atoll.ensemble.images import COLOURS
 from atoll.experts.expert import Declaration
-from atoll.experts.stored import DECLARATION_FILE
+from atoll.experts.stored import DECLARATION_FILE, read_declaration
 from atoll.islands.status import JobStatus, status
 from atoll.islands.store import Store
 from atoll.nets import build, count_parameters
@@ -101,8 +102,8 @@ def _expert(
     models: Models, ensemble: Ensemble, place: int, *, clusters: dict[int, schemas.Cluster]
 ) -> schemas.ExpertFacts:
     declared = ensemble.experts[place]
-    facts = _declared(models, declared.name, place)
-    objective, spent = facts.get("objective") or {}, facts.get("compute") or {}
+    content = _declared(models, declared.name, place)
+    objective, spent = content.objective if content else {}, content and content.compute
     with torch.device("meta"):
         parameters = count_parameters(build(dict(declared.network)))
     name = _named(declared)
@@ -114,21 +115,21 @@ def _expert(
         schedule=(objective.get("schedule") or {}).get("name"),
         network=_network(declared.network),
         parameters=parameters,
-        samples_trained=spent.get("samples"),
-        seconds=spent.get("seconds"),
-        flops=spent.get("flops"),
+        samples_trained=spent and spent.samples,
+        seconds=spent and spent.seconds,
+        flops=spent and spent.flops,
         pictures=None if cluster is None else cluster.pictures,
         share=None if cluster is None else cluster.share,
     )
 
 
-def _declared(models: Models, name: str, place: int) -> dict[str, Any]:
-    """Everything that an expert's manifest, or an export's declaration, says of it."""
+def _declared(models: Models, name: str, place: int) -> ExpertContent | None:
+    """Return what an expert's manifest, or an export's declaration, declares; None for a release that has neither."""
     if models.run is not None:
-        manifest = Artifact(models.run, layout.final(name)).manifest()
-        return {} if manifest is None else dict(manifest.facts)
+        return Artifact(models.run, layout.final(name)).read(EXPERT)
     file = Path(models.source) / f"expert_{place}" / DECLARATION_FILE
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    content = read_declaration(file) if file.is_file() else None
+    return content if isinstance(content, ExpertContent) else None
 
 
 def _network(described: Any) -> str:
@@ -151,7 +152,7 @@ def describe_clusters(models: Models) -> schemas.ClustersAnswer:
 @lru_cache(maxsize=4)
 def _clusters(run: Path, digest: str) -> list[schemas.Cluster]:  # noqa: ARG001 - read again when the partition changes
     artifact, index = Artifact(run, partition.NAME), Index.open(run)
-    sizes: list[int] = artifact.open(partition.KIND).facts["sizes"]["train"]
+    sizes = artifact.read(CLUSTERS).sizes["train"]
     captions: list[list[str]] = [[] for _ in sizes]
     labels: list[Counter[str]] = [Counter() for _ in sizes]
     for chunk in range(min(CHUNKS, index.chunks(artifact).count)):

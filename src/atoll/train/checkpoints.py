@@ -23,10 +23,10 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
+from atoll.core.manifests import CHECKPOINT, CheckpointContent
 from atoll.train.distributed import World
 from atoll.train.ema import Averages
 
-KIND = "checkpoint"
 FILE_BYTES = 64 << 20
 """Of one file, roughly: a file is put together in memory before it is written, so small ones keep the pause small."""
 
@@ -80,16 +80,16 @@ class Checkpoints:
         """Where they are."""
         return self.run / layout.checkpoints(self.job)
 
-    def save(self, state: State, samples: int, facts: Mapping[str, Any]) -> Artifact:
+    def save(self, state: State, samples: int, seconds: float) -> Artifact:
         """Write a checkpoint; all processes take part, and it counts once the first has committed it."""
         artifact = self._artifact(samples)
 
         def begin() -> None:
             shutil.rmtree(artifact.folder, ignore_errors=True)
-            artifact.begin(KIND, self.made_from)
+            artifact.begin(CHECKPOINT, self.made_from)
 
         def commit() -> None:
-            artifact.commit({"samples": samples, **facts})
+            artifact.commit(CheckpointContent(samples=samples, seconds=seconds))
             self._forget_old()
 
         self.world.on_main(begin)
@@ -101,17 +101,17 @@ class Checkpoints:
         self.world.on_main(commit)
         return artifact
 
-    def load_newest(self, state: State) -> tuple[int, Mapping[str, Any]]:
-        """Fill the state from the newest good checkpoint; how many samples it had seen, and its facts."""
+    def load_newest(self, state: State) -> tuple[int, float]:
+        """Fill the state from the newest good checkpoint; return the samples seen and the seconds trained."""
         samples = self.world.on_main(self._newest_good)
         if samples == 0:
-            return 0, {}
+            return 0, 0.0
         artifact = self._artifact(samples)
         tensors = state.tensors()
         with _quiet():
             reader = HuggingFaceStorageReader(str(artifact.folder))
             load(tensors, storage_reader=reader, process_group=self.world.control, no_dist=self.world.size == 1)
-        return samples, artifact.open(KIND).facts
+        return samples, artifact.read(CHECKPOINT).seconds
 
     def newest(self) -> str:
         """The name of the newest committed checkpoint, for messages."""
@@ -128,14 +128,14 @@ class Checkpoints:
             try:
                 if artifact.manifest() is None:
                     continue
-                artifact.open(KIND, verify=True)
+                artifact.open(CHECKPOINT, verify=True)
             except AtollError as error:
                 aside = artifact.folder.with_name(f"{artifact.folder.name}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 artifact.folder.rename(aside)
                 print(f"{artifact.folder} is damaged, moved to {aside.name} and passed over: {error}", flush=True)
                 continue
-            artifact.check(KIND, self.made_from)
+            artifact.check(CHECKPOINT, self.made_from)
             return samples
         return 0
 

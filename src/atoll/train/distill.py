@@ -18,7 +18,7 @@ from torch import Tensor
 from atoll import flow
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
-from atoll.core.manifests import EXPERT_KIND
+from atoll.core.manifests import EXPERT
 from atoll.data.dataset import Batch
 from atoll.experts.expert import OpenExpert, open_expert
 from atoll.experts.validation import ALONE, Processes, condition_of, validate
@@ -59,9 +59,9 @@ class StudentTask(Task):
         """The student answers with the velocity."""
         return flow.Objective().bridge().wrap(lambda x, time, condition: self.network(x, time, condition))
 
-    def facts(self) -> dict[str, Any]:
+    def declared(self) -> dict[str, Any]:
         """A student is a flow-matching expert to whoever uses it; its teachers are named by their hashes."""
-        told = {"told": sorted(self.told), "teachers": teachers(self.run, self._experts())}
+        told = {"conditioning": sorted(self.told), "teachers": teachers(self.run, self._experts())}
         return {"objective": flow.Objective().spec, **told}
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ class StudentTask(Task):
         return {"bridge": {}, **metrics}
 
     def _experts(self) -> range:
-        return range(self.shards.facts["clusters"])
+        return range(self.shards.content.clusters)
 
     def _targets(self, position: int, count: int) -> Tensor:
         """Targets of the samples from `position` on."""
@@ -94,7 +94,7 @@ class StudentTask(Task):
         whose = (first + torch.arange(self.block)) % self.micro // (self.micro // world)
         numbers = self.shards.order(np.arange(first, first + self.block, dtype=np.uint64), self.seed)
         clusters = self.shards.read(numbers).cluster
-        targets = torch.full((self.block, *self.shards.facts["latents"]["shape"]), torch.nan)
+        targets = torch.full((self.block, *self.shards.content.latents.shape), torch.nan)
         device = next(self.network.parameters()).device
         for expert in self._experts():
             mine = torch.nonzero((clusters == expert) & (whose == rank)).flatten()
@@ -121,7 +121,7 @@ class StudentTask(Task):
 
 def teachers(run: Path, experts: Iterable[int]) -> list[str]:
     """The hashes of the experts that a student learns from."""
-    return [Artifact(run, layout.final(layout.expert_job(expert))).open(EXPERT_KIND).digest for expert in experts]
+    return [Artifact(run, layout.final(layout.expert_job(expert))).open(EXPERT).digest for expert in experts]
 
 
 def _single(batch: Batch) -> Iterator[Batch]:

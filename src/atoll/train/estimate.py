@@ -53,7 +53,7 @@ def estimate(job: Job, gpus: int | None = None) -> dict[str, Any]:
     rate = measured_rate(device(), getattr(torch, job.settings.precision))
     return {
         **figures,
-        "epochs": figures["samples"] / len(job.shards) if "fingerprint" in job.facts else None,
+        "epochs": figures["samples"] / len(job.shards) if job.data is not None else None,
         "matmul_flops_per_second": rate,
         "seconds": figures["flops"] / (rate * UTILISATION * _processes(gpus)),
     }

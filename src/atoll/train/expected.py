@@ -1,12 +1,23 @@
 """What a configuration lets expect of data that is not prepared yet, so that costs can be told before any work."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
+from atoll.core.manifests import DataSpec
 from atoll.data import autoencoder as shipped
+
+
+class TextShape(NamedTuple):
+    """Tokens of a caption, and the widths of their states and of the pooled vector."""
+
+    max_tokens: int
+    dimensions: int
+    pooled: int
+
 
 LATENTS: dict[str, tuple[int, int]] = {
     "stabilityai/sd-vae-ft-mse": (4, 8),
@@ -26,28 +37,41 @@ TEXT: dict[str, tuple[int, int]] = {
 """Width of the tokens and of the pooled vector of text encoders by name."""
 
 
-def expected_facts(config: Config) -> dict[str, Any]:
-    """The facts of the shards that decide what a network costs: shapes of latents and text, number of classes."""
-    return {
-        "latents": {"shape": _latents(config.latents.autoencoder, config.data.resolution)},
-        "text": _text(config.text.encoder, config.text.max_tokens),
-        "labels": _labels(config),
-    }
+@dataclass(frozen=True)
+class DataShapes:
+    """What decides the cost of a network: shapes of latents and text, and the classes."""
+
+    latents: tuple[int, ...]
+    text: TextShape | None
+    labels: tuple[str, ...]
+
+    @classmethod
+    def of(cls, data: DataSpec) -> "DataShapes":
+        """Return the shapes of prepared data."""
+        text = data.text
+        shape = None if text is None else TextShape(text.max_tokens, text.dimensions, text.pooled or 0)
+        return cls(data.latents.shape, shape, data.labels)
+
+    @classmethod
+    def expected(cls, config: Config) -> "DataShapes":
+        """Return what a configuration lets expect of data that is not prepared yet."""
+        latents = _latents(config.latents.autoencoder, config.data.resolution)
+        return cls(latents, _text(config.text.encoder, config.text.max_tokens), _labels(config))
 
 
-def _latents(autoencoder: str, resolution: int) -> list[int]:
+def _latents(autoencoder: str, resolution: int) -> tuple[int, ...]:
     if autoencoder == "pixels":
-        return [3, resolution, resolution]
+        return (3, resolution, resolution)
     if autoencoder in LATENTS:
         channels, stride = LATENTS[autoencoder]
     else:
         settings = _settings(shipped.path() if autoencoder == "emoji" else Path(autoencoder), "the latents' shape")
         blocks = settings.get("block_out_channels") or settings["encoder_block_out_channels"]
         channels, stride = settings["latent_channels"], 2 ** (len(blocks) - 1)
-    return [channels, resolution // stride, resolution // stride]
+    return (channels, resolution // stride, resolution // stride)
 
 
-def _text(encoder: str, max_tokens: int) -> dict[str, int] | None:
+def _text(encoder: str, max_tokens: int) -> TextShape | None:
     if encoder == "none":
         return None
     if encoder in TEXT:
@@ -56,14 +80,14 @@ def _text(encoder: str, max_tokens: int) -> dict[str, int] | None:
         settings = _settings(Path(encoder), "the text's width")
         settings = settings.get("text_config", settings)
         width = pooled = settings.get("d_model") or settings["hidden_size"]
-    return {"max_tokens": max_tokens, "dimensions": width, "pooled": pooled}
+    return TextShape(max_tokens, width, pooled)
 
 
-def _labels(config: Config) -> list[str]:
+def _labels(config: Config) -> tuple[str, ...]:
     """Classes that the settings of the networks count; their names are not known yet."""
     parts = [choice for choice in config.networks.values() if isinstance(choice, dict)]
     count = max((part.get("num_classes", 0) for part in parts), default=0)
-    return [f"class {number}" for number in range(count)]
+    return tuple(f"class {number}" for number in range(count))
 
 
 def _settings(folder: Path, what: str) -> dict[str, Any]:

@@ -14,22 +14,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atoll import flow
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, Kind, Manifest
 from atoll.core.config import Config, NetworkChoice, Train
 from atoll.core.device import device as pick_device
 from atoll.core.errors import AtollError
-from atoll.core.manifests import EXPERT_KIND, ROUTER_KIND
+from atoll.core.manifests import (
+    EXPERT,
+    ROUTER,
+    SHARDS,
+    ComputeSpec,
+    DataSpec,
+    ExpertContent,
+    RouterContent,
+    ShardsContent,
+)
 from atoll.core.networks import DEFAULT_NAME, LatentScale, check_fits_data
 from atoll.data.dataset import Shards
 from atoll.data.stages.latents import Statistics
-from atoll.data.stages.shards import name as shards_name
 from atoll.experts import density
 from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
 from atoll.nets.adapters import DiffusersExpert
@@ -37,11 +45,10 @@ from atoll.train.checkpoints import Checkpoints
 from atoll.train.cost import Cost, cost
 from atoll.train.distill import StudentTask, teachers
 from atoll.train.distributed import World, join, whole
-from atoll.train.expected import expected_facts
+from atoll.train.expected import DataShapes
 from atoll.train.loop import Outcome, Watch, train
 from atoll.train.tasks import ExpertTask, RouterTask, Task
 
-Kind = Literal["expert", "router", "monolith", "student"]
 _NO_EFFECT = {"samples", "save_every", "keep_last", "log_every", "grid_every", "grid_size", "grid_guidance"}
 _NO_EFFECT |= {"workers", "trackers", "parallel", "compile", "checkpointing", "accumulate"}
 """Settings of training that do not change its result beyond rounding: a job may resume with others."""
@@ -53,7 +60,7 @@ class Job:
 
     run: Path
     config: Config
-    kind: Kind
+    kind: layout.JobKind
     expert: int | None = None
     match_flops: Path | None = None
 
@@ -84,10 +91,15 @@ class Job:
         return Shards.open(self.run, self.clusters)
 
     @cached_property
-    def facts(self) -> Mapping[str, Any]:
-        """What the shards tell of the data; before they are made, what the configuration lets expect."""
-        made = Artifact(self.run, shards_name(self.clusters[0])).manifest() is not None
-        return self.shards.facts if made else expected_facts(self.config)
+    def data(self) -> ShardsContent | None:
+        """Return what the shards declare of the data; None before they are made."""
+        made = Artifact(self.run, layout.shards(self.clusters[0])).manifest() is not None
+        return self.shards.content if made else None
+
+    @cached_property
+    def shapes(self) -> DataShapes:
+        """Return the shapes of the data; before it is prepared, those that the configuration lets expect."""
+        return DataShapes.expected(self.config) if self.data is None else DataShapes.of(self.data)
 
     @cached_property
     def settings(self) -> Train:
@@ -108,15 +120,15 @@ class Job:
     @cached_property
     def told(self) -> frozenset[str]:
         """What the network is told: any of text, pooled and label."""
-        facts, router = self.facts, self.kind == "router"
+        shapes, router = self.shapes, self.kind == "router"
         choice: str = self.config.router.told if router else self.config.train.condition
         if choice == "auto":
             text = "pooled" if router else "text"
-            choice = text if facts["text"] else "label" if facts["labels"] else "none"
+            choice = text if shapes.text else "label" if shapes.labels else "none"
         wish = {"both": {"text", "label"}, "none": set(), "nothing": set()}.get(choice, {choice})
-        if wish & {"text", "pooled"} and not facts["text"]:
+        if wish & {"text", "pooled"} and not shapes.text:
             raise AtollError(f"{self.name} is to be told text, but {self.run} was prepared without; set text.encoder")
-        if "label" in wish and not facts["labels"]:
+        if "label" in wish and not shapes.labels:
             raise AtollError(f"{self.name} is to be told labels, but the data of {self.run} has none")
         if not router and "text" in wish and _takes_pooled(self._choice):
             wish = {*wish, "pooled"}
@@ -125,19 +137,19 @@ class Job:
     @cached_property
     def description(self) -> dict[str, Any]:
         """The network, in the plain values of its manifest."""
-        facts = self.facts
-        channels, size = facts["latents"]["shape"][0], facts["latents"]["shape"][-1]
+        shapes = self.shapes
+        channels, size = shapes.latents[0], shapes.latents[-1]
         fitting: dict[str, Any] = {"channels": channels, "size": size}
         if "label" in self.told:
-            fitting["num_classes"] = len(facts["labels"])
+            fitting["num_classes"] = len(shapes.labels)
         if self.kind == "router":
             fitting["experts"] = self.config.clusters.count
-            if "pooled" in self.told:
-                fitting["pooled_width"] = facts["text"]["pooled"]
+            if "pooled" in self.told and shapes.text:
+                fitting["pooled_width"] = shapes.text.pooled
             return _named("Router", self.config.router.network, fitting, key="router.network")
         fitting["out_channels"] = channels
-        if "text" in self.told:
-            fitting["text_width"] = facts["text"]["dimensions"]
+        if "text" in self.told and shapes.text:
+            fitting["text_width"] = shapes.text.dimensions
         init = self.config.train.init
         if init is not None:
             described = _adopted(init, fitting)
@@ -154,9 +166,8 @@ class Job:
         where = self.config.train.init or self._choice_key
         scale = LatentScale.read(described["normalization"], where)
         same = self.config.latents.normalization == "scale"
-        if "statistics" in self.facts:  # else the data is not prepared yet, and only the setting is known
-            channels = self.facts["latents"]["shape"][0]
-            same = Statistics.from_facts(self.facts) == Statistics.of_scale(scale, channels)
+        if self.data is not None:  # else the data is not prepared yet, and only the setting is known
+            same = Statistics.of(self.data.statistics) == Statistics.of_scale(scale, self.shapes.latents[0])
         if not same:
             raise AtollError(
                 f"{where}: this network was trained on latents normalized as {scale}, and this run normalizes them "
@@ -188,9 +199,7 @@ class Job:
     @cached_property
     def cost(self) -> Cost:
         """FLOPs and memory of one sample."""
-        facts = self.facts
-        text = (facts["text"]["max_tokens"], facts["text"]["dimensions"]) if facts["text"] else None
-        return cost(self.description, tuple(facts["latents"]["shape"]), text)
+        return cost(self.description, self.shapes.latents, self.shapes.text and self.shapes.text[:2])
 
     @property
     def made_from(self) -> dict[str, Any]:
@@ -202,7 +211,7 @@ class Job:
             settings["cosine_samples"] = settings["samples"]
         return {
             "job": self.name,
-            "data": [artifact.open("shards").digest for artifact in self.shards.artifacts],
+            "data": [artifact.open(SHARDS).digest for artifact in self.shards.artifacts],
             "network": self.description,
             "objective": self.objective.spec if self.kind in ("expert", "monolith") else self.kind,
             "train": {key: value for key, value in settings.items() if key not in _NO_EFFECT},
@@ -234,7 +243,7 @@ class Job:
 
 def run_job(job: Job, watch: Watch | None = None) -> Manifest:
     """Train a job to its end, or do nothing if its result is there."""
-    kind = ROUTER_KIND if job.kind == "router" else EXPERT_KIND
+    kind: Kind[Any] = ROUTER if job.kind == "router" else EXPERT
     goal = {**job.made_from, "samples": job.settings.samples}
 
     def find_result() -> dict[str, Any] | None:
@@ -255,7 +264,7 @@ def run_job(job: Job, watch: Watch | None = None) -> Manifest:
         return commit(job, task, outcome, world=world, kind=kind, goal=goal)
 
 
-def commit(job: Job, task: Task, outcome: Outcome, *, world: World, kind: str, goal: dict[str, Any]) -> Manifest:
+def commit(job: Job, task: Task, outcome: Outcome, *, world: World, kind: Kind[Any], goal: dict[str, Any]) -> Manifest:
     """Write the result: averaged weights in plain safetensors, and a manifest that declares everything.
 
     All processes gather the averaged weights, hold a whole network each and share its validation. Then the main one
@@ -266,7 +275,7 @@ def commit(job: Job, task: Task, outcome: Outcome, *, world: World, kind: str, g
     known = network.state_dict()  # without buffers that a network makes by itself
     buffers = {key: value for key, value in task.network.named_buffers() if key in known}
     network.load_state_dict({**buffers, **_gathered(outcome.averages.weights[name])})
-    figures = replace(task, network=network.to(world.device).eval()).finish(world)
+    metrics = replace(task, network=network.to(world.device).eval()).finish(world)
     averages = {other: _gathered(outcome.averages.weights[other], keep=world.first) for other in others}
 
     def write() -> dict[str, Any]:
@@ -276,7 +285,7 @@ def commit(job: Job, task: Task, outcome: Outcome, *, world: World, kind: str, g
             job.result.write_tensors(f"average-{other}.safetensors", averages[other])
         if job.kind == "expert":
             job.result.write_tensors(density.FILE, density.of_shards(job.shards).tensors())
-        made = job.result.commit({**declaration(job, task), **figures, "compute": compute(job, outcome)})
+        made = job.result.commit(declaration(job, task, {**metrics, "compute": compute(job, outcome)}))
         Checkpoints(job.run, job.name, {}, world).clear()
         print(f"{task.name}: done, {job.result.folder}", flush=True)
         return _values(made)
@@ -300,44 +309,45 @@ def _values(manifest: Manifest) -> dict[str, Any]:
     return values
 
 
-def declaration(job: Job, task: Task) -> dict[str, Any]:
-    """What a network says of itself, so that the ensemble needs no other knowledge."""
-    facts = job.shards.facts
-    about = {key: facts[key] for key in ("labels", "source", "fingerprint", "latents", "statistics", "text")}
-    return {"job": job.name, "clusters": job.clusters, "network": job.description, **task.facts(), **about}
+def declaration(job: Job, task: Task, measured: dict[str, Any]) -> ExpertContent | RouterContent:
+    """Return what a network declares, so that the ensemble needs no other knowledge."""
+    content = RouterContent if job.kind == "router" else ExpertContent
+    data = {name: getattr(job.shards.content, name) for name in DataSpec.model_fields}
+    own = {"job": job.name, "clusters": job.clusters, "network": job.description}
+    return content(**own, **data, **task.declared(), **measured)
 
 
-def compute(job: Job, outcome: Outcome) -> dict[str, Any]:
-    """Fair accounting: what the job cost."""
+def compute(job: Job, outcome: Outcome) -> ComputeSpec:
+    """Return what the job cost."""
     per_sample = job.cost.training_flops(job.settings.checkpointing)
     teacher = teacher_flops(job) if job.kind == "student" else 0
-    return {
-        "samples": job.settings.samples,
-        "parameters": job.cost.parameters,
-        "flops": (per_sample + teacher) * job.settings.samples,
-        "seconds": outcome.seconds,
-    }
+    return ComputeSpec(
+        samples=job.settings.samples,
+        parameters=job.cost.parameters,
+        flops=(per_sample + teacher) * job.settings.samples,
+        seconds=outcome.seconds,
+    )
 
 
 def teacher_flops(job: Job) -> int:
     """Forward FLOPs of the teachers for one sample, on average over the clusters."""
     sizes = job.shards.cluster_sizes()
-    facts = job.shards.facts
-    text = (facts["text"]["max_tokens"], facts["text"]["dimensions"]) if facts["text"] else None
+    shapes = job.shapes
     total = 0
     for expert, size in enumerate(sizes):
-        network = Artifact(job.run, layout.final(layout.expert_job(expert))).open(EXPERT_KIND).facts["network"]
-        total += size * cost(network, tuple(facts["latents"]["shape"]), text).forward_flops
+        network = Artifact(job.run, layout.final(layout.expert_job(expert))).read(EXPERT).network
+        total += size * cost(network, shapes.latents, shapes.text and shapes.text[:2]).forward_flops
     return total // sum(sizes)
 
 
 def expert_flops(run: Path) -> int:
     """Training FLOPs of all finished experts of a run."""
-    finals = [layout.final(job) for job in layout.jobs(run) if layout.is_expert(job)]
-    spent = [manifest.facts["compute"]["flops"] for name in finals if (manifest := Artifact(run, name).manifest())]
+    finals = [Artifact(run, layout.final(job)) for job in layout.jobs(run) if layout.is_expert(job)]
+    found = [final.read(EXPERT).compute for final in finals if final.manifest() is not None]
+    spent = [compute.flops for compute in found if compute is not None]
     if not spent:
         raise AtollError(f"{run} has no finished expert whose FLOPs could be matched; train them first")
-    return int(sum(spent))
+    return sum(spent)
 
 
 def _named(kind: str, choice: NetworkChoice, fitting: dict[str, Any], *, key: str) -> dict[str, Any]:

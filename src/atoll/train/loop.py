@@ -56,7 +56,7 @@ def train(
     wrapped = world.wrap(task.network, settings.parallel, precision)
     forward = torch.compile(wrapped) if settings.compile else wrapped
     state = State(task.network, Averages(task.network, settings.ema), make_optimizer(task.network, settings))
-    samples, facts = checkpoints.load_newest(state)
+    samples, seconds = checkpoints.load_newest(state)
     state.at_step(samples // settings.batch)
     micro = settings.batch // settings.accumulate
     stream = task.shards.stream(micro, task.seed, samples, rank=world.rank, world=world.size, workers=settings.workers)
@@ -67,7 +67,7 @@ def train(
         total=settings.samples,
         done=samples,
         trackers=settings.trackers,
-        seconds=facts.get("seconds", 0),
+        seconds=seconds,
     )
     autocast = torch.autocast(world.device.type, precision, enabled=precision != torch.float32)
     with journal, stop_signals() as stop:
@@ -101,7 +101,7 @@ def train(
                 with autocast:
                     draw_grid(task, state.averages, journal, settings=settings)
             if done or stopped or due(samples, settings.save_every, settings.batch):
-                checkpoint = checkpoints.save(state, samples, {"seconds": journal.seconds})
+                checkpoint = checkpoints.save(state, samples, journal.seconds)
                 if watch is not None and world.first:
                     watch.saved(checkpoint)
             if stopped and not done:

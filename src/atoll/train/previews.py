@@ -30,7 +30,7 @@ def draw_grid(task: Task, averages: Averages, journal: Journal, *, settings: Tra
     rows = np.linspace(0, len(source) - 1, settings.grid_size).round().astype(np.int64)
     told: frozenset[str] = getattr(task, "told", frozenset())
     condition = condition_of(source.read(rows).to(device), told)
-    shape = (settings.grid_size, *task.shards.facts["latents"]["shape"])
+    shape = (settings.grid_size, *task.shards.content.latents.shape)
     noise = rng.normal(shape, seed=task.seed, stream=GRID_STREAM, first=0).to(device)
     training = task.network.training
     task.network.eval()
@@ -41,7 +41,7 @@ def draw_grid(task: Task, averages: Averages, journal: Journal, *, settings: Tra
     task.network.train(training)
     if field is None:
         return
-    codec = open_codec(task.shards.facts["latents"]["autoencoder"])
+    codec = open_codec(task.shards.content.latents.autoencoder)
     journal.picture(codec.decode(task.shards.statistics.restore(noise).cpu()))
 
 

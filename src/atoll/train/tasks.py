@@ -62,7 +62,7 @@ class Task(ABC):
         """The losses of a batch whose first sample has this position in the run."""
 
     @abstractmethod
-    def facts(self) -> dict[str, Any]:
+    def declared(self) -> dict[str, Any]:
         """What the result declares of itself."""
 
     def velocity(self) -> Callable[..., Tensor] | None:
@@ -134,9 +134,9 @@ class ExpertTask(Task):
         bridge = self.objective.bridge(**self.shards.statistics.bridge_options)
         return calibrate(bridge, self.answer, chosen, conditioning=self.told, device=self.device, processes=processes)
 
-    def facts(self) -> dict[str, Any]:
+    def declared(self) -> dict[str, Any]:
         """Objective and conditioning."""
-        return {"objective": self.objective.spec, "told": sorted(self.told)}
+        return {"objective": self.objective.spec, "conditioning": sorted(self.told)}
 
     @torch.no_grad()
     def finish(self, processes: Processes = ALONE) -> dict[str, Any]:
@@ -163,10 +163,10 @@ class RouterTask(Task):
         hit = (logits.argmax(1) == batch.cluster).float()
         return Losses(functional.cross_entropy(logits, batch.cluster, reduction="none"), noised.t, {"accuracy": hit})
 
-    def facts(self) -> dict[str, Any]:
+    def declared(self) -> dict[str, Any]:
         """What the router sees and the prior it carries."""
         counts = self.shards.cluster_sizes()
-        return {"told": sorted(self.told), "cluster_sizes": counts, "prior_entropy": entropy(counts)}
+        return {"conditioning": sorted(self.told), "cluster_sizes": counts, "prior_entropy": entropy(counts)}
 
     @torch.no_grad()
     def finish(self, processes: Processes = ALONE) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest, to_json
 from atoll.core.config import Clusters, Config
 from atoll.core.errors import AtollError
+from atoll.core.manifests import CLUSTERS, FEATURES, ClustersContent
 from atoll.core.progress import progress
 from atoll.data.chunks import Chunks, read_rows
 from atoll.data.contact_sheet import contact_sheets
@@ -32,7 +33,6 @@ from atoll.data.stages import features
 from atoll.data.stages.ingest import Index
 
 NAME = layout.CLUSTERS
-KIND = "clusters"
 ASSIGNMENTS, CENTROIDS, REPORT = "assignments.parquet", "centroids.safetensors", "report.json"
 _CENTRES, _FINE, _SUMS = ".centres.safetensors", ".fine.parquet", ".sums.safetensors"
 _REPORT_ROWS = 4096
@@ -50,14 +50,14 @@ def needs_features(clusters: Clusters, index: Index) -> bool:
 
 def made_from(config: Config, index: Index, run: Path) -> dict[str, Any]:
     """What the partition is made from."""
-    seen = Artifact(run, features.NAME).open(features.KIND).digest if needs_features(config.clusters, index) else None
+    seen = Artifact(run, features.NAME).open(FEATURES).digest if needs_features(config.clusters, index) else None
     return {"ingest": index.manifest.digest, "features": seen, "clusters": config.clusters.model_dump()}
 
 
 def partition(run: Path, config: Config, source: Source) -> Manifest:
     """Make `data/clusters`."""
     artifact, index = Artifact(run, NAME), Index.open(run)
-    if done := artifact.begin(KIND, made_from(config, index, run)):
+    if done := artifact.begin(CLUSTERS, made_from(config, index, run)):
         return done
     settings = config.clusters
     if settings.method == "random" and settings.count > 1:
@@ -70,7 +70,7 @@ def partition(run: Path, config: Config, source: Source) -> Manifest:
     report = stage.report()
     artifact.write(REPORT, to_json(report))
     contact_sheets(artifact, index, source, examples=report["examples"])
-    return artifact.commit({key: report[key] for key in ("method", "sizes", "imbalance", "fine")})
+    return artifact.commit(ClustersContent(**{key: report[key] for key in ClustersContent.model_fields}))
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Partition:
 
     def draw(self, at_most: int) -> Iterator[tuple[int, Integers]]:
         """(chunk, rows of it) such that about `at_most` training samples are drawn, evenly from all chunks."""
-        total = int(self.index.manifest.facts["splits"].get("train", 0))
+        total = self.index.content.splits.get("train", 0)
         if not total:
             raise AtollError("there is no training sample: everything is held out; lower data.held_out")
         wanted, seen = min(at_most, total), 0
@@ -280,7 +280,7 @@ class Assigner:
     def open(cls, run: Path) -> "Assigner":
         """The rule of a run whose clusters are made by features."""
         artifact = Artifact(run, NAME)
-        if artifact.open(KIND).facts["method"] != "features" or not artifact.path(CENTROIDS).is_file():
+        if artifact.read(CLUSTERS).method != "features" or not artifact.path(CENTROIDS).is_file():
             raise AtollError(f"{artifact.folder} has no centres; only clusters.method features makes them")
         tensors = load_file(artifact.path(CENTROIDS))
         return cls(tensors["fine"].numpy(), tensors["coarse_of_fine"].numpy())

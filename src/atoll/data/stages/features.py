@@ -17,6 +17,7 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError
+from atoll.core.manifests import FEATURES, FeaturesContent
 from atoll.data.chunks import Chunks, Share
 from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
 from atoll.data.sources.base import Source
@@ -24,7 +25,6 @@ from atoll.data.stages.ingest import Index, Pixels, picture_batches
 from atoll.data.vision import efficientnet
 
 NAME = layout.FEATURES
-KIND = "features"
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def made_from(config: Config, index: Manifest) -> dict[str, Any]:
 def extract(run: Path, config: Config, source: Source, *, share: Share) -> Manifest | None:
     """Make this job's share of `data/features`; the manifest once every share is there."""
     artifact, index = Artifact(run, NAME), Index.open(run)
-    if done := artifact.begin(KIND, made_from(config, index.manifest)):
+    if done := artifact.begin(FEATURES, made_from(config, index.manifest)):
         return done
     chunks = index.chunks(artifact)
     missing = chunks.missing(share)
@@ -135,7 +135,7 @@ def extract(run: Path, config: Config, source: Source, *, share: Share) -> Manif
         chunks.fill("features", missing, encoded)
     if chunks.missing():
         return None
-    return artifact.commit({"rows": index.rows, "dimensions": _dimensions(chunks)})
+    return artifact.commit(FeaturesContent(rows=index.rows, dimensions=_dimensions(chunks)))
 
 
 def _dimensions(chunks: Chunks) -> int:

@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config, Data
 from atoll.core.errors import AtollError
+from atoll.core.manifests import INGEST, IngestContent
 from atoll.core.progress import progress
 from atoll.data.chunks import Chunks, ahead, read_rows
 from atoll.data.sources.base import BadPicture, Options, Sample, Source, decode, describe
 from atoll.data.sources.open import open_source
 
 NAME = layout.INGEST
-KIND = "ingest"
 SAMPLES, REJECTED = "samples.parquet", "rejected.parquet"
 _PARTS = ".parts"
 
@@ -60,15 +61,15 @@ def made_from(config: Config, source: Source) -> dict[str, Any]:
 def ingest(run: Path, config: Config, source: Source) -> Manifest:
     """Make `data/ingest`."""
     artifact = Artifact(run, NAME)
-    if done := artifact.begin(KIND, made_from(config, source)):
+    if done := artifact.begin(INGEST, made_from(config, source)):
         return done
     total = describe(source)
     if not total:
         raise AtollError(f"{config.data.source}: there is no picture in it")
     _read_all(artifact, config.data, source, total=total)
-    facts = _combine(artifact, config.data.chunk)
-    _check_share(artifact, config.data, rejected=facts["rejected"], total=total)
-    return artifact.commit(facts)
+    content = _combine(artifact, config.data.chunk)
+    _check_share(artifact, config.data, rejected=content.rejected, total=total)
+    return artifact.commit(content)
 
 
 def _read_all(artifact: Artifact, data: Data, source: Source, *, total: int) -> None:
@@ -111,8 +112,8 @@ def _check(sample: Sample, resolution: int) -> dict[str, str | None]:
     return {**row, "attributes": attributes, "reason": reason}
 
 
-def _combine(artifact: Artifact, chunk: int) -> dict[str, Any]:
-    """Join the parts into the index and the table of rejects; the facts for the manifest."""
+def _combine(artifact: Artifact, chunk: int) -> IngestContent:
+    """Join the parts into the index and the table of rejects; return what the manifest declares."""
     splits: Counter[str] = Counter()
     labels: Counter[str] = Counter()
     captions = rejected = 0
@@ -139,8 +140,13 @@ def _combine(artifact: Artifact, chunk: int) -> dict[str, Any]:
         if len(waiting):
             good.write_table(waiting, row_group_size=chunk)
     rows = sum(splits.values())
-    counts = {"rows": rows, "rejected": rejected, "captions": captions}
-    return {**counts, "splits": dict(splits), "labels": dict(sorted(labels.items()))}
+    return IngestContent(
+        rows=rows,
+        rejected=rejected,
+        captions=captions,
+        splits=dict(splits),
+        labels=dict(sorted(labels.items())),
+    )
 
 
 def _check_share(artifact: Artifact, data: Data, rejected: int, *, total: int) -> None:
@@ -179,12 +185,17 @@ class Index:
     def open(cls, run: Path) -> "Index":
         """The index of a run whose ingest stage is done."""
         artifact = Artifact(run, NAME)
-        return cls(artifact, artifact.open(KIND))
+        return cls(artifact, artifact.open(INGEST))
+
+    @cached_property
+    def content(self) -> IngestContent:
+        """Return what the index declares."""
+        return INGEST.parse(self.manifest, self.artifact.folder)
 
     @property
     def rows(self) -> int:
         """Number of good samples."""
-        return int(self.manifest.facts["rows"])
+        return self.content.rows
 
     @property
     def chunk(self) -> int:
@@ -194,7 +205,7 @@ class Index:
     @property
     def labels(self) -> list[str]:
         """The names of the classes; a label's number is its place here."""
-        return list(self.manifest.facts["labels"])
+        return list(self.content.labels)
 
     def chunks(self, artifact: Artifact) -> Chunks:
         """The chunk files of another artifact of the same run."""

@@ -20,6 +20,7 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError, unknown
+from atoll.core.manifests import LATENTS, ChannelStatistics, LatentsContent
 from atoll.core.networks import LatentScale
 from atoll.data import autoencoder as shipped
 from atoll.data.chunks import Chunks, Share
@@ -28,9 +29,7 @@ from atoll.data.sources.base import Source
 from atoll.data.stages.ingest import Index, Pixels, picture_batches
 
 NAME = layout.LATENTS
-KIND = "latents"
 _CLASSES = ("AutoencoderKL", "AutoencoderTiny")
-_FIELDS = ("mean", "std", "data_mean", "data_std")
 
 
 @dataclass(frozen=True)
@@ -79,15 +78,16 @@ class Statistics:
         return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
 
     @classmethod
-    def from_facts(cls, facts: Any) -> "Statistics":
-        """Read the statistics from an artifact's facts."""
-        values = facts["statistics"]
-        return cls(**{name: tuple(values[name]) for name in _FIELDS if name in values})
+    def of(cls, declared: ChannelStatistics) -> "Statistics":
+        """Return the statistics that a manifest declares; moments that it leaves out are 0 and 1."""
+        mean, std = declared.data_mean or 0.0, declared.data_std or 1.0
+        return cls(declared.mean, declared.std, mean, std)
 
-    def to_dict(self) -> dict[str, list[float]]:
-        """Return plain values for an artifact's facts; moments of 0 and 1 are left out."""
-        values = {name: getattr(self, name) for name in _FIELDS}
-        return {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+    def declared(self) -> ChannelStatistics:
+        """Return the statistics for a manifest; moments of 0 and 1 are left out."""
+        moments = {"data_mean": self.data_mean, "data_std": self.data_std}
+        given = {name: value for name, value in moments.items() if isinstance(value, tuple)}
+        return ChannelStatistics(mean=self.mean, std=self.std, **given)
 
 
 class Codec:
@@ -183,7 +183,7 @@ def encode(run: Path, config: Config, source: Source, *, share: Share) -> Manife
     if config.latents.normalization == "scale":
         scale_of(config.latents.autoencoder)  # an autoencoder without a scale is refused before the work
     artifact, index = Artifact(run, NAME), Index.open(run)
-    if done := artifact.begin(KIND, made_from(config, index.manifest)):
+    if done := artifact.begin(LATENTS, made_from(config, index.manifest)):
         return done
     chunks = index.chunks(artifact)
     missing = chunks.missing(share)
@@ -200,10 +200,10 @@ def encode(run: Path, config: Config, source: Source, *, share: Share) -> Manife
         chunks.fill("latents", missing, encoded)
     if chunks.missing():
         return None
-    return artifact.commit(_facts(chunks, index))
+    return artifact.commit(_measured(chunks, index))
 
 
-def _facts(chunks: Chunks, index: Index) -> dict[str, Any]:
+def _measured(chunks: Chunks, index: Index) -> LatentsContent:
     """Shape and statistics: those of mean + std·noise, so the variance is Var(mean) + E(std²)."""
     count, total, squares = 0, np.zeros(0), np.zeros(0)
     shape: list[int] = []
@@ -222,4 +222,5 @@ def _facts(chunks: Chunks, index: Index) -> dict[str, Any]:
     std = np.sqrt(np.maximum(squares / count - centre**2, 0))
     if not np.isfinite(std).all() or (std == 0).any():
         raise AtollError(f"{chunks.artifact.folder}: a latent channel is constant or not finite (std {std.tolist()})")
-    return {"rows": index.rows, "shape": shape, "statistics": {"mean": centre.tolist(), "std": std.tolist()}}
+    statistics = ChannelStatistics(mean=tuple(centre.tolist()), std=tuple(std.tolist()))
+    return LatentsContent(rows=index.rows, shape=tuple(shape), statistics=statistics)

