@@ -1,7 +1,7 @@
 """Count the lines of code of src/atoll: without blank lines, comments and docstrings.
 
-    python scripts/count.py            # this tree
-    python scripts/count.py COMMIT     # another commit, and this tree as a share of it
+python scripts/count.py            # this tree
+python scripts/count.py COMMIT     # another commit, and this tree as a share of it
 """
 
 import argparse

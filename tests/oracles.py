@@ -1,10 +1,13 @@
 """Exact answers, written independently of the package: what the mathematics is tested against."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
 
 from atoll.flow import GaussianMixture
+from atoll.flow.schedules import Coefficients
 
 FLOAT = torch.float64
 
@@ -44,3 +47,42 @@ def dataset_flow(x: Tensor, data: Tensor, t: float) -> tuple[Tensor, Tensor]:
     """Marginal velocity and the weight of every data point for a finite dataset on the linear path (DDM's sum)."""
     weights = torch.softmax(-((x[:, None] - (1 - t) * data) ** 2).sum(-1) / (2 * t**2), dim=1)
     return (x - weights @ data) / t, weights
+
+
+@dataclass(frozen=True)
+class ScaledGaussian:
+    """Data (batch, channels, …) that is N(mean, std²) in each channel: what an ideal network answers is one formula.
+
+    With z = alpha x0 + sigma eps, E[x0|z] = m + alpha s² (z - alpha m) / (alpha² s² + sigma²).
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @staticmethod
+    def wide(values: tuple[float, ...]) -> Tensor:
+        """One number for each channel, shaped to multiply (batch, channels, height, width)."""
+        return torch.tensor(values, dtype=FLOAT)[:, None, None]
+
+    def clean(self, z: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """E[x0|z]."""
+        mean, variance = self.wide(self.mean), self.wide(self.std) ** 2
+        return mean + alpha * variance * (z - alpha * mean) / (alpha**2 * variance + sigma**2)
+
+    def predict(self, z: Tensor, c: Coefficients, prediction: str) -> Tensor:
+        """The expectation of what a network predicts, given z."""
+        mean, variance = self.wide(self.mean), self.wide(self.std) ** 2
+        x0 = self.clean(z, c.alpha, c.sigma)
+        eps = c.sigma * (z - c.alpha * mean) / (c.alpha**2 * variance + c.sigma**2)
+        return {
+            "epsilon": eps,
+            "x0": x0,
+            "v_prediction": c.alpha * eps - c.sigma * x0,
+            "velocity": c.d_alpha * x0 + c.d_sigma * eps,
+            "score": -(z - c.alpha * mean) / (c.alpha**2 * variance + c.sigma**2),
+        }[prediction]
+
+    def velocity(self, x: Tensor, t: Tensor) -> Tensor:
+        """E[eps - x0 | x] on the linear path."""
+        t = t[:, None, None, None]
+        return (x - self.clean(x, 1 - t, t)) / t

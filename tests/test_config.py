@@ -38,6 +38,13 @@ from atoll.errors import AtollError
             "router.network: unknown field of RouterConfig 'modulation'",
         ),
         ({"student": {"network": {"modulation": "Zero"}}}, "student.network: modulation: .*got 'Zero'"),
+        ({"train": {"ema": {"../../x": 1.0}}}, r"train.ema: '../../x' is not a name of at most 32 letters"),
+        ({"train": {"ema": {"/tmp/x": 1.0}}}, "train.ema: '/tmp/x' is not a name"),
+        ({"train": {"ema": {"..\\x": 1.0}}}, "train.ema: .* is not a name"),
+        ({"train": {"ema": {".hidden": 1.0}}}, "train.ema: '.hidden' is not a name"),
+        ({"train": {"ema": {"": 1.0}}}, "train.ema: '' is not a name"),
+        ({"train": {"ema": {"a" * 33: 1.0}}}, "train.ema: 'a*' is not a name"),
+        ({"train": {"ema": {"a\n": 1.0}}}, "train.ema: .* is not a name"),
         (["clusters"], "expected sections with keys, got list"),
     ],
 )

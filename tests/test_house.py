@@ -126,3 +126,13 @@ def test_the_package_is_typed_and_reads_no_pickle() -> None:
                 safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
                 assert ast.unparse(node.func) == "torch.load", f"{file}: {ast.unparse(node)}"
                 assert safe, f"{file}: {ast.unparse(node)}"
+
+
+def test_no_model_may_bring_code_of_its_own() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained"):
+                refused = any(
+                    word.arg == "trust_remote_code" and ast.unparse(word.value) == "False" for word in node.keywords
+                )
+                assert refused, f"{file}:{node.lineno}: {ast.unparse(node)}"

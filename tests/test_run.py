@@ -234,3 +234,25 @@ def test_files_of_which_nobody_says_what_they_are_made_from_are_orphans(artifact
     assert not artifact.orphaned
     artifact.path(".plan.json").unlink()
     assert artifact.orphaned
+
+
+@pytest.mark.parametrize("file", ["../outside", "a/../../outside", "/outside", "", "..", "a\\b", "c:x", "a\0b"])
+def test_a_file_name_that_leads_out_of_the_folder_is_refused(artifact: Artifact, file: str, tmp_path: Path) -> None:
+    artifact.begin("things", {})
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(AtollError, match="is not the name of a file in"):
+        artifact.write(file, b"stolen")
+    with pytest.raises(AtollError, match="is not the name of a file in"):
+        artifact.read_json(file)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_manifest_that_lists_a_file_outside_is_refused(artifact: Artifact, tmp_path: Path) -> None:
+    artifact.begin("things", {})
+    artifact.commit({})
+    (tmp_path / "outside").write_bytes(b"mine")
+    values = json.loads(artifact.path("manifest.json").read_text())
+    values["files"] = {"../outside": {"size": 4, "sha256": hashlib.sha256(b"mine").hexdigest()}}
+    artifact.path("manifest.json").write_text(json.dumps(values))
+    with pytest.raises(AtollError, match="outside' is not the name of a file in"):
+        artifact.open("things", verify=True)

@@ -5,6 +5,7 @@ right one. `--section.key VALUE` on any verb that takes a run overrides the file
 and a command line are checked by the same code and fail with the same words.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -74,6 +75,8 @@ def _checked(kind: Literal["DiT", "Router"]) -> AfterValidator:
 
 
 ExpertKey = Literal["default"] | int
+_EMA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
+"""Names of EMAs become parts of file names, so they must not lead to another folder."""
 NetworkChoice = str | dict[str, Any]
 ExpertNetwork = Annotated[NetworkChoice, _checked("DiT")]
 RouterNetwork = Annotated[NetworkChoice, _checked("Router")]
@@ -130,6 +133,9 @@ class Latents(Section):
     autoencoder: str = Field(
         "emoji", description="emoji (shipped), pixels (none), or a diffusers AutoencoderKL or AutoencoderTiny"
     )
+    normalization: Literal["per-channel", "scale"] = Field(
+        "per-channel", description="mean 0 and std 1 in each channel, or the autoencoder's own shift and scaling factor"
+    )
     batch: int = Field(32, ge=1, description="pictures in one forward pass")
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="as stored")
 
@@ -176,6 +182,14 @@ class Train(Section):
     workers: int = Field(2, ge=1, description="threads that read batches ahead")
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field([], description="besides metrics.jsonl")
     seed: int = Field(0, ge=0, description="of weights, order, times and noise")
+
+    @field_validator("ema")
+    @classmethod
+    def _ema_names_are_plain(cls, ema: dict[str, float]) -> dict[str, float]:
+        for name in ema:
+            if not _EMA_NAME.fullmatch(name):
+                raise ValueError(f"{name[:80]!r} is not a name of at most 32 letters, digits, '-' and '_'")
+        return ema
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

@@ -26,13 +26,53 @@ NAMES: dict[str, dict[str, int]] = {
 DEFAULT_NAME = "DiT-XS/2"
 DIFFUSERS_EXPERTS = ("PixArtExpert", "DiTExpert", "SD3Expert", "UNetExpert")
 """Experts that wrap a diffusers model; their fields are those of the model and are checked when it is built."""
-_ADDED = {"null_tokens": 1}
+_ADDED = {"null_tokens": 1, "normalization": None}
 """Fields newer than the first manifests. They are left out at these defaults, so that older runs resume."""
 
 _CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Ratio = Annotated[float, Field(gt=0)]
+
+
+AUTOENCODER_SCALES = {"AutoencoderKL": 0.18215, "AutoencoderTiny": 1.0}
+"""The scaling factor that diffusers assumes where a config.json has none, as that of stabilityai/sd-vae-ft-mse."""
+
+
+@dataclass(frozen=True, config=_CHECKED)
+class LatentScale:
+    """The normalization x0 = (z - shift_factor) · scaling_factor of an autoencoder's latents z, by diffusers' names."""
+
+    scaling_factor: Ratio
+    shift_factor: float = 0.0
+
+    def __str__(self) -> str:
+        shifted = f"(z - {self.shift_factor:g})" if self.shift_factor else "z"
+        return f"{shifted} * {self.scaling_factor:g}"
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], source: object) -> Self:
+        """Read the two factors; `source` names their file in errors."""
+        try:
+            return cls(**values)
+        except (TypeError, ValidationError) as error:
+            wrong = error.errors() if isinstance(error, ValidationError) else []
+            raise AtollError(f"{source}: {'; '.join(map(_sentence, wrong)) or error}") from error
+
+    @classmethod
+    def of_autoencoder(cls, settings: Mapping[str, Any], source: object) -> Self:
+        """Read the factors from an autoencoder's config.json."""
+        scaling = settings.get("scaling_factor", AUTOENCODER_SCALES.get(settings.get("_class_name", "")))
+        if scaling is None:
+            raise AtollError(
+                f"{source} has no scaling_factor, so its latents cannot be normalized by it; "
+                "set latents.normalization: per-channel, or write the factor into that file"
+            )
+        return cls.read({"scaling_factor": scaling, "shift_factor": settings.get("shift_factor") or 0.0}, source)
+
+
+STABLE_DIFFUSION = LatentScale(AUTOENCODER_SCALES["AutoencoderKL"])
+"""The normalization of Stable Diffusion's latents. DiT, SiT, PixArt-alpha and Paris were all trained with it."""
 
 
 @dataclass(frozen=True, config=_CHECKED)
@@ -103,6 +143,8 @@ class DiTConfig(NamedConfig):
     """Stored table from the network time to the time that is embedded, for weights that learned another clock."""
     norm_eps: Ratio = 1e-6
     mlp_norm_eps: Ratio = 1e-6
+    normalization: LatentScale | None = None
+    """How the latents of its training were scaled, if it comes from a release; it does not change the arithmetic."""
 
     def __post_init__(self) -> None:
         """Check what no single field shows."""
@@ -139,6 +181,8 @@ class RouterConfig(NamedConfig):
     pooled_width: Count = 0
     """Width of the pooled text that the router is conditioned on; 0 without."""
     norm_eps: Ratio = 1e-6
+    normalization: LatentScale | None = None
+    """How the latents of its training were scaled, if it comes from a release."""
 
     def __post_init__(self) -> None:
         """Check what no single field shows."""

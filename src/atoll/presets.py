@@ -23,6 +23,8 @@ _PHOTOGRAPHS: dict[str, Any] = {
     "latents": {"autoencoder": "stabilityai/sd-vae-ft-mse"},
     "text": {"encoder": "openai/clip-vit-large-patch14", "max_tokens": 77},
 }
+_SCALED: dict[str, Any] = {**_PHOTOGRAPHS["latents"], "normalization": "scale"}
+"""Latents as DiT and Paris had them, so that released networks can start, or join, an expert."""
 _TRAIN: dict[str, Any] = {
     "beta2": 0.999,
     "precision": "bfloat16",
@@ -107,6 +109,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "imagenet256": {
         "preset": "imagenet256",
         **_PHOTOGRAPHS,
+        "latents": _SCALED,
         "data": {"source": "path/to/imagenet/train", "resolution": 256, "held_out": 0.01, "workers": 16},
         "text": {"encoder": "none"},
         "experts": {"default": "flow-matching"},
@@ -127,6 +130,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "laion256": {
         "preset": "laion256",
         **_PHOTOGRAPHS,
+        "latents": _SCALED,
         "data": {"source": "path/to/laion-aesthetics/*.tar", "resolution": 256, "held_out": 0.001, "workers": 16},
         "experts": {"default": "flow-matching", 0: "ddpm", 3: "ddpm"},
         "networks": {"default": "DiT-XL/2"},
@@ -208,6 +212,7 @@ NOTES: dict[str, dict[str, str]] = {
     "imagenet256": {
         **_COMMON,
         **_DDM,
+        "latents.normalization": "our choice: as DiT, whose checkpoints can be train.init",
         "text.encoder": "our choice: class labels; DDM's FLOPs suggest that its network had text layers here too",
         "networks": "DDM: DiT-XL/2; AdaLN-Zero as in DiT is our choice",
         "train.samples": "DDM: 800,000 steps",
@@ -220,6 +225,7 @@ NOTES: dict[str, dict[str, str]] = {
         **_COMMON,
         "features.model": "Paris: DINOv2 ViT-L/14",
         "latents.autoencoder": "Paris",
+        "latents.normalization": "Paris: latents times 0.18215",
         "text.encoder": "Paris: CLIP ViT-L/14, 77 tokens",
         "experts": "HDDM: 2 DDPM to 6 flow matching, DDPM for clusters 0 and 3",
         "networks": "Paris and HDDM: DiT-XL/2 with AdaLN-Single, 606 M",

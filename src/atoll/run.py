@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 _PLAN = ".plan.json"
+_NOT_PORTABLE = {"\\", ":", "\0"}
+"""Characters that separate folders, drives or streams on some system, or end a name in C."""
 _FORMAT = 1
 
 
@@ -60,6 +62,12 @@ class Manifest:
         return to_json(
             {"format": _FORMAT, "kind": self.kind, "made_from": self.made_from, "facts": self.facts, "files": files}
         )
+
+    @classmethod
+    def from_values(cls, value: Mapping[str, Any]) -> "Manifest":
+        """Return the manifest with the values that `to_json` wrote."""
+        files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
+        return cls(value["kind"], value["made_from"], value["facts"], files)
 
     @property
     def digest(self) -> str:
@@ -91,7 +99,10 @@ class Artifact:
         return self.run / self.name
 
     def path(self, file: str) -> Path:
-        """Where one of its files is."""
+        """Return the path of one of its files; a name that leads out of the folder is refused."""
+        parts = PurePosixPath(file).parts
+        if not parts or parts[0] == "/" or ".." in parts or not _NOT_PORTABLE.isdisjoint(file):
+            raise AtollError(f"{file!r} is not the name of a file in {self.folder}")
         return self.folder / file
 
     # Reading
@@ -103,8 +114,7 @@ class Artifact:
             value = json.loads(file.read_text(encoding="utf-8"))
             if value["format"] != _FORMAT:
                 raise AtollError(f"{file} has format {value['format']}; this version of Atoll reads format {_FORMAT}")
-            files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
-            return Manifest(value["kind"], value["made_from"], value["facts"], files)
+            return Manifest.from_values(value)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from atoll.data import efficientnet
 from atoll.data.features import open_extractor
 from atoll.data.latents import Statistics, open_codec
-from atoll.data.models import device, fingerprint, folder_of
+from atoll.data.models import device, fingerprint, folder_of, load_pretrained
 from atoll.data.text import open_text_encoder
 from atoll.errors import AtollError
 from shapes import draw
@@ -51,6 +52,50 @@ def test_an_accelerator_that_can_be_used_is_named_with_its_number(monkeypatch: p
     monkeypatch.setattr(torch._C, "_accelerator_getDeviceIndex", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device() == torch.device("cuda", 1)
+
+
+# Models that bring code of their own
+
+
+def hostile_model(folder: Path, model_type: str, tokenizer: bool) -> Path:
+    """Write a model folder whose classes are in its own Python file, which leaves a trace when it is run."""
+    folder.mkdir()
+    trace = folder.parent / "trace"
+    (folder / "code.py").write_text(f"open({str(trace)!r}, 'w').close()\nclass Model: ...\nclass Config: ...\n")
+    names = ("AutoConfig", "AutoModel", "AutoModelForTextEncoding", "AutoTokenizer")
+    classes = {name: "code.Config" if name == "AutoConfig" else "code.Model" for name in names}
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "auto_map": classes}))
+    if tokenizer:
+        settings = {"tokenizer_class": "Strange", "auto_map": {"AutoTokenizer": ["code.Model", None]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("model_type", ["strange", "resnet"])
+@pytest.mark.parametrize("loader", [open_extractor, lambda folder: open_text_encoder(folder, 8)])
+def test_code_of_a_model_is_neither_run_nor_offered(
+    model_type: str, loader: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object) -> str:
+        raise AssertionError("transformers asked whether to run the code")
+
+    monkeypatch.setattr("builtins.input", ask)
+    folder = hostile_model(tmp_path / "model", model_type, tokenizer=True)
+    with pytest.raises((AtollError, OSError)) as refusal:
+        loader(str(folder))
+    if model_type == "strange":
+        assert f"{folder} needs Python code of its own, which Atoll never runs" in str(refusal.value)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_code_of_a_tokenizer_is_neither_run_nor_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder = hostile_model(tmp_path / "model", "strange", tokenizer=True)
+    with pytest.raises(AtollError, match="needs Python code of its own, which Atoll never runs"):
+        load_pretrained(AutoTokenizer, folder)
+    assert not (tmp_path / "trace").exists()
 
 
 # EfficientNet-Lite0

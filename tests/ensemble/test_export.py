@@ -125,6 +125,25 @@ def test_dense_models(told_run: Path, tmp_path: Path, model: str, capsys: pytest
     assert "license: mit" in (folder / "README.md").read_text()
 
 
+def test_the_normalization_and_the_moments_of_the_data_are_exported(tmp_path: Path) -> None:
+    """Also of an expert that came from a release, in the class of diffusers that it was released in."""
+    scaled = {"mean": [0.0] * 3, "std": [1 / 0.18215] * 3, "data_mean": [1.0, 0.2, -0.3], "data_std": [0.6, 0.8, 0.7]}
+    released = {**CLASSES, "normalization": {"scaling_factor": 0.18215, "shift_factor": 0.0}}
+    spaces = dict.fromkeys(range(2), scaled)
+    run = write_run(tmp_path / "run", ("ddpm", "ddpm"), (released, SMALL), told=("label",), spaces=spaces)
+    shutil.rmtree(run / "router")  # the spaces of router, monolith and student are per channel
+    folder = tmp_path / "out"
+    export(run, folder)
+    assert json.loads((folder / "expert_0/config.json").read_text())["_class_name"] == "DiTTransformer2DModel"
+    how = {**HOW, "routing": "nearest"}
+    made = [atoll.load(source).generate(labels=["circle"], **how).latents for source in (run, folder)]
+    assert torch.equal(*made)
+    for expert in atoll.load(folder).experts:
+        assert expert.bridge.data_mean == tuple(scaled["data_mean"])
+        assert expert.bridge.data_std == tuple(scaled["data_std"])
+    assert load_network(run / "experts/000/final").config.normalization is not None
+
+
 PIXART = {**SMALL, "text_projection": "mlp"}
 CLASSES = {**SMALL, "modulation": "zero", "frequency_shift": 1, "mlp_norm_eps": 1e-5}
 UNET = {

@@ -18,11 +18,17 @@ from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
 
 import atoll
+from atoll import flow
+from atoll.ensemble import Ensemble
+from atoll.ensemble.loading import open_member
 from atoll.ensemble.pipeline import AtollPipeline
+from atoll.ensemble.residency import Member
 from atoll.ensemble.sampling import NOISE_STREAM
 from atoll.errors import AtollError
 from atoll.flow import randomness
+from atoll.nets import Condition
 from atoll.run import Artifact
+from ensemble.runs import facts, write_network
 from paris_release import Paris
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -280,3 +286,45 @@ def test_a_damaged_release_is_refused(release: Path, tmp_path: Path) -> None:
     (release_file := copy("cut") / "expert_0" / WEIGHTS).write_bytes(b"not a tensor")
     with pytest.raises(AtollError, match="not a whole safetensors file"):
         atoll.load(release_file.parent.parent)
+
+
+def write_expert(run: Path, statistics: dict[str, list[float]]) -> Member:
+    """An expert on the release's latents and text, as if it had been trained here."""
+    network = {"_class_name": "DiT", "width": 32, "depth": 1, "heads": 2, "size": 8, "text_width": TEXT}
+    declared = facts("experts/001", [1], network, ["text"], statistics)
+    declared |= {
+        "latents": {"autoencoder": "vae", "weights": None, "shape": [4, 8, 8]},
+        "text": None, "labels": [], "objective": flow.objective("ddpm").spec, "bridge": {"prediction_error": 0.05},
+    }  # fmt: skip
+    write_network(run, "experts/001", declared)
+    return open_member(run, "experts/001")
+
+
+@torch.no_grad()
+def test_a_released_expert_joins_one_that_was_trained_here_by_scale(release: Path, tmp_path: Path) -> None:
+    """Each gives its own velocity, in the common space; standardized per channel they cannot be mixed."""
+    ours = {"mean": [0.0] * 4, "std": [1 / SCALE] * 4, "data_mean": [1.0, 0.2, 0.1, -0.3], "data_std": [0.6] * 4}
+    member, released = write_expert(tmp_path / "scaled", ours), atoll.load(release, "expert:0").members[0]
+    mixed = Ensemble([released, member])
+    x, t = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0.3, 0.999])
+    condition = Condition(text=torch.randn(2, TOKENS, TEXT, generator=torch.Generator().manual_seed(1)))
+    for cluster, alone in enumerate((Ensemble([released]), Ensemble([member]))):
+        chosen = torch.full((2,), cluster)
+        got = mixed.velocity(x, t, condition, "oracle", cluster=chosen)
+        torch.testing.assert_close(got, alone.velocity(x, t, condition), atol=1e-5, rtol=1e-5)
+    assert member.declaration.bridge.data_mean == tuple(ours["data_mean"])
+    other = {"mean": [0.4] * 4, "std": [2.0] * 4, "data_mean": [0.1] * 4, "data_std": [2.2] * 4}
+    Ensemble([released, write_expert(tmp_path / "other", other)])  # another scale: converted exactly
+    per_channel = {"mean": [5.8, 1.1, 0.5, -1.6], "std": [3.3, 4.6, 4.0, 3.9]}
+    with pytest.raises(AtollError, match=r"experts/001 scales its latent channels .* strength in each channel"):
+        Ensemble([released, write_expert(tmp_path / "per-channel", per_channel)])
+
+
+def test_an_autoencoder_older_than_the_scaling_factor_has_that_of_its_class(release: Path, tmp_path: Path) -> None:
+    """As stabilityai/sd-vae-ft-mse, which the release names: its config.json has no scaling_factor."""
+    folder = Path(shutil.copytree(release, tmp_path / "release"))
+    change_json(folder / "vae" / "config.json", lambda config: config.pop("scaling_factor"))
+    assert atoll.load(folder).space == atoll.load(release).space
+    change_json(folder / "vae" / "config.json", lambda config: config.update(scaling_factor=None))
+    with pytest.raises(AtollError, match=r"vae/config.json has no scaling_factor"):
+        atoll.load(folder)

@@ -10,6 +10,7 @@ from atoll.ensemble import Memory
 from atoll.ensemble.ideal import ideal_ensemble, seen_in
 from atoll.ensemble.residency import Placement
 from atoll.errors import AtollError
+from atoll.networks import LatentScale
 
 OBJECTIVES = ["flow-matching", "ddpm", "x0", "v-prediction", "ddpm-linear", "ve-x0"]
 CLUSTERS = [[0, 3], [1], [2, 4], [5]]
@@ -92,6 +93,18 @@ SPACES = [
     Statistics((-0.7, 0.1, 0.0), (1.0, 1.0, 1.0)),
     Statistics((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
 ]
+
+
+SPACES_BY_SCALE = [Statistics.of_scale(LatentScale(*factors), 3) for factors in ((0.18215,), (0.36, 0.12))]
+
+
+@pytest.mark.parametrize("objectives", [["flow-matching"], ["ddpm", "x0"]])
+def test_experts_whose_latents_have_another_scale_and_shift_are_one_model(objectives: list[str]) -> None:
+    """The space is that of the router; one expert is scaled as Stable Diffusion's latents are, one as FLUX's."""
+    mixture = random_mixture()
+    x, t = states(mixture, 300)
+    ensemble = ideal_ensemble(mixture, [[0, 1, 2], [3, 4, 5]], objectives, SPACES_BY_SCALE)
+    torch.testing.assert_close(answer(ensemble, x, t, routing="full"), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
 
 
 @pytest.mark.parametrize("objectives", [["flow-matching"], OBJECTIVES])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import atoll
+from atoll.cli import main
 from atoll.ensemble.plan import peak_bytes
 from atoll.ensemble.residency import Resident, Residents
 from atoll.errors import AtollError
@@ -137,3 +138,8 @@ def test_the_plan_is_what_the_process_takes(big: Path, resident: int, dtype: str
     before = sum(parts[name] for name in ("router", "text encoder"))  # these were there already
     assert answer["plan"]["resident"] == resident
     assert answer["measured"] == pytest.approx(answer["plan"]["total"] - before, rel=0.15), answer
+
+
+def test_a_run_conditioned_on_classes_has_a_plan(told_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(told_run), "--labels", "circle", "--plan", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parts"]["one evaluation of an expert"] > 0

@@ -121,6 +121,22 @@ def strange_bridge(offer: Offer) -> None:
     offer.facts["bridge"] = {"prediction_error": -1.0, "mode": "published"}
 
 
+def bridge_of_other_data(offer: Offer) -> None:
+    offer.facts["bridge"] = {"prediction_error": 0.1, "data_mean": [9.0, 9.0, 9.0]}
+
+
+def moments_of_other_data(offer: Offer) -> None:
+    offer.facts["statistics"] |= {"data_mean": [9.0, 9.0, 9.0], "data_std": [1.0, 1.0, 1.0]}
+
+
+def network_for_other_latents(offer: Offer) -> None:
+    offer.facts["network"]["normalization"] = {"scaling_factor": 0.18215, "shift_factor": 0.0}
+
+
+def scale_below_zero(offer: Offer) -> None:
+    offer.facts["network"]["normalization"] = {"scaling_factor": -1.0}
+
+
 def told_what_is_not_there(offer: Offer) -> None:
     offer.facts["told"] = ["text", "password"]
 
@@ -214,6 +230,10 @@ CLAIMS: dict[Callable[[Offer], None], str] = {
     unknown_objective: "its objective cannot be built",
     forbidden_objective: "none of those the policy allows",
     strange_bridge: "expected a prediction_error",
+    bridge_of_other_data: "expected a prediction_error",
+    moments_of_other_data: "its statistics is not that of this run's cluster 1",
+    network_for_other_latents: r"its network is for latents normalized as z . 0.18215; this run normalizes",
+    scale_below_zero: "its network cannot be built: normalization.scaling_factor",
     told_what_is_not_there: "it wants to be told",
     wrong_cluster: "expected 'experts/001'",
     two_clusters: "expected 'experts/001'",

@@ -13,15 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import atoll
+from atoll.data.prepare import prepare
 from atoll.islands.admission import DENSITY_FILE, Contribution, _check_density, review
 from atoll.islands.shared import pull, push
 from atoll.islands.store import Store
 from atoll.islands.strict import Refused, safetensors_header
 from atoll.islands.transfer import fetch, read_manifest
 from atoll.run import Artifact, sha256_of, to_json
+from atoll.train import Job, run_job
 from atoll.trust import Policy, Signer
 from islands.hostile_claims import CLAIMS
 from islands.hostile_files import FILES, NAME, WEIGHTS, Offer, not_a_number
+from shapes import write_run
+from train.workers import TINY
 
 HOSTILE = FILES | CLAIMS
 
@@ -97,6 +101,21 @@ def test_a_good_contribution_is_let_in(shared: Store, offer: Offer, policy: Poli
     digest = offer.put(shared)
     artifact = review(shared, 1, digest, policy, tmp_path / "quarantine")
     assert artifact.open("expert", verify=True).digest == digest
+
+
+def test_the_claim_of_an_expert_on_scaled_latents_is_measured_with_the_moments_of_its_data(
+    shapes: Path, tmp_path: Path
+) -> None:
+    """Its bridge shrinks to the mean of the data; without it the measured error would not be the one claimed."""
+    run, one = tmp_path / "run", {"clusters": {"count": 1}, "text": {"encoder": "none"}}
+    changes = {**TINY, **one, "latents": {"normalization": "scale"}, "experts": {"default": "ddpm"}}
+    config = write_run(run, shapes, **changes)
+    prepare(run, config)
+    run_job(Job(run, config, "expert", 0))
+    store = Store.open(f"memory://{uuid4().hex}")
+    push(run, store)
+    artifact = review(store, 0, None, Policy(), tmp_path / "quarantine")
+    assert artifact.open("expert").facts["statistics"]["data_mean"][0] > 0.3
 
 
 @pytest.mark.parametrize("spoil", HOSTILE, ids=lambda spoil: spoil.__name__)

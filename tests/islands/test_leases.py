@@ -166,13 +166,6 @@ def test_age_is_told_by_the_stores_clock_not_by_the_holders(monkeypatch: pytest.
         assert Lease.take(store, lease.job, 5, "other") is not None
 
 
-def test_what_is_no_lease_is_named() -> None:
-    store = Store.open(f"memory://{uuid4().hex}")
-    store.write(key_of("experts/000", 4), b'{"epoch": 4, "state": "mine"}')
-    with pytest.raises(AtollError, match="leases/experts/000/000004 is not a lease"):
-        survey(store)
-
-
 def test_a_job_that_failed_thrice_is_left_alone() -> None:
     store = Store.open(f"memory://{uuid4().hex}")
     for failures in (1, 2, 3):

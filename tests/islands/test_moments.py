@@ -24,6 +24,7 @@ from train.conftest import Copy
 from train.workers import wait_for
 
 JOB = "experts/000"
+POINTER = f"{JOB}/checkpoints/{'0' * 16}@{'1' * 64}"
 Create = Callable[[Store, str, bytes], bool]
 
 
@@ -55,7 +56,7 @@ def fails(create: Create, store: Store, key: str, data: bytes) -> bool:
 
 
 def test_an_end_that_failed_is_not_told_by_the_next_renewal(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    lease = held(store, checkpoint="experts/000/checkpoints/x@1", samples=7)
+    lease = held(store, checkpoint=POINTER, samples=7)
     at_the_next_record(monkeypatch, fails)
     with pytest.raises(AtollError, match="does not answer"):
         lease.end("done", manifest="0" * 64, checkpoint=None)
@@ -63,7 +64,7 @@ def test_an_end_that_failed_is_not_told_by_the_next_renewal(store: Store, monkey
     seen = look(store, JOB)
     assert seen is not None
     assert (seen.record.state, seen.record.checkpoint, seen.record.manifest) == (
-        "held", "experts/000/checkpoints/x@1", None,
+        "held", POINTER, None,
     )  # fmt: skip
 
 
@@ -188,7 +189,7 @@ def test_a_contribution_whose_judge_was_killed_is_judged_by_the_next(
 
 
 def test_what_came_after_the_lease_ended_is_left_alone(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    later, end = f"{JOB}/checkpoints/of-another/part", Lease.end
+    later, end = f"{JOB}/checkpoints/{'0' * 16}/sha256/{'1' * 64}", Lease.end
 
     def slept(self: Lease, *how: Any, **news: Any) -> None:
         end(self, *how, **news)

@@ -3,8 +3,9 @@
 import math
 
 import torch
-from dit_release import positions
 from torch.nn import functional
+
+from dit_release import positions
 
 NULL_TOKENS = 120
 

@@ -2,7 +2,6 @@ import json
 
 import pytest
 import torch
-from dit_release import release_forward, release_state
 
 from atoll.cli import main
 from atoll.errors import AtollError
@@ -10,6 +9,7 @@ from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, build, l
 from atoll.nets.convert import convert, read_source
 from atoll.nets.fold import STEPS, FlowMatchingOptions, activated_embeddings, time_table
 from atoll.nets.weights import sha256, write_weights
+from dit_release import release_forward, release_state
 
 WIDTH, HEADS, CLASSES = 48, 2, 10
 

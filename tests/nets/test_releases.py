@@ -2,12 +2,12 @@
 
 import json
 
-import dit_release
 import pixart_release
 import pytest
 import torch
 from pixart_release import NULL_TOKENS
 
+import dit_release
 from atoll import flow
 from atoll.cli import main
 from atoll.ensemble.told import Places, replace_rows

@@ -1,7 +1,6 @@
 import pytest
 import torch
 from diffusers import DiTTransformer2DModel, PixArtTransformer2DModel
-from dit_release import positions, release_forward, release_state
 
 from atoll.errors import AtollError
 from atoll.nets import Condition, Router, RouterConfig, load_network
@@ -9,6 +8,7 @@ from atoll.nets.convert import convert, read_source
 from atoll.nets.fold import FlowMatchingOptions
 from atoll.nets.layers import is_sincos, sincos_positions
 from atoll.nets.weights import LAYOUTS, detect, layout, read_weights, write_weights
+from dit_release import positions, release_forward, release_state
 from paris_release import Paris
 
 

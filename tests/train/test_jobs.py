@@ -26,7 +26,8 @@ from atoll.train import Job, run_job
 from atoll.train.density import FILE, Density, of_shards
 from atoll.train.expert import open_expert
 from atoll.train.student import StudentTask
-from atoll.train.tasks import RouterTask, condition_of, held_out_velocity
+from atoll.train.tasks import RouterTask
+from atoll.train.validation import condition_of, validate
 from shapes import write_run
 from train.conftest import Copy
 from train.workers import TINY, assert_same_weights, finish, metrics
@@ -422,6 +423,7 @@ def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_samples(train
     job = Job(trained_experts, config.load(trained_experts), "expert", 1)
     task = replace(job.task(), network=load_network(trained_experts / "experts/001/final").eval())
     with torch.no_grad():
-        plain = held_out_velocity(task, task.objective.bridge().wrap(task.answer), task.told)
+        velocity = task.objective.bridge().wrap(task.answer)
+        plain = validate(velocity, task.held_out, seed=task.seed, conditioning=task.told)
     assert declared["held_out_loss"] < 0.5 * plain["held_out_loss"]
     assert facts(trained_experts, "experts/000")["bridge"]["prediction_error"] == 0

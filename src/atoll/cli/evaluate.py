@@ -48,8 +48,8 @@ class Evaluate:
     """Weights of LPIPS (AlexNet) as .safetensors or .pt; without, diversity is measured on the first extractor."""
     clip: str | None = None
     """An image-text model by name or folder, for the alignment of pictures with their prompts."""
-    held_out: int = 512
-    """Held-out samples that the diagnostics use."""
+    held_out: int = 1024
+    """Use at most this many held-out images of each cluster for the diagnostics. The default is that of training."""
     followed: int = 32
     """Samples that are followed from noise to data, with N and with 2 N steps."""
     skip: tuple[Literal["metrics", "diversity", "diagnostics", "trajectories"], ...] = ()

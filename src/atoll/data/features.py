@@ -16,7 +16,7 @@ from atoll.config import Config
 from atoll.data import efficientnet
 from atoll.data.chunks import Chunks, Share
 from atoll.data.ingest import Index, Pixels, picture_batches
-from atoll.data.models import device, fingerprint, folder_of, repeatable
+from atoll.data.models import device, fingerprint, folder_of, load_pretrained, repeatable
 from atoll.data.source import Source
 from atoll.errors import AtollError
 from atoll.run import Artifact, Manifest
@@ -68,7 +68,7 @@ def open_extractor(model: str, resolution: int | None = None) -> Extractor:
 
     logging.disable_progress_bar()
     folder = folder_of(model)
-    network = AutoModel.from_pretrained(folder, use_safetensors=True).eval()
+    network = load_pretrained(AutoModel, folder, use_safetensors=True).eval()
     return Extractor(_Pooled(network), _preprocessing(folder, network.config, resolution))
 
 

@@ -1,11 +1,12 @@
 """What the experts see: the autoencoder's posterior mean and std of every picture, and the statistics of all of them.
 
-Latents are stored as the autoencoder gives them. The statistics (mean and std of each channel over all training
-samples) travel with every shard, and training and sampling normalise with them, so that all experts share one space.
+Latents are stored as the autoencoder gives them, and mean and std of each channel are measured over all training
+samples. From them, or from the autoencoder's own factors (`latents.normalization`), every shard gets the statistics
+that training and sampling normalise with, so that all experts share one space.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,50 @@ from atoll.data.ingest import Index, Pixels, picture_batches
 from atoll.data.models import device, fingerprint, folder_of, repeatable
 from atoll.data.source import Source
 from atoll.errors import AtollError, unknown
+from atoll.networks import LatentScale
 from atoll.run import Artifact, Manifest
 
 NAME = "data/latents"
 KIND = "latents"
 _CLASSES = ("AutoencoderKL", "AutoencoderTiny")
+_FIELDS = ("mean", "std", "data_mean", "data_std")
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean and standard deviation of each latent channel over the training data."""
+    """The normalization x0 = (z - mean) / std of each latent channel z, and the moments of the data that it gives.
+
+    Per channel, mean and std are those of the training data, so the normalized data has mean 0 and std 1. By scale,
+    they are the autoencoder's shift and 1/scale, and the normalized data has any mean and std. Statistics are equal if
+    they normalize alike, whatever the data.
+    """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    data_mean: float | tuple[float, ...] = field(default=0.0, compare=False)
+    """Mean of the normalized training data, in each channel if they differ."""
+    data_std: float | tuple[float, ...] = field(default=1.0, compare=False)
+
+    @classmethod
+    def of_scale(cls, scale: LatentScale, channels: int) -> "Statistics":
+        """Return the normalization by one scale and shift, of data that is not known."""
+        return cls((scale.shift_factor,) * channels, (1 / scale.scaling_factor,) * channels)
+
+    def under(self, scale: LatentScale) -> "Statistics":
+        """Return the normalization by `scale` of the data whose mean and std these are."""
+        return replace(
+            Statistics.of_scale(scale, len(self.mean)),
+            data_mean=tuple((mean - scale.shift_factor) * scale.scaling_factor for mean in self.mean),
+            data_std=tuple(std * scale.scaling_factor for std in self.std),
+        )
+
+    @property
+    def bridge_options(self) -> dict[str, Any]:
+        """Return what a bridge must be given of the data (`flow.Bridge`)."""
+        return {"data_mean": self.data_mean, "data_std": self.data_std}
 
     def normalise(self, latents: Tensor) -> Tensor:
-        """Latents (N, C, H, W) of the autoencoder as the networks see them: mean 0 and std 1 in each channel."""
+        """Latents (N, C, H, W) of the autoencoder as the networks see them."""
         return (latents - self._channel(self.mean, latents)) / self._channel(self.std, latents)
 
     def restore(self, latents: Tensor) -> Tensor:
@@ -50,7 +79,13 @@ class Statistics:
     @classmethod
     def from_facts(cls, facts: Any) -> "Statistics":
         """Read the statistics from an artifact's facts."""
-        return cls(tuple(facts["statistics"]["mean"]), tuple(facts["statistics"]["std"]))
+        values = facts["statistics"]
+        return cls(**{name: tuple(values[name]) for name in _FIELDS if name in values})
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """Return plain values for an artifact's facts; moments of 0 and 1 are left out."""
+        values = {name: getattr(self, name) for name in _FIELDS}
+        return {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
 
 
 class Codec:
@@ -99,15 +134,35 @@ def open_codec(autoencoder: str) -> Codec | Pixel:
     if autoencoder == "pixels":
         return Pixel()
     folder = _folder(autoencoder)
+    name = _settings(folder)["_class_name"]
+    import diffusers
+
+    options = {"use_safetensors": True, "low_cpu_mem_usage": False}
+    return Codec(getattr(diffusers, name).from_pretrained(folder, **options, trust_remote_code=False))
+
+
+def scale_of(autoencoder: str) -> LatentScale:
+    """Return an autoencoder's own scaling and shift factor. Pixels, from -1 to 1, are scaled already."""
+    if autoencoder == "pixels":
+        return LatentScale(1.0)
+    folder = _folder(autoencoder)
+    return LatentScale.of_autoencoder(_settings(folder), folder / "config.json")
+
+
+def normalization(config: Config, measured: Statistics) -> Statistics:
+    """Return how the latents are normalized, from the mean and std of each channel over the training data."""
+    by_scale = config.latents.normalization == "scale"
+    return measured.under(scale_of(config.latents.autoencoder)) if by_scale else measured
+
+
+def _settings(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise AtollError(f"{folder} has no config.json; expected a diffusers autoencoder: {' or '.join(_CLASSES)}")
-    name = json.loads(file.read_text(encoding="utf-8")).get("_class_name")
-    if name not in _CLASSES:
-        raise AtollError(f"{file}: {unknown('autoencoder class', name, _CLASSES)}")
-    import diffusers
-
-    return Codec(getattr(diffusers, name).from_pretrained(folder, use_safetensors=True, low_cpu_mem_usage=False))
+    settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if settings.get("_class_name") not in _CLASSES:
+        raise AtollError(f"{file}: {unknown('autoencoder class', settings.get('_class_name'), _CLASSES)}")
+    return settings
 
 
 def _folder(autoencoder: str) -> Path:
@@ -115,14 +170,16 @@ def _folder(autoencoder: str) -> Path:
 
 
 def made_from(config: Config, index: Manifest) -> dict[str, Any]:
-    """What the latents are made from."""
-    settings = config.latents.model_dump()
+    """What the latents are made from; the normalization is that of the shards, for latents are stored without."""
+    settings = config.latents.model_dump(exclude={"normalization"})
     weights = None if config.latents.autoencoder == "pixels" else fingerprint(_folder(config.latents.autoencoder))
     return {"ingest": index.digest, "resolution": config.data.resolution, **settings, "weights": weights}
 
 
 def encode(run: Path, config: Config, source: Source, share: Share) -> Manifest | None:
     """Make this job's share of `data/latents`; the manifest once every share is there."""
+    if config.latents.normalization == "scale":
+        scale_of(config.latents.autoencoder)  # an autoencoder without a scale is refused before the work
     artifact, index = Artifact(run, NAME), Index.open(run)
     if done := artifact.begin(KIND, made_from(config, index.manifest)):
         return done

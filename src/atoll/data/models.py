@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,6 +30,20 @@ def folder_of(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
             f"{name!r} is neither a folder nor a model that could be fetched ({first_line(error)}); give a folder that "
             "holds config.json and *.safetensors"
         ) from error
+
+
+def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
+    """Load a model, configuration or tokenizer of transformers from its folder, without running code from there."""
+    try:
+        # Without the argument, transformers asks on the terminal whether it may run the folder's code.
+        return kind.from_pretrained(folder, trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" in str(error):
+            raise AtollError(
+                f"{folder} needs Python code of its own, which Atoll never runs; give a model whose class is part of "
+                "transformers"
+            ) from error
+        raise
 
 
 @cache

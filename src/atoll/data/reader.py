@@ -26,8 +26,11 @@ from atoll.data.chunks import ahead
 from atoll.data.latents import Statistics
 from atoll.data.order import shuffled
 from atoll.errors import AtollError
+from atoll.flow import randomness
 from atoll.run import Artifact, Manifest
 
+LATENT_STREAM = 11
+"""The stream of random numbers for samples of the autoencoder's posterior; each use of randomness has its own."""
 _SAME_EVERYWHERE = ("labels", "latents", "statistics", "text", "fingerprint")
 
 
@@ -107,6 +110,27 @@ class Shards:
         for file in self._files:
             sizes[file.cluster] = sizes.get(file.cluster, 0) + file.rows
         return [sizes[cluster] for cluster in sorted(sizes)]
+
+    def cluster_ranges(self) -> dict[int, range]:
+        """Return the numbers of each cluster's images; they are consecutive. A cluster without images is left out."""
+        found: dict[int, range] = {}
+        for file, end in zip(self._files, self._ends.tolist(), strict=True):
+            if file.rows:
+                first = found[file.cluster].start if file.cluster in found else end - file.rows
+                found[file.cluster] = range(first, end)
+        return found
+
+    def latents(self, batch: Batch, *, seed: int, position: int) -> Tensor:
+        """Return x0 (batch, C, H, W): a sample of the autoencoder's posterior, normalised.
+
+        The sample is a function of (seed, position of the image), so it does not depend on how images are batched;
+        `position` is that of the first.
+        """
+        latents = batch.mean.float()
+        if batch.std is not None:
+            noise = randomness.normal(tuple(latents.shape), seed=seed, stream=LATENT_STREAM, first=position)
+            latents = latents + batch.std.float() * noise.to(latents.device)
+        return self.statistics.normalise(latents)
 
     def read(self, indices: np.ndarray[Any, Any]) -> Batch:
         """The samples with these numbers, in this order."""

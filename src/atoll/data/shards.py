@@ -5,7 +5,7 @@
         train-000000.parquet          id, caption, label, attributes of the same rows
         held-out-000000.safetensors   samples that training never sees
         empty.safetensors             the text states of the empty caption
-        manifest.json                 latent statistics, what encoded it, classes, hashes
+        manifest.json                 latent statistics and normalization, what encoded it, classes, hashes
 
 Besides this folder an expert's job needs the run's configuration only.
 """
@@ -43,11 +43,14 @@ def name(cluster: int) -> str:
 def made_from(run: Path, config: Config) -> dict[str, Any]:
     """What the shards are made from."""
     text_used = text.needed(config, Index.open(run).manifest)
+    by_scale = config.latents.normalization == "scale"
     return {
         "clusters": Artifact(run, clusters.NAME).open(clusters.KIND).digest,
         "latents": Artifact(run, latents.NAME).open(latents.KIND).digest,
         "text": Artifact(run, text.NAME).open(text.KIND).digest if text_used else None,
         "shard_rows": config.data.shard_rows,
+        # Left out at its default, so that shards from before there was a choice are not stale.
+        **({"normalization": config.latents.normalization} if by_scale else {}),
     }
 
 
@@ -140,7 +143,7 @@ class _Writer:
             "source": self.index.manifest.made_from["source"],
             "fingerprint": self.index.manifest.made_from["fingerprint"],
             "latents": {**told, "resolution": encoded.made_from["resolution"], "shape": encoded.facts["shape"]},
-            "statistics": encoded.facts["statistics"],
+            "statistics": latents.normalization(self.config, latents.Statistics.from_facts(encoded.facts)).to_dict(),
             "text": None,
         }
         if self.has_text:

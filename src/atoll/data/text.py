@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from atoll.config import Config
 from atoll.data.chunks import Share, ahead
 from atoll.data.ingest import Index
-from atoll.data.models import device, fingerprint, folder_of, repeatable
+from atoll.data.models import device, fingerprint, folder_of, load_pretrained, repeatable
 from atoll.errors import AtollError, first_line
 from atoll.run import Artifact, Manifest
 
@@ -79,15 +79,15 @@ def open_text_encoder(encoder: str, max_tokens: int, tokenizer: Path | None = No
     logging.disable_progress_bar()
     folder = _folder(encoder)
     # A whole CLIP is commonly stored with both its halves; only the text half is wanted.
-    kind = CLIPTextModel if AutoConfig.from_pretrained(folder).model_type == "clip" else AutoModelForTextEncoding
+    kind = CLIPTextModel if load_pretrained(AutoConfig, folder).model_type == "clip" else AutoModelForTextEncoding
     try:
-        network = kind.from_pretrained(folder, use_safetensors=True)
+        network = load_pretrained(kind, folder, use_safetensors=True)
     except ValueError as error:
         raise AtollError(f"{encoder} is no text encoder ({first_line(error)}); give a CLIP, T5 or BERT") from error
     limit = getattr(network.config, "max_position_embeddings", None)
     if limit is not None and max_tokens > limit:
         raise AtollError(f"text.max_tokens is {max_tokens}, but {encoder} reads {limit} tokens at most; lower it")
-    return TextEncoder(network, AutoTokenizer.from_pretrained(tokenizer or folder), max_tokens)
+    return TextEncoder(network, load_pretrained(AutoTokenizer, tokenizer or folder), max_tokens)
 
 
 def needed(config: Config, index: Manifest) -> bool:

@@ -30,6 +30,7 @@ from atoll.errors import AtollError
 from atoll.nets import DiT, DiTConfig, Router, RouterConfig
 from atoll.nets.weights import Layout, layout, read_weights
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
+from atoll.networks import LatentScale
 from atoll.train.expert import Declaration
 
 ROUTER_FILES = ("pytorch_model.safetensors", WEIGHTS_FILE)
@@ -132,16 +133,16 @@ class Paris:
 
     def _declaration(self, number: int | None, network: dict[str, Any]) -> Declaration:
         """What the release tells of an expert, or of the router."""
-        vae, text = self._read("vae"), self._read("text_encoder")
+        text = self._read("text_encoder")
         channels, size = network["channels"], network["size"]
-        scale, shift = vae.get("scaling_factor", 1.0), vae.get("shift_factor") or 0.0
+        scale = LatentScale.of_autoencoder(self._read("vae"), self.folder / "vae" / CONFIG_FILE)
         router = number is None
         return Declaration(
             name="router" if router else f"expert_{number}",
             clusters=tuple(range(network["experts"])) if number is None else (number,),
             network={"_class_name": "Router" if router else "DiT", **network},
             told=frozenset() if router else frozenset({"text"}),
-            statistics=Statistics((shift,) * channels, (1 / scale,) * channels),
+            statistics=Statistics.of_scale(scale, channels),
             latents={"autoencoder": "vae", "weights": None, "shape": [channels, size, size]},
             text={
                 "encoder": "text_encoder", "weights": None, "max_tokens": text["max_position_embeddings"],

@@ -138,7 +138,10 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         sized = _sized(len(expert_names(folder, index)))
         if "device_map" not in options:
             options.setdefault("low_cpu_mem_usage", False)  # the other way needs accelerate
-        pipe: AtollPipeline = super(AtollPipeline, sized).from_pretrained(folder, use_safetensors=True, **options)
+        if options.pop("trust_remote_code", False) or options.pop("custom_pipeline", None):
+            raise AtollError("AtollPipeline runs no code that comes with a model; leave trust_remote_code out")
+        options["use_safetensors"] = True
+        pipe: AtollPipeline = super(AtollPipeline, sized).from_pretrained(folder, trust_remote_code=False, **options)
         return pipe
 
     def save_pretrained(self, save_directory: str | Path, safe_serialization: bool = True, **options: Any) -> None:

@@ -9,7 +9,7 @@ expert_0/
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,8 @@ def diffusers_layout(network: DiT) -> tuple[dict[str, Tensor], dict[str, Any]] |
         if candidate.refuse(config) is not None:
             continue
         foreign, fields = candidate.from_native(state, config), candidate.write_config(config)
-        if candidate.read_config(foreign, fields, config.heads) != config:
+        # The declaration has the normalization of the latents, whatever the class of the weights.
+        if candidate.read_config(foreign, fields, config.heads) != replace(config, normalization=None):
             continue
         back = candidate.to_native(foreign, config)
         if all(torch.equal(back[name], part) for name, part in state.items() if "null_" not in name):

@@ -1,8 +1,9 @@
 """What governs an ensemble's quality, measured on held-out samples: router, experts, disagreement, mixtures.
 
-Every held-out sample is noised once in each of ten bins of time, and every expert and the router is asked for its
-answer. All figures of this file follow from those answers, so they cost one pass over experts and samples whatever
-the routings.
+The images, their noise and the error are those of `atoll.train.validation`, so the error of an expert on its own
+cluster, of monolith and student, and the router's cross-entropy are the numbers in their manifests. Every expert and
+the router is asked for its answer. All figures of this file follow from those answers, so they cost one pass over
+experts and samples whatever the routings.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,22 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from atoll import flow
 from atoll.data.reader import Batch, Shards
 from atoll.ensemble import Ensemble
 from atoll.flow import randomness
 from atoll.nets import Condition
 from atoll.progress import progress
-from atoll.train.tasks import TIME_BINS, by_time, condition_of
+from atoll.train.validation import TIME_BINS, ValidationSet, by_time, condition_of, validate, velocity_errors
 
-BATCH = 64
-TIME_STREAM, NOISE_SEED, DRAW_STREAM = 33, 7919, 34
+DRAW_STREAM = 34
 CALIBRATION_BINS = 15
-FORM = 2
+FORM = 3
 """Of the figures: those that were stored in another form are computed anew."""
 
 
@@ -47,19 +45,11 @@ class Noisy:
 
 
 def noisy(shards: Shards, limit: int, seed: int, device: torch.device) -> Iterator[Noisy]:
-    """Held-out samples (at most `limit`, always the same), each noised once in every bin of time."""
-    count = min(len(shards), limit)
-    chosen = np.linspace(0, len(shards) - 1, count).round().astype(np.int64)
-    for number in range(TIME_BINS):
-        for start in range(0, count, BATCH):
-            batch = shards.read(chosen[start : start + BATCH]).to(device)
-            first, rows = number * count + start, len(batch.index)
-            u = randomness.uniform(rows, seed=seed, stream=TIME_STREAM, first=first)
-            t = ((number + u) / TIME_BINS).to(device)
-            x0 = shards.statistics.normalise(batch.mean.float())
-            noised = flow.Objective().corrupt(x0, seed=seed + NOISE_SEED, position=first, t=t)
-            draw = randomness.uniform(rows, seed=seed, stream=DRAW_STREAM, first=first)
-            yield Noisy(batch, noised.input, t, noised.target, draw.to(device))
+    """Yield the validation's images, at most `limit` of each cluster, noised once in every bin of time."""
+    for part in ValidationSet(shards, seed, limit).batches(device):
+        noised = part.noised
+        draw = randomness.uniform(len(noised.t), seed=seed, stream=DRAW_STREAM, first=part.first)
+        yield Noisy(part.batch, noised.input, noised.t, noised.target, draw.to(device))
 
 
 @dataclass(frozen=True)
@@ -90,8 +80,7 @@ class Answers:
 def ask(model: Ensemble, shards: Shards, routings: Sequence[str], limit: int, seed: int) -> Answers:
     """Ask every expert and the router about held-out samples."""
     parts: list[dict[str, Tensor]] = []
-    total = TIME_BINS * min(len(shards), limit)
-    with progress("held-out errors of the experts", total) as bar:
+    with progress("held-out errors of the experts", len(ValidationSet(shards, seed, limit))) as bar:
         for sample in noisy(shards, limit, seed, model.device):
             parts.append(_ask(model, sample, routings))
             bar.update(len(sample.t))
@@ -120,7 +109,7 @@ def _ask(model: Ensemble, sample: Noisy, routings: Sequence[str]) -> dict[str, T
     found = {
         "t": sample.t,
         "cluster": sample.batch.cluster,
-        "errors": _error(velocities, sample.target[:, None]),
+        "errors": velocity_errors(velocities, sample.target[:, None]),
         "angles": mean_angle(velocities),
     }
     if model.router is not None and experts > 1:
@@ -134,7 +123,7 @@ def _ask(model: Ensemble, sample: Noisy, routings: Sequence[str]) -> dict[str, T
         cluster, draw = sample.batch.cluster, sample.draw
         weights = model.weights(sample.x, sample.t, condition, routing, cluster=cluster, draw=draw)
         mixed = torch.einsum("bk,bk...->b...", weights, velocities)
-        found[f"routed {routing}"] = _error(mixed, sample.target)
+        found[f"routed {routing}"] = velocity_errors(mixed, sample.target)
     return found
 
 
@@ -142,10 +131,6 @@ def expert_velocity(model: Ensemble, number: int, sample: Noisy, condition: Cond
     """The velocity of one expert alone."""
     cluster = torch.full_like(sample.batch.cluster, model.experts[number].clusters[0])
     return model.velocity(sample.x, sample.t, condition, "oracle", cluster=cluster)
-
-
-def _error(velocity: Tensor, target: Tensor) -> Tensor:
-    return (velocity - target).square().flatten(-3).mean(-1)
 
 
 def mean_angle(velocities: Tensor) -> Tensor:
@@ -158,17 +143,16 @@ def mean_angle(velocities: Tensor) -> Tensor:
     return torch.rad2deg(torch.arccos(cosines[:, first, second].clamp(-1, 1))).mean(1)
 
 
-@torch.no_grad()
 def dense_error(model: Ensemble, shards: Shards, limit: int, seed: int, name: str) -> dict[str, Any]:
     """Held-out error of a dense model (monolith, student) on the very same noisy samples."""
-    errors, times = [], []
-    with progress(f"held-out error of {name}", TIME_BINS * min(len(shards), limit)) as bar:
-        for sample in noisy(shards, limit, seed, model.device):
-            velocity = model.velocity(sample.x, sample.t, sample.condition(model.told))
-            errors.append(_error(velocity, sample.target).cpu())
-            times.append(sample.t.cpu())
-            bar.update(len(sample.t))
-    return summary(torch.cat(errors), torch.cat(times))
+    with progress(f"held-out error of {name}", len(ValidationSet(shards, seed, limit))) as bar:
+
+        def velocity(x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+            bar.update(len(t))
+            return model.velocity(x, t, condition)
+
+        found = validate(velocity, shards, seed=seed, conditioning=model.told, limit=limit, device=model.device)
+    return {"mean": found["held_out_loss"], "by_time": found["loss_by_time"]}
 
 
 def summary(values: Tensor, t: Tensor) -> dict[str, Any]:

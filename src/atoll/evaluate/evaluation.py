@@ -20,6 +20,7 @@ from atoll.evaluate.samples import Prompts, Samples, draw, prompts_of
 from atoll.evaluate.store import ROOM, figures
 from atoll.evaluate.subjects import Subject, subjects
 from atoll.run import Artifact, to_json
+from atoll.train.validation import IMAGES, TIME_BINS, ValidationSet
 
 PARTS = ("metrics", "diversity", "diagnostics", "trajectories")
 LATEST = "latest.json"
@@ -41,8 +42,11 @@ class Options:
     """Prompts, and samples of each."""
     lpips: Path | None = None
     clip: str | None = None
-    held_out: int = 512
-    """Held-out samples that diagnostics noise, once in every bin of time."""
+    held_out: int = IMAGES
+    """Held-out images of each cluster, at most, that diagnostics noise once in every bin of time.
+
+    With the default the error of an expert on its own cluster is the one in its manifest.
+    """
     followed: int = 32
     """Samples that are followed from noise to data, with N and 2 N steps."""
     skip: tuple[str, ...] = ()
@@ -175,11 +179,13 @@ class Evaluation:
         if not len(shards):
             raise AtollError(f"{self.run} has no held-out sample; raise data.held_out, or --skip diagnostics")
         data = [artifact.open("shards").digest for artifact in shards.artifacts]
-        told: dict[str, Any] = {"data": data, "samples": min(how.held_out, len(shards)), "seed": how.settings.seed}
+        # The seed of training, not of sampling: it is the one that training and admission validate with.
+        seed = self.config.train.seed
+        each = min(how.held_out, max(map(len, shards.cluster_ranges().values())))
+        told: dict[str, Any] = {"data": data, "samples": each, "seed": seed, "form": diagnostics.FORM}
         routings = [subject.routing for subject in found if subject.routing is not None]
-        answer: dict[str, Any] = {
-            "protocol": {"held_out_samples": told["samples"], "seed": told["seed"], "time_bins": 10}
-        }
+        images = ValidationSet(shards, seed, each).images
+        answer: dict[str, Any] = {"protocol": {"held_out_samples": images, "seed": seed, "time_bins": TIME_BINS}}
         if routings:
             group = Subject(self.run, "experts", routings[0])
             digests = sorted({digest for subject in found if subject.routing for digest in subject.digests})
@@ -190,7 +196,7 @@ class Evaluation:
                 model = group.open(how.resident)
                 return diagnostics.report(diagnostics.ask(model, shards, routings, told["samples"], told["seed"]))
 
-            made_from = {**told, "networks": digests, "routings": routings, "form": diagnostics.FORM}
+            made_from = {**told, "networks": digests, "routings": routings}
             answer["experts"] = figures(self.run, "diagnostics", "experts", made_from, asked)
         answer["dense"] = {
             subject.model: figures(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from atoll.data import efficientnet
 from atoll.data.features import Extractor, open_extractor
 from atoll.data.ingest import Pixels
-from atoll.data.models import device, fingerprint, folder_of, repeatable
+from atoll.data.models import device, fingerprint, folder_of, load_pretrained, repeatable
 from atoll.errors import AtollError
 from atoll.evaluate import inception
 
@@ -134,4 +134,4 @@ def open_alignment(name: str) -> Alignment:
     extractor = open_extractor(name)
     if not hasattr(getattr(extractor.network, "network", None), "get_text_features"):
         raise AtollError(f"{name} is no image-text model: it has no text features; give a CLIP or SigLIP")
-    return Alignment(name, fingerprint(folder_of(name)), extractor, AutoTokenizer.from_pretrained(folder_of(name)))
+    return Alignment(name, fingerprint(folder_of(name)), extractor, load_pretrained(AutoTokenizer, folder_of(name)))

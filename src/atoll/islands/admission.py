@@ -23,25 +23,25 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.data import shards as shard_files
+from atoll.data.latents import Statistics
 from atoll.data.reader import Shards
 from atoll.errors import AtollError
 from atoll.islands.store import Store
-from atoll.islands.strict import Refused, safetensors_header, strict_json
+from atoll.islands.strict import Refused, check_bounded, safetensors_header, strict_json
 from atoll.islands.transfer import fetch, read_manifest, signature_key
-from atoll.nets import build, load_network
+from atoll.nets import DiT, build, load_network
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
 from atoll.run import Artifact, Manifest
 from atoll.train.density import CAPTION_RANK, RANK
 from atoll.train.density import FILE as DENSITY_FILE
 from atoll.train.expert import EXPERT_KIND
-from atoll.train.tasks import ExpertTask, held_out_velocity
+from atoll.train.tasks import ExpertTask
+from atoll.train.validation import validate
 from atoll.trust import Policy, verify
 
 FROM_THE_DATA = ("labels", "source", "fingerprint", "latents", "statistics", "text")
 CLAIM_TOLERANCE = 0.1
 """How far the claimed held-out error may be from the one measured: other hardware rounds otherwise."""
-_MAX_NUMBER = 65536
-_LIMITS = {"depth": 512, "num_layers": 512, "layers_per_block": 64}
 _BUILDING = (AtollError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
 """What an impossible description can raise while a network is built from it."""
 _DTYPE_NAMES = {
@@ -169,7 +169,7 @@ def _check_objective(offered: Contribution) -> None:
     facts, policy = offered.facts, offered.policy
     spec, bridge, told = facts.get("objective"), facts.get("bridge"), facts.get("told")
     try:
-        _check_bounded(spec, "objective")
+        check_bounded(spec, "objective")
         if not isinstance(spec, dict) or flow.objective(**spec).spec != spec:
             raise Refused("its objective is not one that Atoll knows")
     except _BUILDING as error:
@@ -193,7 +193,7 @@ def declared_tensors(offered: Contribution) -> dict[str, Tensor]:
     kind = description.get("_class_name")
     if kind not in offered.policy.networks:
         raise Refused(f"its network is a {str(kind)[:40]!r}; the policy allows {', '.join(offered.policy.networks)}")
-    _check_bounded(description, "network")
+    check_bounded(description, "network")
     shape = offered.shards.facts["latents"]["shape"]
     side = description.get("size", description.get("sample_size", shape[-1]))
     channels = description.get("channels", description.get("in_channels"))
@@ -204,23 +204,13 @@ def declared_tensors(offered: Contribution) -> dict[str, Tensor]:
             network = build(dict(description))
     except _BUILDING as error:
         raise Refused(f"its network cannot be built: {error}") from error
+    scale = network.config.normalization if isinstance(network, DiT) else None
+    if scale is not None and Statistics.of_scale(scale, shape[0]) != Statistics.from_facts(offered.shards.facts):
+        raise Refused(f"its network is for latents normalized as {scale}; this run normalizes them otherwise")
     count = sum(parameter.numel() for parameter in network.parameters())
     if count > offered.policy.max_parameters:
         raise Refused(f"its network has {count:,} parameters; the policy allows {offered.policy.max_parameters:,}")
     return dict(network.state_dict())
-
-
-def _check_bounded(value: Any, key: str) -> None:
-    """Plain values of sensible size: a description must not be able to ask for a million layers."""
-    if isinstance(value, dict | list):
-        if len(value) > 64:
-            raise Refused(f"{key} has {len(value)} entries")
-        for name, item in value.items() if isinstance(value, dict) else ((key, item) for item in value):
-            _check_bounded(item, str(name)[:40])
-    elif isinstance(value, int | float) and abs(value) > _LIMITS.get(key, _MAX_NUMBER):
-        raise Refused(f"{key} is {value}; at most {_LIMITS.get(key, _MAX_NUMBER)} is taken")
-    elif isinstance(value, str) and len(value) > 200:
-        raise Refused(f"{key} is a text of {len(value)} letters")
 
 
 # In quarantine
@@ -303,8 +293,8 @@ def check_loss(offered: Contribution, artifact: Artifact, data: Artifact) -> Non
     network = load_network(artifact.folder).eval()
     objective, told = flow.objective(**facts["objective"]), frozenset(facts["told"])
     task = ExpertTask(offered.name, network, held_out, held_out, _seed(offered), objective, told, 0.0)
-    velocity = objective.bridge(**facts["bridge"]).wrap(task.answer)
-    loss = held_out_velocity(task, velocity, told)["held_out_loss"]
+    velocity = objective.bridge(**facts["bridge"], **held_out.statistics.bridge_options).wrap(task.answer)
+    loss = validate(velocity, held_out, seed=_seed(offered), conditioning=told)["held_out_loss"]
     if not math.isfinite(loss) or (bar is not None and loss > bar):
         raise Refused(f"its held-out loss on cluster {offered.expert} is {loss:.4g}; the bar is {bar}")
     if not isinstance(claim, int | float) or abs(claim - loss) > CLAIM_TOLERANCE * loss:

@@ -18,8 +18,8 @@ from atoll.config import Config
 from atoll.data import shards as shard_files
 from atoll.errors import AtollError
 from atoll.islands.admission import Contribution, check_declaration, check_files, check_loss
-from atoll.islands.leases import DURATION, Lease, LeaseLost, State, survey
-from atoll.islands.reporter import Reporter
+from atoll.islands.leases import DURATION, Lease, LeaseLost, Seen, State, survey
+from atoll.islands.reporter import Reporter, checkpoint_keys, is_checkpoint_key
 from atoll.islands.shared import open_config, settle
 from atoll.islands.store import Store
 from atoll.islands.strict import Refused, safetensors_header, strict_json
@@ -86,22 +86,32 @@ class Worker:
         seen, unfinished = survey(self.store, "leases/experts"), False
         for number in wanted:
             self.config.objective(number)  # refuses a number that does not exist
-            job = f"experts/{number:03d}"
             if number in self._over:
                 continue
-            if job in seen and (not seen[job].free or (self._judged and seen[job].proposed)):
-                settle(self.store, job, seen[job])
-                unfinished |= seen[job].record.state != "done"
-                self._over |= {number} if seen[job].record.state == "done" else set()
-                continue
-            if self.store.entry(f"{job}/final/{MANIFEST}"):
+            try:
+                lease, is_open = self._take_one(number, seen.get(f"experts/{number:03d}"))
+            except Refused as reason:  # what stands in the place of one expert does not keep us from the others
+                print(f"experts/{number:03d} is passed over: {reason}", flush=True)
                 self._over.add(number)
                 continue
-            unfinished = True
-            if lease := Lease.take(self.store, job, self.duration, self.name, self._choice(number)):
-                print(f"{job}: taken", flush=True)
+            unfinished |= is_open
+            if lease is not None:
+                print(f"{lease.job}: taken", flush=True)
                 return lease, True
         return None, unfinished
+
+    def _take_one(self, number: int, seen: Seen | None) -> tuple[Lease | None, bool]:
+        """Return the lease of one expert if it is free, and whether the expert is unfinished."""
+        job = f"experts/{number:03d}"
+        if seen is not None and (not seen.free or (self._judged and seen.proposed)):
+            settle(self.store, job, seen)
+            done = seen.record.state == "done"
+            self._over |= {number} if done else set()
+            return None, not done
+        if self.store.entry(f"{job}/final/{MANIFEST}"):
+            self._over.add(number)
+            return None, False
+        return Lease.take(self.store, job, self.duration, self.name, self._choice(number)), True
 
     @property
     def _judged(self) -> bool:
@@ -118,8 +128,9 @@ class Worker:
     def _work(self, lease: Lease, expert: int) -> bool:
         """Train one expert and publish it; whether it is finished."""
         try:
-            job = self._job(lease, expert)
-            reporter = Reporter(self.store, lease, job, self.signer, self.publish_every, self.stop)
+            job, resumed = self._job(lease, expert)
+            how = (self.signer, self.publish_every, self.stop)
+            reporter = Reporter(self.store, lease, job, *how, resumed=resumed)
             send = True
             try:
                 manifest = run_job(job, reporter)
@@ -146,7 +157,7 @@ class Worker:
             self._over.add(expert)
             self.failed.append(lease.job)
             print(f"{lease.job} failed: {error}", flush=True)
-            self._end(lease, "failed", why=str(error)[:2000], failures=lease.record.failures + 1)
+            self._end(lease, "failed", why=str(error), failures=lease.record.failures + 1)
         return False
 
     def _end(self, lease: Lease, state: State, **news: Any) -> None:
@@ -156,8 +167,8 @@ class Worker:
         except LeaseLost as lost:
             print(lost, flush=True)
 
-    def _job(self, lease: Lease, expert: int) -> Job:
-        """The job, with its data here and its last published checkpoint in place."""
+    def _job(self, lease: Lease, expert: int) -> tuple[Job, set[str]]:
+        """The job, with its data here and its last published checkpoint in place, and the keys of that checkpoint."""
         own = shard_files.name(expert)
         data = read_manifest(self.store, own)
         if data is None:
@@ -172,17 +183,16 @@ class Worker:
             lease.renew(choice=self._choice(expert), checkpoint=None, samples=0)
             job = self._job_of(expert, self._choice(expert))
         forget_other(job)
-        if lease.record.checkpoint is not None:
-            self._continue_from(lease.record.checkpoint, job)
-        return job
+        pointer = lease.record.checkpoint
+        return job, set() if pointer is None else self._continue_from(pointer, job)
 
     def _job_of(self, expert: int, choice: dict[str, str]) -> Job:
         job = Job(self.folder, configuration.load(self.folder, {**LOCAL, **choice}), "expert", expert)
         check_allowed(job, self.policy or Policy())
         return job
 
-    def _continue_from(self, pointer: str, job: Job) -> None:
-        """Fetch another worker's checkpoint; one that is not plainly good is passed over."""
+    def _continue_from(self, pointer: str, job: Job) -> set[str]:
+        """Fetch another worker's checkpoint, and return its keys; one that is not plainly good is passed over."""
         name, _, digest = pointer.partition("@")
         try:
             manifest = read_manifest(self.store, name, digest)
@@ -198,8 +208,10 @@ class Worker:
                 if file.endswith(".safetensors"):
                     safetensors_header(target.path(file))
             print(f"{job.name}: going on from {manifest.facts['samples']:,} samples", flush=True)
+            return checkpoint_keys(name, manifest)
         except AtollError as error:
             print(f"{job.name}: the published checkpoint is passed over: {error}", flush=True)
+            return set()
 
     def _publish(self, lease: Lease, job: Job, manifest: Manifest, expert: int) -> None:
         """Check the result as any other contribution, upload it, and commit it with the lease's last record."""
@@ -213,7 +225,9 @@ class Worker:
         if self.signer is not None:
             key = signature_key(job.result.name, manifest.digest, "publish")
             self.store.write(key, self.signer.sign("publish", job.result.name, manifest))
-        old = [entry.key for entry in self.store.entries(f"{job.name}/checkpoints")]
+        # Nobody needs the checkpoints of any attempt at this job once it is finished.
+        listed = self.store.entries(f"{job.name}/checkpoints")
+        old = [entry.key for entry in listed if is_checkpoint_key(entry.key, job.name)]
         news: dict[str, Any] = {"manifest": manifest.digest, "samples": job.settings.samples, "checkpoint": None}
         lease.end("proposed" if self._judged else "done", **news)
         if not self._judged:

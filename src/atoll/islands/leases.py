@@ -7,17 +7,23 @@ next epoch's key, which succeeds for exactly one of any number of racing writers
 it slept, finds its next key taken: it can neither renew, nor move the pointer to the last checkpoint, nor say `done`.
 No clock decides that. Clocks only decide when a silent holder may be overtaken, and there the age of a record is taken
 by the store's own clock; a holder counts from before it asked, by its own steady clock, and gives up in time by itself.
+
+Anyone who may write to the store can write a record. So every field is checked here, by type, pattern and bounds, when
+a record is read. A malformed record counts as no record: the newest well-formed one below it counts instead, and the
+next key above it can be created.
 """
 
 import json
+import re
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from uuid import uuid4
 
 from pydantic import Field, ValidationError, field_validator
@@ -37,7 +43,20 @@ KEPT = 16
 MAX_FAILURES = 3
 READERS = 16
 """Records that are read at once."""
-_MAX_RECORD = 1 << 16
+MAX_WHY = 500
+"""Letters of a reason in a record; two or three sentences, which is what `atoll status` has room for."""
+_MAX_CHOICE = 4096
+"""Bytes of a holder's settings: all that can be chosen, with a network given by its parts, take less than 2,000."""
+_MAX_RECORD = 8192
+"""Bytes of a record: settings, a reason and a holder of the greatest length, with four bytes for each letter."""
+_LAST_EPOCH = 999_999
+"""Keys have six digits, which last for 460 days of renewals every 40 seconds."""
+_MAX_COUNT = 1 << 53
+"""The largest count that a JSON number holds exactly everywhere."""
+_KEY = re.compile(r"leases/([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)/([0-9]{6})", re.ASCII)
+_CHOICE_KEY = r"^(experts|networks|train)(\.[A-Za-z0-9_-]{1,64}){0,3}$"
+_HEX_32, _HEX_64 = r"^[0-9a-f]{32}$", r"^[0-9a-f]{64}$"
+_CHECKPOINT = r"^experts/[0-9]{3,6}/checkpoints/[0-9a-f]{16}@[0-9a-f]{64}$"
 
 State = Literal["held", "released", "failed", "proposed", "refused", "done"]
 
@@ -45,23 +64,30 @@ State = Literal["held", "released", "failed", "proposed", "refused", "done"]
 class Record(Section):
     """What a lease's key says."""
 
-    epoch: int = Field(ge=0)
+    epoch: int = Field(ge=0, le=_LAST_EPOCH)
     state: State
     holder: str = Field(max_length=200)
-    nonce: str = Field(max_length=64)
+    nonce: str = Field(pattern=_HEX_32)
     issued: float
     """The holder's clock, for people; nothing is decided by it."""
     duration: float = Field(gt=0, le=86400)
-    samples: int = Field(0, ge=0)
-    total: int = Field(0, ge=0)
-    rate: float = Field(0.0, ge=0)
-    choice: dict[str, str] = Field(default_factory=dict, max_length=64)
+    samples: int = Field(0, ge=0, le=_MAX_COUNT)
+    total: int = Field(0, ge=0, le=_MAX_COUNT)
+    rate: float = Field(0.0, ge=0, le=_MAX_COUNT)
+    choice: dict[Annotated[str, Field(pattern=_CHOICE_KEY)], str] = Field(default_factory=dict, max_length=64)
     """Settings of the holder's own choice; whoever takes over goes on with them."""
-    checkpoint: str | None = Field(None, max_length=200)
+    checkpoint: str | None = Field(None, pattern=_CHECKPOINT)
     """Name and digest of the last published checkpoint, as `NAME@DIGEST`."""
-    manifest: str | None = Field(None, max_length=64)
-    why: str = Field("", max_length=2000)
-    failures: int = Field(0, ge=0)
+    manifest: str | None = Field(None, pattern=_HEX_64)
+    why: str = Field("", max_length=MAX_WHY)
+    failures: int = Field(0, ge=0, le=_MAX_COUNT)
+
+    @field_validator("choice")
+    @classmethod
+    def _is_plain(cls, choice: dict[str, str]) -> dict[str, str]:
+        if not all(value.isprintable() for value in choice.values()) or len(to_json(choice)) > _MAX_CHOICE:
+            raise ValueError(f"expected printable settings of at most {_MAX_CHOICE:,} bytes")
+        return choice
 
     @field_validator("holder", "why")
     @classmethod
@@ -103,31 +129,59 @@ def key_of(job: str, epoch: int) -> str:
 
 
 def survey(store: Store, prefix: str = "leases") -> dict[str, Seen]:
-    """The newest record of every job that ever had a lease."""
-    newest: dict[str, Entry] = {}
-    for entry in store.entries(prefix):
-        parts = entry.key.split("/")
-        if len(parts) >= 3 and parts[-1].isdigit():
-            newest["/".join(parts[1:-1])] = entry
+    """Return the newest well-formed record of every job that ever had a lease."""
+    keys = _keys(store, prefix)
     with ThreadPoolExecutor(READERS) as pool:
-        records = pool.map(lambda entry: _read(store, entry.key), newest.values())
-        pairs = [(job, entry, record) for (job, entry), record in zip(newest.items(), records, strict=True) if record]
-    return {job: Seen(record, max(0.0, store.now() - entry.modified)) for job, entry, record in pairs}
+        found = pool.map(lambda job: _newest(store, job, keys[job]), keys)
+        newest = [(job, pair) for job, pair in zip(keys, found, strict=True) if pair is not None]
+    return {job: Seen(record, max(0.0, store.now() - entry.modified)) for job, (entry, record) in newest}
 
 
 def look(store: Store, job: str) -> Seen | None:
-    """The newest record of one job."""
+    """Return the newest well-formed record of one job."""
     return survey(store, f"leases/{job}").get(job)
 
 
-def _read(store: Store, key: str) -> Record | None:
+def _keys(store: Store, prefix: str) -> dict[str, dict[int, Entry]]:
+    """Return what is stored for every epoch of every job; objects whose key is not that of a lease are left out."""
+    found: dict[str, dict[int, Entry]] = {}
+    for entry in store.entries(prefix):
+        if match := _KEY.fullmatch(entry.key):
+            found.setdefault(match.group(1), {})[int(match.group(2))] = entry
+    return found
+
+
+def _newest(store: Store, job: str, keys: Mapping[int, Entry]) -> tuple[Entry, Record] | None:
+    """Return the well-formed record of the highest epoch."""
+    for epoch in sorted(keys, reverse=True):
+        with suppress(Refused):
+            if record := _read(store, job, epoch):
+                return keys[epoch], record
+    return None
+
+
+def _read(store: Store, job: str, epoch: int) -> Record | None:
+    """Return a record; None if it was removed since it was listed. A malformed one raises `Refused`."""
+    key = key_of(job, epoch)
     data = store.read(key, _MAX_RECORD)
     if data is None:
-        return None  # removed since it was listed: its holder has gone on
+        return None
     try:
-        return Record.model_validate(strict_json(data, key))
-    except (ValidationError, Refused) as error:
-        raise AtollError(f"{store.url}/{key} is not a lease ({error}); remove it by hand") from error
+        record = Record.model_validate(strict_json(data, key), strict=True)
+    except ValidationError as error:
+        raise Refused(f"{store.url}/{key} is not a lease: {error}") from error
+    if record.epoch != epoch or not (record.checkpoint or f"{job}/checkpoints/").startswith(f"{job}/checkpoints/"):
+        raise Refused(f"{store.url}/{key} is not a lease of {job} in epoch {epoch}")
+    return record
+
+
+def _record(**values: Any) -> Record:
+    """Return a record of our own; what nobody could read is refused before it is written."""
+    try:
+        return Record.model_validate(values | {"why": str(values.get("why", ""))[:MAX_WHY]})
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise AtollError(f"this cannot be written into a lease: {wrong[:MAX_WHY]}") from error
 
 
 class Lease:
@@ -164,8 +218,10 @@ class Lease:
         if epoch is not None and (seen is None or seen.record.epoch != epoch):
             return None
         before = seen.record if seen else None
+        if before is not None and before.epoch == _LAST_EPOCH:
+            return None
         since = time.monotonic()
-        record = Record(
+        record = _record(
             epoch=before.epoch + 1 if before else 0,
             state="held",
             holder=holder or f"{socket.gethostname()}:{uuid4().hex[:8]}",
@@ -180,7 +236,11 @@ class Lease:
             failures=before.failures if before else 0,
         )
         lease = cls(store, job, record, since)
-        return lease if lease._create(record) is not None else None
+        written = lease._create(record)
+        if written is None:
+            return None
+        lease.record = written  # its epoch is higher if what stood under the first key is no record
+        return lease
 
     @property
     def lost(self) -> bool:
@@ -214,7 +274,7 @@ class Lease:
             since = time.monotonic()
             with self._telling:
                 changes = {**self._news, **news, "state": state, "epoch": self.record.epoch + 1, "issued": time.time()}
-            record = self._create(self.record.model_copy(update=changes))
+            record = self._create(_record(**{**self.record.model_dump(), **changes}))
             if record is None:
                 self._lost = "another worker has taken it"
                 raise LeaseLost(f"{self.job}: {self._lost}")
@@ -229,16 +289,19 @@ class Lease:
         """The record as it was written; None if someone else has gone on.
 
         A key that is there already may be ours: the answer to an earlier attempt got lost. Then the next one is taken.
+        The same holds for a key under which somebody put what is no record.
         An old key that was removed can be created, and counts nothing. Whoever ends a lease may be followed at once.
         """
         while not self.store.create(key_of(self.job, record.epoch), to_json(json.loads(record.model_dump_json()))):
-            there = _read(self.store, key_of(self.job, record.epoch))
-            if there is None or there.nonce != record.nonce:
-                return None
-            record = record.model_copy(update={"epoch": record.epoch + 1})
-        newest = max(int(entry.key.split("/")[-1]) for entry in self.store.entries(f"leases/{self.job}"))
-        followed = record.state != "held" and newest < record.epoch + KEPT
-        return record if newest == record.epoch or followed else None
+            with suppress(Refused):
+                there = _read(self.store, self.job, record.epoch)
+                if there is None or there.nonce != record.nonce:
+                    return None
+            record = _record(**{**record.model_dump(), "epoch": record.epoch + 1})
+        keys = _keys(self.store, f"leases/{self.job}").get(self.job, {})
+        later = _newest(self.store, self.job, {epoch: keys[epoch] for epoch in keys if epoch > record.epoch})
+        followed = later is not None and record.state != "held" and later[1].epoch < record.epoch + KEPT
+        return record if later is None or followed else None
 
     def _keep(self) -> None:
         """Renew three times in a lease's length; a store that does not answer costs the lease only in the end."""

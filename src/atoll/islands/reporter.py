@@ -1,8 +1,10 @@
 """What a working island tells the others: progress with every renewal of its lease, and checkpoints to go on from."""
 
+import re
 import shutil
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import link
 
@@ -10,19 +12,33 @@ from atoll.errors import AtollError
 from atoll.islands.leases import Lease, LeaseLost
 from atoll.islands.store import Store
 from atoll.islands.transfer import parts_of, proposal_key, signature_key, upload
-from atoll.run import Artifact
+from atoll.run import Artifact, Manifest
 from atoll.train.checkpoints import KIND
 from atoll.train.jobs import Job
 from atoll.trust import Signer
+
+_OBJECT = r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json|signatures/[0-9a-f]{64}\.publish\.json)"
+"""The rest of a key below the name of a checkpoint, as `atoll.islands.transfer` makes it."""
 
 
 class Reporter:
     """Looks on while a job trains (`atoll.train.loop.Watch`); uploads run beside the training, one at a time."""
 
     def __init__(
-        self, store: Store, lease: Lease, job: Job, signer: Signer | None, every: float, stop: threading.Event
+        self,
+        store: Store,
+        lease: Lease,
+        job: Job,
+        signer: Signer | None,
+        every: float,
+        stop: threading.Event,
+        *,
+        resumed: Collection[str] = (),
     ) -> None:
         self.store, self.lease, self.signer, self.every, self.stop = store, lease, signer, every, stop
+        # All that this worker ever deletes: keys that it wrote, and those of the checkpoint that it fetched, verified
+        # and resumed from, whose progress the next one contains. No key comes from a listing or from a record.
+        self._superseded = set(resumed)
         # Objects of different attempts never meet, so clearing up after one cannot hurt another.
         self.name = f"{lease.job}/checkpoints/{lease.record.nonce[:16]}"
         self.outbox = job.run / lease.job / ".outbox"
@@ -70,22 +86,31 @@ class Reporter:
     def _publish(self, copy: Artifact) -> None:
         try:
             manifest = copy.open(KIND)
+            kept = checkpoint_keys(self.name, manifest)
+            self._superseded |= kept
             upload(self.store, copy, manifest, self.name, quiet=True)
             if self.signer is not None:
                 signature = self.signer.sign("publish", self.name, manifest)
                 self.store.write(signature_key(self.name, manifest.digest, "publish"), signature)
-            before = self.lease.record.checkpoint
             # From here on it counts: whoever takes over starts from the newest record.
             self.lease.renew(checkpoint=f"{self.name}@{manifest.digest}", samples=int(copy.folder.name))
-            kept = {part.key for entry in manifest.files.values() for part in parts_of(self.name, entry)}
-            kept |= {proposal_key(self.name, manifest.digest), signature_key(self.name, manifest.digest, "publish")}
-            old = {before.split("@")[0], self.name} if before else {self.name}
-            self.store.delete(
-                [entry.key for name in old for entry in self.store.entries(name) if entry.key not in kept]
-            )
+            self.store.delete(sorted(self._superseded - kept))
+            self._superseded = kept
         except LeaseLost as lost:
             print(f"checkpoint not published: {lost}", flush=True)
         except AtollError as error:
             print(f"{self.lease.job}: the checkpoint could not be published, the next one will be: {error}", flush=True)
         finally:
             shutil.rmtree(copy.folder, ignore_errors=True)
+
+
+def checkpoint_keys(name: str, manifest: Manifest) -> set[str]:
+    """Return every key that a published checkpoint has in the store."""
+    parts = {part.key for entry in manifest.files.values() for part in parts_of(name, entry)}
+    return parts | {proposal_key(name, manifest.digest), signature_key(name, manifest.digest, "publish")}
+
+
+def is_checkpoint_key(key: str, job: str) -> bool:
+    """Whether a key is one that a published checkpoint of this job can have."""
+    pattern = rf"{re.escape(job)}/checkpoints/[0-9a-f]{{16}}/{_OBJECT}"
+    return re.fullmatch(pattern, key) is not None

@@ -9,6 +9,7 @@ from atoll import config as configuration
 from atoll.config import CONFIG_FILE, Config
 from atoll.errors import AtollError
 from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
+from atoll.islands.settings import not_shared, read_shared, shared_part
 from atoll.islands.store import Store
 from atoll.islands.strict import Refused, safetensors_header, strict_json
 from atoll.islands.transfer import commit, fetch, publish, read_manifest, signature_key
@@ -22,9 +23,14 @@ _MAX_SETTINGS = 1 << 20
 def push(run: Path, store: Store, signer: Signer | None = None) -> list[str]:
     """Put a run's settings, policy, shards and finished networks into a store; what is there is not sent again."""
     store.probe()
-    configuration.load(run)
-    for file in (CONFIG_FILE, POLICY_FILE):
-        if (run / file).is_file() and not store.create(file, (run / file).read_bytes()):
+    config = configuration.load(run)
+    files = {CONFIG_FILE: shared_part(config)}
+    if (run / POLICY_FILE).is_file():
+        files[POLICY_FILE] = (run / POLICY_FILE).read_bytes()
+    if kept := not_shared(config):
+        print(f"not shared, because it belongs to this machine: {', '.join(kept)}", flush=True)
+    for file, data in files.items():
+        if not store.create(file, data):
             raise AtollError(f"{store.url}/{file} is there already and differs from {run / file}; use another place")
     policy, sent = policy_of(run), []
     folders = sorted((run / "data" / "shards").glob("cluster_*")) + sorted(run.glob("experts/*/final"))
@@ -56,17 +62,32 @@ def _sign(store: Store, artifact: Artifact, manifest: Manifest, policy: Policy, 
 
 
 def open_config(store: Store, folder: Path) -> tuple[Config, Policy | None]:
-    """Settings and policy of a shared run, kept in this machine's copy: once seen, they must not change."""
+    """Return settings and policy of a shared run, kept in this machine's copy: once seen, they must not change.
+
+    The copy may have settings of this machine beside the shared ones, such as `island`; they stay as they are.
+    """
+    settings = store.read(CONFIG_FILE, _MAX_SETTINGS)
+    if settings is None:
+        raise AtollError(f"{store.url} holds no run; put one there with: atoll push RUN {store.url}")
+    config = read_shared(settings, f"{store.url}/{CONFIG_FILE}")
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (CONFIG_FILE, POLICY_FILE):
-        data, mine = store.read(file, _MAX_SETTINGS), folder / file
-        if data is None and file == CONFIG_FILE:
-            raise AtollError(f"{store.url} holds no run; put one there with: atoll push RUN {store.url}")
-        if mine.exists() and mine.read_bytes() != data:
-            raise AtollError(f"{store.url}/{file} is not what it was ({mine}); if that is right, delete {mine}")
-        if data is not None and not mine.exists():
-            Artifact(folder, ".").write(file, data)
-    return configuration.load(folder), policy_of(folder)
+    if (folder / CONFIG_FILE).exists():
+        mine = configuration.load(folder)
+        _check_unchanged(store, folder / CONFIG_FILE, shared_part(mine) == shared_part(config))
+    else:
+        mine = config
+        Artifact(folder, ".").write(CONFIG_FILE, settings)
+    data, file = store.read(POLICY_FILE, _MAX_SETTINGS), folder / POLICY_FILE
+    if file.exists():
+        _check_unchanged(store, file, file.read_bytes() == data)
+    elif data is not None:
+        Artifact(folder, ".").write(POLICY_FILE, data)
+    return mine, policy_of(folder)
+
+
+def _check_unchanged(store: Store, mine: Path, unchanged: bool) -> None:
+    if not unchanged:
+        raise AtollError(f"{store.url}/{mine.name} is not what it was ({mine}); if that is right, delete {mine}")
 
 
 def settle(store: Store, job: str, seen: Seen | None) -> None:
@@ -121,7 +142,7 @@ def _judge(store: Store, run: Path, expert: int, lease: Lease, policy: Policy, s
     try:
         artifact = review(store, expert, digest, policy, run / ".quarantine" / lease.job)
     except Refused as reason:
-        lease.end("refused", why=str(reason)[:2000], manifest=None)
+        lease.end("refused", why=str(reason), manifest=None)
         return str(reason)
     manifest = artifact.open("expert")
     shutil.rmtree(run / ".quarantine" / lease.job, ignore_errors=True)

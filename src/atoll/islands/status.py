@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import yaml
 from rich.markup import escape
@@ -16,11 +15,14 @@ from atoll.config import CONFIG_FILE
 from atoll.errors import AtollError
 from atoll.islands.leases import MAX_FAILURES, READERS, Seen, survey
 from atoll.islands.store import Store
+from atoll.islands.strict import Refused
 from atoll.run import MANIFEST
 
 OTHERS = ("router", "monolith", "student")
 ACTIVE_SECONDS = 120.0
 """A job in a folder without leases counts as running if its journal was written within this time."""
+JOURNAL_TAIL = 1 << 16
+"""Bytes at the end of a journal that are read: some hundred lines, of which the last whole one is wanted."""
 STYLES = {"done": "green", "running": "cyan", "proposed": "cyan", "stale": "yellow", "failed": "red"}
 
 
@@ -54,11 +56,18 @@ def status(store: Store) -> list[JobStatus]:
 
 
 def _line(store: Store, job: str, seen: Seen | None, config: configuration.Config) -> JobStatus | None:
+    try:
+        return _line_of(store, job, seen, config)
+    except Refused as reason:  # what stands in this job's place must not hide the others
+        return JobStatus(job, "failed", why=str(reason))
+
+
+def _line_of(store: Store, job: str, seen: Seen | None, config: configuration.Config) -> JobStatus | None:
     if store.entry(f"{job}/final/{MANIFEST}"):
         return JobStatus(job, "done", where=seen.record.holder if seen else "")
     if seen is not None:
         return _leased(job, seen)
-    if store.path is not None and (line := _journal(store.path / job, job, config.train.samples)):
+    if store.path is not None and (line := _journal(store, job, config.train.samples)):
         return line
     if job in ("monolith", "student"):
         return None  # nobody asked for it
@@ -77,16 +86,19 @@ def _leased(job: str, seen: Seen) -> JobStatus:
     return JobStatus(job, state, record.holder, record.samples, record.total, record.rate, left, seen.age, why)
 
 
-def _journal(folder: Path, job: str, total: int) -> JobStatus | None:
+def _journal(store: Store, job: str, total: int) -> JobStatus | None:
     """A job that trains in a folder without a lease, by its journal."""
-    file = folder / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    entry = store.entry(f"{job}/metrics.jsonl")
+    if entry is None:
+        return None
+    tail = b"".join(store.stream(entry.key, max(0, entry.size - JOURNAL_TAIL), entry.size))
+    lines = tail.decode("utf-8", "replace").splitlines()
     while lines:
         try:
             last = json.loads(lines.pop())
         except json.JSONDecodeError:
             continue  # its writer is in the middle of this line
-        age = max(0.0, time.time() - file.stat().st_mtime)
+        age = max(0.0, time.time() - entry.modified)
         state = "running" if age < ACTIVE_SECONDS else "stale"
         rate, total = float(last["samples_per_second"]), int(last.get("total", total))
         left = max(0.0, (total - last["samples"]) / rate) if state == "running" and rate > 0 else None

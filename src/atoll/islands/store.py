@@ -1,4 +1,4 @@
-"""Where a run is shared: any place that obstore speaks (a path, file://, memory://, s3://, gs://, az://).
+"""Where a run is shared: a folder (a path, file://) or any place that obstore speaks (memory://, s3://, gs://, az://).
 
 A store has keys and whole objects; nothing is ever half there. All that Atoll asks of it beyond that is *create*: write
 a key unless it exists, with one winner whoever races. `Store.probe` tries it and refuses a server that only pretends.
@@ -14,12 +14,15 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 from uuid import uuid4
 
 from obstore import exceptions
-from obstore.store import LocalStore, MemoryStore, from_url
+from obstore.store import MemoryStore, from_url
 
 from atoll.errors import AtollError, first_line
+from atoll.islands.folder import Folder
 from atoll.islands.strict import Refused
 
 Answer = TypeVar("Answer")
@@ -49,16 +52,14 @@ class Store:
     def open(cls, url: str | Path) -> "Store":
         """The store at a URL or a local path."""
         url = str(url)
-        if "://" not in url:
-            return cls(url, LocalStore(Path(url).resolve(), mkdir=True))
-        scheme = url.split("://")[0]
+        scheme = url.split("://")[0] if "://" in url else ""
         try:
+            if scheme in ("", "file"):
+                return cls(url, Folder.open(_path_of(url)))
             if scheme == "memory":
                 return cls(url, _MEMORY.setdefault(url, MemoryStore()))
-            if scheme == "file":
-                return cls(url, from_url(url, mkdir=True))
             return cls(url, from_url(url, client_options=_client_options(), retry_config=_RETRIES))
-        except (exceptions.BaseError, ValueError) as error:
+        except (exceptions.BaseError, ValueError, OSError) as error:
             raise AtollError(
                 f"{url}: cannot be opened ({_first_line(error)}); expected a path, file://, memory://, "
                 "s3://bucket/prefix, gs://bucket/prefix or az://account/container/prefix"
@@ -67,7 +68,7 @@ class Store:
     @property
     def path(self) -> Path | None:
         """The folder, if the store is one."""
-        return Path(self.backend.prefix) if isinstance(self.backend, LocalStore) else None
+        return self.backend.prefix if isinstance(self.backend, Folder) else None
 
     # Keys
 
@@ -81,7 +82,9 @@ class Store:
             self._try(lambda: self.backend.put(key, data, mode="create"))
             return True
         except exceptions.AlreadyExistsError:
-            return self.read(key) == data
+            with suppress(Refused):  # what is longer than `data` is not `data`, and is not read
+                return self.read(key, len(data)) == data
+            return False
 
     def write(self, key: str, data: bytes) -> None:
         """Write a key, whatever was there."""
@@ -166,12 +169,14 @@ class Store:
         for attempt in range(ATTEMPTS):
             try:
                 return request()
-            except (exceptions.GenericError, exceptions.JoinError) as error:
+            except FileNotFoundError:
+                raise
+            except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
+                raise AtollError(f"{self.url} refuses access: {_first_line(error)}; check the credentials") from error
+            except (exceptions.GenericError, exceptions.JoinError, OSError) as error:
                 if attempt == ATTEMPTS - 1:
                     raise AtollError(f"{self.url} does not answer: {_first_line(error)}") from error
                 time.sleep(pause(attempt))
-            except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-                raise AtollError(f"{self.url} refuses access: {_first_line(error)}; check the credentials") from error
         raise AssertionError("unreachable")
 
 
@@ -192,6 +197,16 @@ def _client_options() -> Any:
         "read_timeout": "60s",
         **({"allow_http": True} if plain else {}),
     }
+
+
+def _path_of(url: str) -> Path:
+    """Return the folder that a path or a file:// URL names."""
+    if "://" not in url:
+        return Path(url)
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise ValueError(f"the file is on the host {parts.netloc!r}; a path begins with file:///")
+    return Path(url2pathname(parts.path))
 
 
 def _entry(meta: Any) -> Entry:

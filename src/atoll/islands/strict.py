@@ -12,12 +12,24 @@ from typing import Any, NoReturn
 from atoll.errors import AtollError
 from atoll.run import MANIFEST, FileEntry, Manifest
 
-MAX_JSON = 16 << 20
+MAX_JSON = 4 << 20
+"""Bytes of one manifest. Shards of 8,192 images take 270 each, so 4 MB list 127 million images of one cluster."""
 MAX_DEPTH = 32
-MAX_HEADER = 16 << 20
+MAX_HEADER = 4 << 20
+"""Bytes of one safetensors header. A checkpoint takes 175 for each tensor, so 4 MB describe 24,000 tensors."""
+MAX_NUMBER = 65536
+"""The largest number in the description of a network: nine times the widest layer of the presets (ddm24b: 7,168)."""
+MAX_TEXT = 200
+"""Letters of one text in the description of a network; the longest names of classes in diffusers have about 40."""
+MAX_ENTRIES = 64
+"""Entries of one list or object in the description of a network; the UNet of Stable Diffusion has 48."""
+_LIMITS = {"depth": 512, "num_layers": 512, "layers_per_block": 64}
+"""Smaller limits for layers, since each is built before the size of the network is known; DiT-XL has 28."""
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+# Possessive quantifiers (++, *+) never give back what they matched, and the closing quote is optional. So a string
+# without an end is scanned once. With backtracking, every quote in it would start another scan to the end of the text.
+_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
@@ -61,6 +73,19 @@ def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text[:40]} is not a finite number")
     return value
+
+
+def check_bounded(value: Any, key: str) -> None:
+    """Check that a description holds plain values of sensible size: it must not ask for a million layers."""
+    if isinstance(value, dict | list):
+        if len(value) > MAX_ENTRIES:
+            raise Refused(f"{key} has {len(value)} entries")
+        for name, item in value.items() if isinstance(value, dict) else ((key, item) for item in value):
+            check_bounded(item, str(name)[:40])
+    elif isinstance(value, int | float) and abs(value) > _LIMITS.get(key, MAX_NUMBER):
+        raise Refused(f"{key} is {value}; at most {_LIMITS.get(key, MAX_NUMBER)} is taken")
+    elif isinstance(value, str) and len(value) > MAX_TEXT:
+        raise Refused(f"{key} is a text of {len(value)} letters")
 
 
 def strict_name(name: object, what: str) -> str:

@@ -88,8 +88,9 @@ def check_rows(condition: Condition, batch: int) -> None:
 
 def check_labels(label: Tensor, classes: int) -> None:
     """Refuse class labels that the network has no embedding for; -1 and, as in DiT, `classes` mean the null class."""
-    # On an accelerator this comparison would stall the stream, so only host tensors are checked.
-    if label.device.type == "cpu" and label.numel() and not torch.compiler.is_compiling():
+    # On an accelerator this comparison would stall the stream, so only host tensors are checked. Subclasses are not:
+    # the fake tensors of the memory plan have no values.
+    if type(label) is Tensor and label.device.type == "cpu" and label.numel() and not torch.compiler.is_compiling():
         largest = int(label.max())
         if largest > classes:
             raise ValueError(

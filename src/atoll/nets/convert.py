@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +19,11 @@ from atoll.nets.fold import Change, FlowMatchingOptions, to_flow_matching
 from atoll.nets.router import Router
 from atoll.nets.weights import LAYOUTS, Layout, check_fit, detect, read_weights, sha256, write_weights
 from atoll.nets.weights.files import CONFIG_FILE, WEIGHTS_FILE
-from atoll.networks import DiTConfig, RouterConfig
+from atoll.networks import DiTConfig, LatentScale, RouterConfig
 
 CONVERSION_FILE = "conversion.json"
+NORMALIZATION = "normalization"
+"""The key of config.json under which a network declares how its latents were scaled; null if it is not known."""
 TARGETS = ("atoll", "flow-matching", *LAYOUTS)
 """What `convert` can make: Atoll's own layout, a flow-matching expert, or someone else's layout."""
 
@@ -87,6 +89,7 @@ def read_source(
         raise AtollError(
             f"{file} or its config.json lacks {missing}, which the {found.title} layout needs"
         ) from missing
+    config = replace(config, normalization=_normalization(file, given, found))
     changes = _convention(found) + _made_anew(found, state, config)
     return Source(file, found.name, config, found.to_native(state, config) | null, changes)
 
@@ -102,6 +105,22 @@ def _native(file: Path, given: dict[str, Any], state: dict[str, Tensor]) -> Sour
     assert isinstance(network, DiT | Router)
     check_fit(state, network.state_dict(), f"the network of {file.parent / CONFIG_FILE}")
     return Source(file, "atoll", network.config, state)
+
+
+def _normalization(file: Path, given: Mapping[str, Any], found: Layout) -> LatentScale | None:
+    """Return how a network's latents were scaled; None if that is not known.
+
+    Its config.json decides, or else the autoencoder of the pipeline that it is a part of, or else the layout, whose
+    releases all have one scale. An export of Atoll is no such pipeline: its experts have declarations of their own.
+    """
+    folder = file.resolve().parent
+    if NORMALIZATION in given or (folder / "declaration.json").is_file():
+        values = given.get(NORMALIZATION)
+        return None if values is None else LatentScale.read(values, file.parent / CONFIG_FILE)
+    autoencoder = folder.parent / "vae" / CONFIG_FILE
+    if (folder.parent / "model_index.json").is_file() and autoencoder.is_file():
+        return LatentScale.of_autoencoder(json.loads(autoencoder.read_text(encoding="utf-8")), autoencoder)
+    return found.normalization
 
 
 def _convention(found: Layout) -> list[Change]:
@@ -134,7 +153,9 @@ def _unwrapped(
     if not any(candidate.matches(inside) for candidate in LAYOUTS.values()):
         raise AtollError(f"{file}: a {given['_class_name']} stays in its own layout; known ones: {', '.join(LAYOUTS)}")
     null = {name: tensor.flatten() for name, tensor in state.items() if name.startswith("null_")}
-    return given | {"_class_name": KINDS[given["_class_name"]].model_class}, inside, null
+    # It was trained here, so no layout's release tells how its latents were scaled.
+    described = {NORMALIZATION: None} | given | {"_class_name": KINDS[given["_class_name"]].model_class}
+    return described, inside, null
 
 
 def convert(
@@ -193,7 +214,10 @@ def _relayout(source: Source, to: str) -> tuple[dict[str, Tensor], dict[str, Any
     changes = [Change("all tensors with a place in the layout", "renamed", total - gone, f"{source.layout} to {to}")]
     if left:
         changes.append(Change(", ".join(left), "left out", gone, f"no place in the {chosen.title} layout"))
-    there = chosen.read_config(foreign, fields, source.config.heads)
+    scale = source.config.normalization
+    if scale != chosen.normalization:  # else nothing would contradict the layout's own when it is read again
+        fields[NORMALIZATION] = scale and asdict(scale)
+    there = replace(chosen.read_config(foreign, fields, source.config.heads), normalization=scale)
     changes += _convention(chosen) + _differences(source.config.to_dict(), there.to_dict(), chosen.title)
     return foreign, fields, changes
 

@@ -81,31 +81,34 @@ class Checkpoints:
     def save(self, state: State, samples: int, facts: Mapping[str, Any]) -> Artifact:
         """Write a checkpoint; all processes take part, and it counts once the first has committed it."""
         artifact = self._artifact(samples)
-        if self.world.first:
+
+        def begin() -> None:
             shutil.rmtree(artifact.folder, ignore_errors=True)
             artifact.begin(KIND, self.made_from)
-        self.world.wait()
+
+        def commit() -> None:
+            artifact.commit({"samples": samples, **facts})
+            self._forget_old()
+
+        self.world.on_main(begin)
         tensors = state.tensors()
         writer = HuggingFaceStorageWriter(str(artifact.folder), files_of(tensors), save_distributed=True)
         with _quiet():
-            save(tensors, storage_writer=writer, no_dist=self.world.size == 1)
+            save(tensors, storage_writer=writer, process_group=self.world.control, no_dist=self.world.size == 1)
         self.world.wait()
-        if self.world.first:
-            artifact.commit({"samples": samples, **facts})
-            self._forget_old()
-        self.world.wait()
+        self.world.on_main(commit)
         return artifact
 
     def load_newest(self, state: State) -> tuple[int, Mapping[str, Any]]:
         """Fill the state from the newest good checkpoint; how many samples it had seen, and its facts."""
-        samples = self.world.tell(self._newest_good() if self.world.first else 0)
+        samples = self.world.on_main(self._newest_good)
         if samples == 0:
             return 0, {}
         artifact = self._artifact(samples)
         tensors = state.tensors()
         with _quiet():
             reader = HuggingFaceStorageReader(str(artifact.folder))
-            load(tensors, storage_reader=reader, no_dist=self.world.size == 1)
+            load(tensors, storage_reader=reader, process_group=self.world.control, no_dist=self.world.size == 1)
         return samples, artifact.open(KIND).facts
 
     def newest(self) -> str:

@@ -34,16 +34,18 @@ class Declaration:
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> "Declaration":
         """Read a manifest's facts. A router has no objective: it lives on the linear path."""
+        statistics = Statistics.from_facts(facts)
+        options = {**facts.get("bridge", {}), **statistics.bridge_options}
         return cls(
             name=facts["job"],
             clusters=tuple(facts["clusters"]),
             network=facts["network"],
             told=frozenset(facts["told"]),
-            statistics=Statistics.from_facts(facts),
+            statistics=statistics,
             latents=facts["latents"],
             text=facts["text"],
             labels=tuple(facts["labels"] or ()),
-            bridge=flow.objective(**facts.get("objective", {})).bridge(**facts.get("bridge", {})),
+            bridge=flow.objective(**facts.get("objective", {})).bridge(**options),
         )
 
     @property

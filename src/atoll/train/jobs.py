@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atoll import flow
 from atoll.config import Config, NetworkChoice, Train
+from atoll.data.latents import Statistics
 from atoll.data.models import device as pick_device
 from atoll.data.reader import Shards
 from atoll.data.shards import name as shards_name
 from atoll.errors import AtollError
 from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
 from atoll.nets.expert import DiffusersExpert
-from atoll.networks import DEFAULT_NAME, check_fits_data
+from atoll.networks import DEFAULT_NAME, LatentScale, check_fits_data
 from atoll.run import Artifact, Manifest
 from atoll.train import density
 from atoll.train.checkpoints import Checkpoints
@@ -143,7 +144,25 @@ class Job:
         else:
             described = _named("DiT", self._choice, fitting, self._choice_key)
         _check_classes(described, fitting.get("num_classes", 0))
+        self._check_normalization(described)
         return described
+
+    def _check_normalization(self, described: dict[str, Any]) -> None:
+        """Refuse a network that declares another normalization of its latents than the run has."""
+        if described.get("normalization") is None:
+            return
+        where = self.config.train.init or self._choice_key
+        scale = LatentScale.read(described["normalization"], where)
+        same = self.config.latents.normalization == "scale"
+        if "statistics" in self.facts:  # else the data is not prepared yet, and only the setting is known
+            channels = self.facts["latents"]["shape"][0]
+            same = Statistics.from_facts(self.facts) == Statistics.of_scale(scale, channels)
+        if not same:
+            raise AtollError(
+                f"{where}: this network was trained on latents normalized as {scale}, and this run normalizes them "
+                "otherwise; set latents.normalization: scale, with the autoencoder that the network was trained with, "
+                "and prepare the shards again. To start from it all the same, remove normalization from its config.json"
+            )
 
     @property
     def _choice_key(self) -> str:
@@ -217,11 +236,19 @@ def run_job(job: Job, watch: Watch | None = None) -> Manifest:
     """Train a job to its end, or do nothing if its result is there."""
     kind = ROUTER_KIND if job.kind == "router" else EXPERT_KIND
     goal = {**job.made_from, "samples": job.settings.samples}
-    if job.result.check(kind, goal):
+
+    def find_result() -> dict[str, Any] | None:
+        if not job.result.check(kind, goal):
+            return None
         shutil.rmtree(job.run / job.name / "checkpoints", ignore_errors=True)  # of one killed at its end
         print(f"{job.result.folder} is there already", flush=True)
-        return job.result.open(kind)
+        return _values(job.result.open(kind))
+
     with join(pick_device()) as world:
+        # The main process decides for all: another job may commit, or a shared file system show, the result between
+        # the looks of two processes, and one that leaves would let the others wait.
+        if found := world.on_main(find_result):
+            return Manifest.from_values(found)
         task = job.task()
         checkpoints = Checkpoints(job.run, job.name, job.made_from, world, job.settings.keep_last)
         outcome = train(task, job.settings, checkpoints, world, watch)
@@ -229,18 +256,20 @@ def run_job(job: Job, watch: Watch | None = None) -> Manifest:
 
 
 def commit(job: Job, task: Task, outcome: Outcome, world: World, kind: str, goal: dict[str, Any]) -> Manifest:
-    """Write the result: averaged weights in plain safetensors, and a manifest that declares everything."""
+    """Write the result: averaged weights in plain safetensors, and a manifest that declares everything.
+
+    All processes gather the averaged weights, hold a whole network each and share its validation. Then the main one
+    hashes and writes, for which the others wait outside of NCCL.
+    """
     name, *others = outcome.averages.weights
-    averages = {
-        average: {key: whole(value) for key, value in outcome.averages.weights[average].items()}
-        for average in (name, *others)
-    }
-    if world.first:
-        network = build(job.description)
-        known = network.state_dict()  # without buffers that a network makes by itself
-        buffers = {key: value for key, value in task.network.named_buffers() if key in known}
-        network.load_state_dict({**buffers, **averages[name]})
-        figures = replace(task, network=network.to(world.device).eval()).finish()
+    network = build(job.description)
+    known = network.state_dict()  # without buffers that a network makes by itself
+    buffers = {key: value for key, value in task.network.named_buffers() if key in known}
+    network.load_state_dict({**buffers, **_gathered(outcome.averages.weights[name])})
+    figures = replace(task, network=network.to(world.device).eval()).finish(world)
+    averages = {other: _gathered(outcome.averages.weights[other], keep=world.first) for other in others}
+
+    def write() -> dict[str, Any]:
         job.result.begin(kind, goal)
         save_network(network, job.result.folder)
         for other in others:
@@ -250,8 +279,25 @@ def commit(job: Job, task: Task, outcome: Outcome, world: World, kind: str, goal
         made = job.result.commit({**declaration(job, task), **figures, "compute": compute(job, outcome)})
         Checkpoints(job.run, job.name, {}, world).clear()
         print(f"{task.name}: done, {job.result.folder}", flush=True)
-    world.wait()
-    return job.result.open(kind) if not world.first else made
+        return _values(made)
+
+    return Manifest.from_values(world.on_main(write))
+
+
+def _gathered(weights: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
+    """Return whole weights on the CPU, or nothing on a process that does not keep them; all processes take part."""
+    gathered: dict[str, Tensor] = {}
+    for key, value in weights.items():
+        tensor = whole(value)
+        if keep:
+            gathered[key] = tensor.cpu()
+    return gathered
+
+
+def _values(manifest: Manifest) -> dict[str, Any]:
+    """Return a manifest as plain values, to send to other processes."""
+    values: dict[str, Any] = json.loads(manifest.to_json())
+    return values
 
 
 def declaration(job: Job, task: Task) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from atoll.errors import AtollError
 from atoll.progress import progress
-from atoll.train.tasks import TIME_BINS, Losses
+from atoll.train.tasks import Losses
+from atoll.train.validation import TIME_BINS
 from atoll.train.world import World
 
 METRICS = "metrics.jsonl"

@@ -14,7 +14,8 @@ from atoll.flow import randomness
 from atoll.nets import Condition
 from atoll.train.ema import Averages
 from atoll.train.journal import Journal
-from atoll.train.tasks import Task, condition_of, told_something
+from atoll.train.tasks import Task, told_something
+from atoll.train.validation import condition_of
 
 GRID_STREAM = 13
 GRID_STEPS = 20

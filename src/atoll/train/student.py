@@ -19,7 +19,8 @@ from atoll import flow
 from atoll.data.reader import Batch
 from atoll.run import Artifact
 from atoll.train.expert import EXPERT_KIND, OpenExpert, open_expert
-from atoll.train.tasks import Forward, Losses, Task, condition_of, drop, held_out_velocity, on_linear_path
+from atoll.train.tasks import Forward, Losses, Task, drop, on_linear_path
+from atoll.train.validation import ALONE, Processes, condition_of, validate
 
 TEACHER_BATCH = 64
 
@@ -62,9 +63,11 @@ class StudentTask(Task):
         return {"objective": flow.Objective().spec, **told}
 
     @torch.no_grad()
-    def finish(self) -> dict[str, Any]:
+    def finish(self, processes: Processes = ALONE) -> dict[str, Any]:
         """Held-out error of the velocity, against the data as for any expert."""
-        return {"bridge": {}, **held_out_velocity(self, self.velocity(), self.told)}
+        where: dict[str, Any] = {"device": self.device, "processes": processes}
+        metrics = validate(self.velocity(), self.held_out, seed=self.seed, conditioning=self.told, **where)
+        return {"bridge": {}, **metrics}
 
     def _experts(self) -> range:
         return range(self.shards.facts["clusters"])

@@ -5,11 +5,10 @@ A task holds its data, its network and its loss. The monolith is an expert of al
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,9 +17,22 @@ from atoll import flow
 from atoll.data.reader import Batch, Shards
 from atoll.flow import randomness
 from atoll.nets import Condition, Router
+from atoll.train.validation import (
+    ALONE,
+    IMAGES,
+    Processes,
+    ValidationSet,
+    by_time,
+    condition_of,
+    validate,
+    velocity_errors,
+)
 
-LATENT_STREAM, DROP_STREAM, HELD_OUT_STREAM = 11, 12, 14
-TIME_BINS = 10
+DROP_STREAM = 12
+CALIBRATION_IMAGES = IMAGES
+"""Of all clusters together: the bridge has one number to fit, and the outputs for all of them are in memory at once."""
+PREVIEW_CALIBRATION_IMAGES = 64
+"""For the grids during training, which are only looked at."""
 
 
 class Losses(NamedTuple):
@@ -57,27 +69,22 @@ class Task(ABC):
         """The network as a velocity field, if it paints pictures: what sample grids are drawn with."""
         return None
 
-    def finish(self) -> dict[str, Any]:
-        """Last touches with the averaged weights in place, and the figures they give on held-out data."""
+    def finish(self, processes: Processes = ALONE) -> dict[str, Any]:
+        """Last touches with the averaged weights in place, and the metrics they give on held-out images.
+
+        All processes call it with equal networks, each validates its share, and all get the same metrics.
+        """
+        del processes
         return {}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the network."""
+        return next(self.network.parameters()).device
 
     def latents(self, batch: Batch, position: int) -> Tensor:
         """x0: drawn from the autoencoder's posterior by position, and normalised."""
-        latents = batch.mean.float()
-        if batch.std is not None:
-            noise = randomness.normal(tuple(latents.shape), seed=self.seed, stream=LATENT_STREAM, first=position)
-            latents = latents + batch.std.float() * noise.to(latents.device)
-        return self.shards.statistics.normalise(latents)
-
-
-def condition_of(batch: Batch, use: frozenset[str]) -> Condition:
-    """What a network is told of a batch: any of text, pooled and label."""
-    return Condition(
-        text=batch.text.float() if "text" in use and batch.text is not None else None,
-        text_mask=batch.mask if "text" in use else None,
-        pooled=batch.pooled.float() if "pooled" in use and batch.pooled is not None else None,
-        label=batch.label if "label" in use else None,
-    )
+        return self.shards.latents(batch, seed=self.seed, position=position)
 
 
 def drop(condition: Condition, share: float, count: int, seed: int, position: int) -> Condition:
@@ -112,27 +119,33 @@ class ExpertTask(Task):
 
     def velocity(self) -> Callable[..., Tensor]:
         """The network over its bridge, calibrated on a few held-out samples."""
-        return self.calibrated(limit=64).wrap(self.answer)
+        # Every process calibrates for itself: FSDP2 runs a sharded network on all of them together.
+        return self.calibrated(PREVIEW_CALIBRATION_IMAGES).wrap(self.answer)
 
     def answer(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
         """The network's prediction, without a learned variance."""
         output: Tensor = self.network(x, time, condition)
         return output[:, : x.shape[1]]
 
-    def calibrated(self, limit: int) -> flow.Bridge:
-        """The bridge with the prediction error that fits held-out samples best."""
-        return calibrate(self.objective.bridge(), self.answer, self, self.told, limit)
+    def calibrated(self, images: int, processes: Processes = ALONE) -> flow.Bridge:
+        """The bridge with the prediction error that fits about so many held-out images best."""
+        clusters = max(1, len(self.held_out.cluster_ranges()))
+        chosen = ValidationSet(self.held_out, self.seed, max(1, images // clusters))
+        bridge = self.objective.bridge(**self.shards.statistics.bridge_options)
+        return calibrate(bridge, self.answer, chosen, conditioning=self.told, device=self.device, processes=processes)
 
     def facts(self) -> dict[str, Any]:
         """Objective and conditioning."""
         return {"objective": self.objective.spec, "told": sorted(self.told)}
 
     @torch.no_grad()
-    def finish(self) -> dict[str, Any]:
+    def finish(self, processes: Processes = ALONE) -> dict[str, Any]:
         """Calibrate the bridge; held-out error of the velocity over it."""
-        bridge = self.calibrated(limit=1024)
-        figures = held_out_velocity(self, bridge.wrap(self.answer), self.told)
-        return {"bridge": {"prediction_error": bridge.prediction_error}, **figures}
+        bridge = self.calibrated(CALIBRATION_IMAGES, processes)
+        velocity = bridge.wrap(self.answer)
+        where: dict[str, Any] = {"device": self.device, "processes": processes}
+        metrics = validate(velocity, self.held_out, seed=self.seed, conditioning=self.told, **where)
+        return {"bridge": {"prediction_error": bridge.prediction_error}, **metrics}
 
 
 @dataclass(frozen=True)
@@ -156,14 +169,14 @@ class RouterTask(Task):
         return {"told": sorted(self.told), "cluster_sizes": counts, "prior_entropy": entropy(counts)}
 
     @torch.no_grad()
-    def finish(self) -> dict[str, Any]:
+    def finish(self, processes: Processes = ALONE) -> dict[str, Any]:
         """Calibrate on held-out data; loss and accuracy by time beside the prior's entropy."""
         router = self.network
         assert isinstance(router, Router)
         if not len(self.held_out):
             router.temperature.fill_(1.0)
             return {"temperature": 1.0, "held_out_loss": None, "held_out_accuracy": None}
-        logits, clusters, t = self._held_out_logits(router)
+        logits, clusters, t = self._held_out_logits(router, processes)
         temperature = best_temperature(logits, clusters)
         router.temperature.fill_(temperature)
         loss = functional.cross_entropy(logits / temperature, clusters, reduction="none")
@@ -171,15 +184,15 @@ class RouterTask(Task):
         sizes = torch.tensor(self.shards.cluster_sizes(), dtype=torch.float32)
         figures: dict[str, Any] = {
             "temperature": temperature,
-            "held_out_loss": loss.mean().item(),
-            "held_out_accuracy": hit.mean().item(),
+            "held_out_loss": loss.double().mean().item(),
+            "held_out_accuracy": hit.double().mean().item(),
             "loss_by_time": by_time(loss, t),
             "accuracy_by_time": by_time(hit, t),
             "chance_accuracy": (sizes.max() / sizes.sum()).item(),
         }
         clean = figures["accuracy_by_time"][0]
         figures["at_chance"] = bool(clean is not None and clean < figures["chance_accuracy"] + 0.05)
-        if figures["at_chance"]:
+        if figures["at_chance"] and processes.rank == 0:
             print(
                 f"warning: the router is at chance even on clean pictures (accuracy {clean:.3f}, largest cluster "
                 f"{figures['chance_accuracy']:.3f}): nothing in a picture tells its cluster, or training was too short",
@@ -187,14 +200,18 @@ class RouterTask(Task):
             )
         return figures
 
-    def _held_out_logits(self, router: Router) -> tuple[Tensor, Tensor, Tensor]:
-        logits, clusters, times = [], [], []
+    def _held_out_logits(self, router: Router, processes: Processes) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits (rows, experts), clusters (rows,) and times (rows,) of all held-out images, on the CPU."""
         router.temperature.fill_(1.0)
-        for batch, noised in held_out_noised(self):
-            logits.append(router.logits(noised.input, noised.network_time, condition_of(batch, self.told)))
-            clusters.append(batch.cluster)
-            times.append(noised.t)
-        return torch.cat(logits), torch.cat(clusters), torch.cat(times)
+        held_out, mine = ValidationSet(self.held_out, self.seed), []
+        for part in held_out.batches(self.device, processes):
+            noised, condition = part.noised, condition_of(part.batch, self.told)
+            logits = router.logits(noised.input, noised.network_time, condition)
+            columns = (logits, part.batch.cluster[:, None], noised.t[:, None])
+            mine.append((part, torch.cat([column.cpu().double() for column in columns], 1)))
+        # One double holds a logit, a cluster's number or a time of float32 exactly, so one sum gathers all three.
+        rows = held_out.gather(mine, processes, shape=(router.config.experts + 2,))
+        return rows[:, :-2].float(), rows[:, -2].long(), rows[:, -1].float()
 
 
 def on_linear_path(x0: Tensor, seed: int, position: int) -> flow.Noised:
@@ -206,14 +223,6 @@ def entropy(counts: list[int]) -> float:
     """Entropy of the clusters' prior in nats: the best cross-entropy at t = 1."""
     total = sum(counts)
     return -sum(n / total * math.log(n / total) for n in counts if n)
-
-
-def by_time(values: Tensor, t: Tensor) -> list[float | None]:
-    """Mean of the values in each of ten bins of time; None where there is none."""
-    bins = (t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
-    sums = torch.zeros(TIME_BINS, device=t.device).index_add_(0, bins, values.float())
-    counts = torch.zeros(TIME_BINS, device=t.device).index_add_(0, bins, torch.ones_like(t, dtype=torch.float32))
-    return [s / n if n else None for s, n in zip(sums.tolist(), counts.tolist(), strict=True)]
 
 
 def best_temperature(logits: Tensor, clusters: Tensor) -> float:
@@ -242,50 +251,35 @@ def minimise(function: Callable[[float], float], low: float, high: float, steps:
 
 
 @torch.no_grad()
-def calibrate(bridge: flow.Bridge, network: Forward, task: Task, told: frozenset[str], limit: int) -> flow.Bridge:
+def calibrate(
+    bridge: flow.Bridge,
+    network: Forward,
+    held_out: ValidationSet,
+    *,
+    conditioning: frozenset[str],
+    device: torch.device,
+    processes: Processes = ALONE,
+) -> flow.Bridge:
     """Fit the bridge's `prediction_error`, its one number that is not exact mathematics, to held-out samples.
 
     Near noise an epsilon network's x0 is its error times sigma/alpha. How far to shrink it is a fact about the network.
+    Each process keeps the outputs for its own share; what is gathered is the error of each image, so all of them take
+    the same steps of the search and end with the same number.
     """
-    if bridge.identity or not len(task.held_out):
+    if bridge.identity or not len(held_out):
         return bridge
-    asked = []
-    for batch, noised in held_out_noised(task, limit=limit):
-        query = bridge.query(noised.input, noised.t)
-        asked.append((network(query.state, query.network_time, condition_of(batch, told)), noised))
+    outputs = []
+    for part in held_out.batches(device, processes):
+        query = bridge.query(part.noised.input, part.noised.t)
+        outputs.append((part, network(query.state, query.network_time, condition_of(part.batch, conditioning))))
 
     def error(known: float) -> float:
         candidate = replace(bridge, prediction_error=known)
-        distances = [(candidate.velocity(y, n.input, n.t) - n.target).square().mean() for y, n in asked]
-        return float(torch.stack(distances).mean())
+        errors = [
+            (part, velocity_errors(candidate.velocity(output, part.noised.input, part.noised.t), part.noised.target))
+            for part, output in outputs
+        ]
+        return held_out.gather(errors, processes).mean().item()
 
     best = math.exp(minimise(lambda log_error: error(math.exp(log_error)), math.log(1e-4), math.log(2.0), steps=20))
     return replace(bridge, prediction_error=best) if error(best) < error(0.0) else bridge
-
-
-def held_out_noised(task: Task, batch: int = 256, limit: int = 1024) -> Iterator[tuple[Batch, flow.Noised]]:
-    """Held-out samples (at most `limit`, always the same), each noised once in every bin of time."""
-    shards, device = task.held_out, next(task.network.parameters()).device
-    count = min(len(shards), limit)
-    chosen = np.linspace(0, max(len(shards) - 1, 0), count).round().astype(np.int64)
-    for number in range(TIME_BINS):
-        for start in range(0, count, batch):
-            rows = shards.read(chosen[start : start + batch]).to(device)
-            position = number * count + start
-            u = randomness.uniform(len(rows.index), seed=task.seed, stream=HELD_OUT_STREAM, first=position)
-            t = ((number + u) / TIME_BINS).to(device)
-            x0 = task.latents(rows, position)
-            yield rows, flow.Objective().corrupt(x0, seed=task.seed + 1, position=position, t=t)
-
-
-def held_out_velocity(task: Task, field: Callable[..., Tensor], told: frozenset[str]) -> dict[str, Any]:
-    """Mean squared error of the velocity against eps - x0 on held-out samples, whole and by time."""
-    errors, times = [], []
-    for batch, noised in held_out_noised(task):
-        velocity = field(noised.input, noised.t, condition=condition_of(batch, told))
-        errors.append((velocity - noised.target).square().flatten(1).mean(1))
-        times.append(noised.t)
-    if not errors:
-        return {"held_out_loss": None}
-    error, t = torch.cat(errors), torch.cat(times)
-    return {"held_out_loss": error.mean().item(), "loss_by_time": by_time(error, t)}

@@ -225,6 +225,8 @@ def is_over(seen: Seen, ticket: str = "") -> bool:
 
 def is_alive(process: str) -> bool:
     """Whether a process of this machine runs; one that is dead and not yet buried does not."""
+    if not (process.isascii() and process.isdigit()):
+        return False  # it comes from a lease record: it must not become a path
     try:
         state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from atoll.errors import AtollError
 from atoll.nets.layers import is_sincos
-from atoll.networks import DiTConfig, RouterConfig
+from atoll.networks import STABLE_DIFFUSION, DiTConfig, LatentScale, RouterConfig
 
 State = dict[str, Tensor]
 
@@ -105,6 +105,8 @@ class Layout:
     """The inverse of `after_reading`."""
     convention: str = ""
     """What these two change, for the account."""
+    normalization: LatentScale = STABLE_DIFFUSION
+    """How the latents of the released networks were scaled, for files that have nothing beside them that tells."""
 
     def matches(self, state: Mapping[str, Tensor]) -> bool:
         """Whether these tensors are in this layout."""

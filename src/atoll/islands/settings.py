@@ -1,0 +1,143 @@
+"""The settings of a shared run: the part of atoll.yaml that leaves a machine, and that is taken from a store.
+
+Whoever joins or pulls a run reads settings that somebody else wrote. So only keys of a list are shared: those on which
+the trained networks depend. What belongs to a machine (the data's location, `island`, trackers, threads) stays where it
+is. A key that is not on the list is refused when it comes from a store, and so is a path, or a number so large that
+building or training what it describes would only exhaust the machine.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from atoll import config as configuration
+from atoll.config import Config
+from atoll.errors import AtollError
+from atoll.islands.strict import MAX_TEXT, Refused, check_bounded
+
+SHARED: Mapping[str, frozenset[str] | None] = {
+    "preset": None,
+    "data": frozenset({"kind", "split", "held_out", "resolution", "chunk", "shard_rows"}),
+    "features": None,
+    "clusters": None,
+    "latents": None,
+    "text": None,
+    "experts": None,
+    "networks": None,
+    "train": frozenset(configuration.Train.model_fields) - {"init", "trackers", "workers"},
+    "router": None,
+    "student": None,
+}
+"""The sections that are shared, each with its shared keys; None is all of them."""
+NAMES = (("features", "model"), ("latents", "autoencoder"), ("text", "encoder"))
+"""Keys that name a model on the hub or a folder. A folder of one machine is shared as the name `local`."""
+LOCAL = "local"
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+MAX_BYTES = 1 << 16
+"""Of the settings of a run. Those of 512 experts with an objective each have 20 kB."""
+_LIMITS = {
+    **dict.fromkeys(("samples", "warmup", "save_every", "log_every", "grid_every", "sample_rows"), 10**12),
+    **dict.fromkeys(("batch", "chunk", "shard_rows", "block"), 1 << 20),
+    "seed": 2**63,
+    "count": 4096,
+    "grid_size": 1024,
+}
+"""Of numbers by their key, and of all others: orders of magnitude above the largest published run, DDM's of 24 B
+parameters (10^9 images seen, batches of 2,048, 8 experts), and below what exhausts a machine before it is noticed."""
+_MAX_NUMBER = 1 << 16
+_MAX_EMAS = 8
+
+
+def shared_part(config: Config) -> bytes:
+    """Return the shared settings of a run as YAML, in one spelling for one configuration.
+
+    `train.init` is refused: others cannot read that folder, and would train from another start without a word.
+    """
+    if config.train.init is not None:
+        raise AtollError(
+            f"train.init is {config.train.init}, a folder of this machine, and contributors would start from another "
+            "network; share a run without it, or share the finished model with atoll export"
+        )
+    values = config.model_dump(mode="json", include=_included())
+    for section, key in NAMES:
+        if not _NAME.fullmatch(values[section][key]):
+            values[section][key] = LOCAL
+    return yaml.safe_dump(values, sort_keys=True).encode()
+
+
+def not_shared(config: Config) -> list[str]:
+    """Return the settings that differ from their defaults and stay on this machine."""
+    shared = yaml.safe_load(shared_part(config))
+    changed = config.model_dump(mode="json", exclude_defaults=True)
+    names: list[str] = []
+    for section, values in changed.items():
+        if section not in SHARED:
+            names.append(section)
+        elif isinstance(values, dict) and section not in ("experts", "networks"):
+            names += [f"{section}.{key}" for key, value in values.items() if shared[section].get(key) != value]
+    return names
+
+
+def read_shared(data: bytes, source: str) -> Config:
+    """Check the settings of a run that somebody else wrote; return them."""
+    if len(data) > MAX_BYTES:
+        raise Refused(f"{source} has {len(data):,} bytes; at most {MAX_BYTES:,} are read")
+    try:
+        values = yaml.load(data.decode("utf-8"), _Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise Refused(f"{source} is not readable as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise Refused(f"{source} is not a table of settings")
+    for section, content in values.items():
+        _check_section(section, content, source)
+    return configuration.resolve(values, source=source)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without aliases: a few hundred bytes of them stand for gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias")
+        return super().compose_node(parent, index)
+
+
+def _check_section(section: object, content: Any, source: str) -> None:
+    """Refuse what a store must not decide: unlisted keys, paths, numbers out of all proportion."""
+    if not isinstance(section, str) or section not in SHARED:
+        raise Refused(f"{source} sets {str(section)[:40]!r}, which belongs to a machine and not to a shared run")
+    allowed = SHARED[section]
+    for key, value in content.items() if isinstance(content, dict) else ():
+        where = f"{section}.{str(key)[:40]}"
+        if allowed is not None and key not in allowed:
+            raise Refused(f"{source} sets {where}, which belongs to a machine and not to a shared run")
+        if (section, key) in NAMES and not (isinstance(value, str) and _NAME.fullmatch(value)):
+            raise Refused(f"{source}: {where} is {str(value)[:80]!r}; expected a name, not a path")
+        if key == "ema":
+            _check_ema(value, f"{source}: {where}")
+        elif section in ("experts", "networks") or key == "network":
+            check_bounded(value, where)
+        else:
+            _check_number(value, str(key), f"{source}: {where}")
+
+
+def _check_number(value: Any, key: str, where: str) -> None:
+    limit = _LIMITS.get(key, _MAX_NUMBER)
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > limit:
+        raise Refused(f"{where} is {value}; at most {limit:,} is taken from a shared run")
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        raise Refused(f"{where} is a text of {len(value)} letters")
+
+
+def _check_ema(value: Any, where: str) -> None:
+    if isinstance(value, dict) and len(value) > _MAX_EMAS:
+        raise Refused(f"{where} has {len(value)} entries; at most {_MAX_EMAS} are taken from a shared run")
+    for half_life in value.values() if isinstance(value, dict) else ():
+        _check_number(half_life, "samples", where)
+
+
+def _included() -> dict[str, Any]:
+    return {section: True if keys is None else set(keys) for section, keys in SHARED.items()}

@@ -1,0 +1,86 @@
+"""One name is one number: the held-out error of training is that of `atoll evaluate`."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from atoll import cli
+from atoll import config as configuration
+from atoll.cli.evaluate import Evaluate
+from atoll.ensemble import Settings
+from atoll.evaluate import Options, diagnostics, evaluate
+from atoll.run import Artifact
+from atoll.train.validation import IMAGES
+from train.conftest import merge
+from train.posterior import give_posterior
+from train.workers import TINY
+
+ROUNDING = 1e-5
+"""Relative. The ensemble evaluates an expert in other batches than its training does."""
+
+
+def diagnose(run: Path, **options: Any) -> dict[str, Any]:
+    settings = Settings(steps=2, seed=5)  # the seed of sampling has no part in validation
+    skip = ("metrics", "diversity", "trajectories")
+    chosen = Options(routings=("top-1", "oracle"), settings=settings, skip=skip, **options)
+    return evaluate(run, configuration.load(run), chosen)["diagnostics"]
+
+
+def declared(run: Path, job: str) -> dict[str, Any]:
+    manifest = Artifact(run, f"{job}/final").manifest()
+    assert manifest is not None
+    return dict(manifest.facts)
+
+
+def test_the_held_out_error_of_a_manifest_is_the_one_that_evaluate_reports(trained: Path) -> None:
+    found = diagnose(trained)
+    matrix = found["experts"]["expert_on_cluster"]
+    for expert in range(3):
+        facts = declared(trained, f"experts/{expert:03d}")
+        assert matrix["mean"][expert][expert] == pytest.approx(facts["held_out_loss"], rel=ROUNDING)
+        by_time = [table[expert][expert] for table in matrix["by_time"]]
+        assert by_time == pytest.approx(facts["loss_by_time"], rel=ROUNDING)
+    for model in ("monolith", "student"):
+        facts = declared(trained, model)
+        assert found["dense"][model]["mean"] == pytest.approx(facts["held_out_loss"], rel=ROUNDING)
+        assert found["dense"][model]["by_time"] == pytest.approx(facts["loss_by_time"], rel=ROUNDING)
+    router = declared(trained, "router")
+    assert found["experts"]["router"]["cross_entropy"]["mean"] == pytest.approx(router["held_out_loss"], rel=ROUNDING)
+    assert found["experts"]["router"]["accuracy"]["by_time"] == pytest.approx(router["accuracy_by_time"])
+
+
+def test_fewer_images_are_another_number(trained: Path) -> None:
+    """`--held-out` is the number of images of each cluster, so it may leave the definition of training."""
+    found = diagnose(trained, held_out=2)
+    assert found["protocol"]["held_out_samples"] == 6
+    own = found["experts"]["expert_on_cluster"]["mean"][0][0]
+    assert own != pytest.approx(declared(trained, "experts/000")["held_out_loss"], rel=1e-3)
+
+
+def test_diagnostics_of_another_form_are_computed_anew(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense models too: what was kept before the definition changed must not stand beside what came after."""
+    diagnose(trained, held_out=3)
+    before = set((trained / "evaluation/diagnostics").iterdir())
+    diagnose(trained, held_out=3)
+    assert set((trained / "evaluation/diagnostics").iterdir()) == before
+    monkeypatch.setattr(diagnostics, "FORM", diagnostics.FORM + 1)
+    diagnose(trained, held_out=3)
+    new = {folder.name.split("-")[0] for folder in set((trained / "evaluation/diagnostics").iterdir()) - before}
+    assert new == {"experts", "monolith", "student"}
+
+
+def test_evaluate_validates_on_as_many_images_as_training_by_default() -> None:
+    assert inspect.signature(Evaluate).parameters["held_out"].default == Options().held_out == IMAGES
+
+
+def test_the_two_agree_where_latents_are_samples_of_a_posterior(prepared: Path, tmp_path: Path) -> None:
+    """With the mean of the posterior instead of a sample the error would be far lower here."""
+    give_posterior(prepared, tmp_path, std=1.0)
+    values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
+    (tmp_path / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    assert cli.main(["train", str(tmp_path), "--expert", "0", "--train.samples", "16"]) == 0
+    found = diagnose(tmp_path)["experts"]["expert_on_cluster"]
+    assert found["mean"][0][0] == pytest.approx(declared(tmp_path, "experts/000")["held_out_loss"], rel=ROUNDING)

@@ -1,0 +1,278 @@
+"""Lease records that strangers wrote: a malformed one counts as no record, and none of them deletes anything."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from atoll import config
+from atoll.errors import AtollError
+from atoll.islands import leases
+from atoll.islands.join import Worker, open_worker
+from atoll.islands.leases import KEPT, MAX_WHY, Lease, key_of, look, survey
+from atoll.islands.reporter import Reporter, is_checkpoint_key
+from atoll.islands.shared import push
+from atoll.islands.status import status
+from atoll.islands.store import Store
+from atoll.run import Artifact, to_json
+from atoll.train import Job
+from atoll.trust import Signer
+from train.conftest import Copy
+
+JOB, OTHER = "experts/001", "experts/002"
+ATTEMPT, DIGEST = "0123456789abcdef", "1" * 64
+GOOD: dict[str, Any] = {
+    "epoch": 0, "state": "released", "holder": "mallory", "nonce": "0" * 32, "issued": 0.0, "duration": 60.0,
+    "samples": 8, "total": 160, "rate": 1.0, "choice": {}, "checkpoint": f"{JOB}/checkpoints/{ATTEMPT}@{DIGEST}",
+    "manifest": None, "why": "", "failures": 0,
+}  # fmt: skip
+POINTERS: list[Any] = [
+    "@x", "", "@", "x", "/@x", f"@{DIGEST}", f"/@{DIGEST}", f"../@{DIGEST}", f"{JOB}/checkpoints/../..@{DIGEST}",
+    f"data@{DIGEST}", f"leases@{DIGEST}", f"experts@{DIGEST}", f"experts/00@{DIGEST}", f"experts/0@{DIGEST}",
+    f"{JOB}@{DIGEST}", f"{JOB}/final@{DIGEST}", f"{JOB}/checkpoints@{DIGEST}", f"{JOB}/checkpoints/@{DIGEST}",
+    f"{OTHER}/checkpoints/{ATTEMPT}@{DIGEST}", f"{JOB}0/checkpoints/{ATTEMPT}@{DIGEST}",
+    f"{JOB}/checkpoints/{ATTEMPT[:-1]}@{DIGEST}", f"{JOB}/checkpoints/{ATTEMPT.upper()}@{DIGEST}",
+    f"{JOB}/checkpoints/{ATTEMPT}@{DIGEST[:-1]}", f"{JOB}/checkpoints/{ATTEMPT}@{DIGEST}\n",
+    f"{JOB}/checkpoints/{ATTEMPT}/@{DIGEST}", f"{JOB}/checkpoints/{ATTEMPT}", f"\0{JOB}/checkpoints/{ATTEMPT}@{DIGEST}",
+    f"experts/\uff10\uff10\uff11/checkpoints/{ATTEMPT}@{DIGEST}", f"experts/00\u0661/checkpoints/{ATTEMPT}@{DIGEST}",
+    "a" * 4000, "@" * 4000, "experts/" * 500, 5, True, [], {}, [f"{JOB}/checkpoints/{ATTEMPT}@{DIGEST}"],
+]  # fmt: skip
+"""Values of `checkpoint` that are no name of a checkpoint of this job."""
+FIELDS: list[dict[str, Any]] = [
+    {"epoch": 7}, {"epoch": -1}, {"epoch": "0"}, {"epoch": True}, {"epoch": 10**30}, {"state": "mine"}, {"state": None},
+    {"holder": "a" * 201}, {"holder": 5}, {"nonce": ""}, {"nonce": "../" * 10}, {"nonce": "0" * 31 + "/"},
+    {"nonce": "0" * 32 + "\n"}, {"issued": "now"}, {"duration": 0}, {"duration": 1e9}, {"duration": "60"},
+    {"samples": -1}, {"samples": 1.5}, {"samples": 1 << 60}, {"total": "160"}, {"rate": -1.0}, {"rate": 1e300},
+    {"choice": {"island.setup": "[rm -r .]"}}, {"choice": {"data.source": "/"}}, {"choice": {"train.ema.../x": "1"}},
+    {"choice": {"train.a.b.c.d": "1"}}, {"choice": {"train.lr": 1}}, {"choice": {"train.lr": "\x1b[2J"}},
+    {"choice": {"train.lr": "1" * 4100}}, {"choice": {f"train.a{n}": "1" for n in range(65)}}, {"choice": []},
+    {"manifest": "../x"}, {"manifest": "0" * 63}, {"manifest": "0" * 64 + "\n"}, {"manifest": 5},
+    {"why": "a" * (MAX_WHY + 1)}, {"failures": -1}, {"unknown": 1},
+]  # fmt: skip
+RAW: list[bytes] = [
+    b"", b"x", b"{}", b"[]", b"null", b"\x80\x04", b"[" * 8000, b'"' + b'\\"' * 4000, bytes(9000), bytes(2 << 20),
+    json.dumps(GOOD).replace("60.0", "NaN").encode(), json.dumps(GOOD).replace("60.0", "1e999").encode(),
+    json.dumps(GOOD).replace('"epoch": 0', '"epoch": 0, "epoch": 0').encode(),
+]  # fmt: skip
+MALFORMED = [json.dumps({**GOOD, "checkpoint": pointer}).encode() for pointer in POINTERS]
+MALFORMED += [json.dumps({**GOOD, **change}).encode() for change in FIELDS] + RAW
+
+
+def short(value: object) -> str:
+    """A name for a case, of readable length."""
+    return repr(value)[-50:]
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store.open(f"memory://{uuid4().hex}")
+
+
+def taken(store: Store, job: str = JOB) -> Lease:
+    lease = Lease.take(store, job, 60, "ann")
+    assert lease is not None
+    return lease
+
+
+def test_the_record_that_is_varied_is_well_formed(store: Store) -> None:
+    store.write(key_of(JOB, 0), json.dumps(GOOD).encode())
+    assert taken(store).record.checkpoint == GOOD["checkpoint"]
+
+
+@pytest.mark.parametrize("data", MALFORMED, ids=short)
+def test_a_malformed_record_counts_as_no_record(store: Store, data: bytes) -> None:
+    store.write(key_of(JOB, 0), data)
+    assert survey(store) == {}
+    lease = taken(store)
+    assert (lease.record.epoch, lease.record.checkpoint, lease.record.choice) == (1, None, {})
+    seen = look(store, JOB)
+    assert seen is not None
+    assert seen.record == lease.record
+
+
+@pytest.mark.parametrize("data", RAW, ids=short)
+def test_a_holder_goes_on_above_a_malformed_record(store: Store, data: bytes) -> None:
+    """Also past several, and past one far above; others keep seeing the newest well-formed record."""
+    lease = taken(store)
+    for epoch in (1, 2, 4, 999_999):
+        store.write(key_of(JOB, epoch), data)
+    assert Lease.take(store, JOB, 60, "bob") is None, "it is held"
+    lease.renew(samples=5)
+    assert lease.record.epoch == 3
+    lease.renew(samples=6)
+    assert (lease.record.epoch, lease.lost) == (5, False)
+    lease.end("released")
+    assert taken(store).record.samples == 6
+
+
+def test_whoever_was_overtaken_is_still_stopped_above_malformed_records(store: Store) -> None:
+    sleeper = taken(store)
+    store.write(key_of(JOB, 1), b"x")
+    other = Lease.take(store, JOB, 60, "bob", state=("held",))
+    assert other is not None
+    for act in (sleeper.renew, lambda: sleeper.end("done")):
+        with pytest.raises(leases.LeaseLost):
+            act()
+    for _ in range(KEPT + 3):
+        other.renew()
+    with pytest.raises(leases.LeaseLost):
+        sleeper.renew()
+
+
+@pytest.mark.parametrize(
+    "key", ["x", "zzz", "\u00b2", "1", "0000001", "00000\u0661", "000001/x", "-00001", "000001x", "%2e%2e"]
+)
+def test_keys_that_are_not_those_of_leases_are_ignored(store: Store, key: str) -> None:
+    store.write(f"leases/{JOB}/{key}", json.dumps(GOOD).encode())
+    store.write(f"leases/{key}/000000", b"x")
+    lease = taken(store)
+    lease.renew()
+    assert set(survey(store)) == {JOB}
+    assert lease.record.epoch == 1
+
+
+def test_a_well_formed_record_at_the_last_epoch_blocks_its_own_job_only(store: Store) -> None:
+    store.write(key_of(JOB, 999_999), json.dumps({**GOOD, "epoch": 999_999}).encode())
+    assert Lease.take(store, JOB, 60, "ann") is None
+    assert taken(store, OTHER).record.epoch == 0
+
+
+def test_the_longest_record_of_ones_own_is_read_back(store: Store) -> None:
+    wide = "\U0001f3dd"  # four bytes in UTF-8
+    lease = Lease.take(store, JOB, 60, wide * 200, choice={"train.ema": wide * 1000})
+    assert lease is not None
+    lease.end("failed", why=wide * 5000, failures=1)
+    seen = look(store, JOB)
+    assert seen is not None
+    assert seen.record == lease.record
+    assert seen.record.why == wide * MAX_WHY
+
+
+@pytest.mark.parametrize("choice", [{"train.lr": "1" * 5000}, {"island.setup": "x"}, {"train.lr": "a\nb"}])
+def test_what_nobody_could_read_is_not_written(store: Store, choice: dict[str, str]) -> None:
+    with pytest.raises(AtollError, match="cannot be written into a lease: choice"):
+        Lease.take(store, JOB, 60, "ann", choice)
+    assert store.entries("leases") == []
+
+
+# What a worker deletes
+
+
+def published(run: Path, samples: int) -> Artifact:
+    """A checkpoint on disk, as training would have saved it."""
+    artifact = Artifact(run, f"{JOB}/checkpoints/{samples:012d}")
+    artifact.begin("checkpoint", {})
+    artifact.write("state.bin", bytes([samples]))
+    artifact.commit({"samples": samples})
+    return artifact
+
+
+def keys_of(store: Store) -> set[str]:
+    return {entry.key for entry in store.entries("") if not entry.key.startswith("leases/")}
+
+
+def bystanders(store: Store) -> set[str]:
+    """Objects of every kind, also of attempts at this and another job that are not this worker's."""
+    names = [f"{job}/checkpoints/{ATTEMPT}" for job in (JOB, OTHER)] + [f"{job}/final" for job in (JOB, OTHER)]
+    keys = [f"{name}/{part}" for name in names for part in (f"sha256/{DIGEST}", f"manifests/{DIGEST}.json")]
+    keys += ["x", "x/y", "@x", f"data/shards/cluster_000/sha256/{DIGEST}", f"{JOB}/checkpoints/notes.txt"]
+    for key in keys:
+        store.write(key, b"kept")
+    return set(keys)
+
+
+@pytest.mark.parametrize("pointer", [*POINTERS, GOOD["checkpoint"], None], ids=short)
+def test_a_record_names_nothing_that_is_deleted(store: Store, new_run: Copy, pointer: Any) -> None:
+    """Also a well-formed pointer: what this worker neither wrote nor resumed from, it does not delete."""
+    kept = bystanders(store)
+    store.write(key_of(JOB, 0), json.dumps({**GOOD, "checkpoint": pointer}).encode())
+    run = new_run(only=[])
+    lease = taken(store)
+    reporter = Reporter(store, lease, Job(run, config.load(run), "expert", 1), None, 0.0, threading.Event())
+    for samples in (8, 16, 24):
+        reporter._waiting = published(run, samples)
+        reporter._send()
+        assert reporter._upload is not None
+        reporter._upload.result()
+    reporter.close()
+    assert kept <= keys_of(store)
+    own = keys_of(store) - kept
+    assert {key.split("/")[3] for key in own} == {lease.record.nonce[:16]}
+    assert len(own) == 2, "one file and its manifest: older checkpoints of this worker are gone"
+    pointer_now = lease.record.checkpoint
+    assert pointer_now is not None
+    assert pointer_now.startswith(reporter.name)
+
+
+def worker_on(store: Store, new_run: Copy, tmp_path: Path, name: str) -> Worker:
+    ann = Signer.open(tmp_path / "ann.pem")
+    if store.entry("atoll.yaml") is None:
+        run = new_run()
+        (run / "policy.json").write_bytes(to_json({"publishers": {"ann": ann.public}}))
+        push(run, store)
+    how: dict[str, Any] = {"signer": ann, "duration": 60.0, "publish_every": 0.0, "name": name}
+    return open_worker(store.url, tmp_path / name, **how)
+
+
+def test_a_worker_deletes_no_more_than_the_checkpoints_of_its_job(store: Store, new_run: Copy, tmp_path: Path) -> None:
+    """The attack of the review, whole: it emptied a store under a policy, from 46 objects to 7."""
+    worker = worker_on(store, new_run, tmp_path, "ann")
+    store.write(key_of(JOB, 0), json.dumps({**GOOD, "checkpoint": "@x"}).encode())
+    kept = keys_of(store) | {key for key in bystanders(store) if not is_checkpoint_key(key, JOB)}
+    assert worker.run(expert=1) == 1
+    assert kept <= keys_of(store)
+    assert [entry.key for entry in store.entries(f"{JOB}/checkpoints")] == [f"{JOB}/checkpoints/notes.txt"]
+    assert next(line for line in status(store) if line.job == JOB).state == "done"
+
+
+def test_the_checkpoint_that_was_resumed_from_is_removed_and_no_other(
+    store: Store, new_run: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = worker_on(store, new_run, tmp_path, "first")
+    kept = bystanders(store)
+    saved: Callable[[Reporter, Artifact], None] = Reporter.saved
+
+    def leave(self: Reporter, checkpoint: Artifact) -> None:
+        saved(self, checkpoint)
+        self.stop.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "saved", leave)
+        assert first.run(expert=1) == 0
+        seen = look(store, JOB)
+        assert seen is not None
+        assert seen.record.checkpoint is not None
+        handed_over = seen.record.checkpoint.split("@")[0]
+        assert store.entries(handed_over)
+        second = worker_on(store, new_run, tmp_path, "second")
+        assert second.run(expert=1) == 0
+    assert store.entries(handed_over) == [], "the second worker's checkpoint contains its progress"
+    assert kept <= keys_of(store)
+    seen = look(store, JOB)
+    assert seen is not None
+    assert seen.record.checkpoint is not None
+    assert store.entries(seen.record.checkpoint.split("@")[0])
+
+
+@pytest.mark.parametrize(
+    ("key", "is_one"),
+    [
+        (f"{JOB}/checkpoints/{ATTEMPT}/sha256/{DIGEST}", True),
+        (f"{JOB}/checkpoints/{ATTEMPT}/sha256/{DIGEST}.0001", True),
+        (f"{JOB}/checkpoints/{ATTEMPT}/manifests/{DIGEST}.json", True),
+        (f"{JOB}/checkpoints/{ATTEMPT}/signatures/{DIGEST}.publish.json", True),
+        (f"{OTHER}/checkpoints/{ATTEMPT}/sha256/{DIGEST}", False),
+        (f"{JOB}/final/sha256/{DIGEST}", False),
+        (f"{JOB}/checkpoints/{ATTEMPT}/sha256/{DIGEST}\n", False),
+        (f"{JOB}/checkpoints/{ATTEMPT}/sha256/../{DIGEST}", False),
+        (f"{JOB}/checkpoints/{ATTEMPT}/{DIGEST}", False),
+        (f"x/{JOB}/checkpoints/{ATTEMPT}/sha256/{DIGEST}", False),
+        (f"{JOB}/checkpoints/000000000032/manifest.json", False),
+    ],
+)
+def test_keys_of_checkpoints(key: str, is_one: bool) -> None:
+    assert is_checkpoint_key(key, JOB) is is_one

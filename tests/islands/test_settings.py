@@ -1,0 +1,151 @@
+"""Settings of a shared run: what leaves a machine, and what is refused when it comes from a store."""
+
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import yaml
+
+from atoll import cli, config
+from atoll.errors import AtollError
+from atoll.islands.join import open_worker
+from atoll.islands.settings import read_shared, shared_part
+from atoll.islands.shared import open_config, pull, push
+from atoll.islands.store import Store
+from train.conftest import Copy, merge
+
+MACHINE = {
+    "island": {"setup": ["touch /tmp/owned"], "sbatch": ["--partition=secret"]},
+    "data": {"source": "/data/private/images", "workers": 7},
+    "train": {"trackers": ["wandb"], "workers": 5},
+    "latents": {"autoencoder": "/models/private-vae"},
+}
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store.open(f"memory://{uuid4().hex}")
+
+
+def test_settings_of_the_machine_stay_on_the_machine(
+    new_run: Copy, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(**MACHINE)
+    push(run, store)
+    message = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("not shared"))
+    for key in ("data.source", "data.workers", "latents.autoencoder", "train.trackers", "train.workers", "island"):
+        assert key in message
+    shared = (store.read("atoll.yaml") or b"").decode()
+    for private in ("island", "touch", "secret", "private", "wandb"):
+        assert private not in shared
+    taken, _ = open_config(store, tmp_path / "elsewhere")
+    assert taken.island == config.Island()
+    assert taken.train.lr == config.load(run).train.lr
+    assert taken.networks == config.load(run).networks
+
+
+def test_a_pulled_run_keeps_the_island_of_its_machine(new_run: Copy, tmp_path: Path, store: Store) -> None:
+    owner = new_run("owner", **MACHINE)
+    push(owner, store)
+    assert open_config(store, owner)[0].island.setup == ["touch /tmp/owned"], "the owner's own folder"
+    folder = tmp_path / "elsewhere"
+    pull(store, folder)
+    values = yaml.safe_load((folder / "atoll.yaml").read_text())
+    (folder / "atoll.yaml").write_text(yaml.safe_dump({**values, "island": {"setup": ["module load cuda"]}}))
+    pull(store, folder)
+    assert config.load(folder).island.setup == ["module load cuda"]
+
+
+def test_a_shared_setting_must_not_change(new_run: Copy, tmp_path: Path, store: Store) -> None:
+    push(new_run(), store)
+    folder = tmp_path / "elsewhere"
+    open_config(store, folder)
+    changed = yaml.safe_load(store.read("atoll.yaml") or b"")
+    changed["train"]["lr"] = 0.5
+    store.write("atoll.yaml", yaml.safe_dump(changed).encode())
+    with pytest.raises(AtollError, match=r"atoll.yaml is not what it was"):
+        open_config(store, folder)
+
+
+def test_a_run_that_starts_from_a_local_network_is_not_pushed(new_run: Copy, store: Store) -> None:
+    with pytest.raises(AtollError, match=r"train.init is /models/mine, a folder of this machine"):
+        push(new_run(train={"init": "/models/mine"}), store)
+    assert store.read("atoll.yaml") is None
+
+
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"train": {"init": "/home/victim/model"}}, "sets train.init, which belongs to a machine"),
+    ({"train": {"init": None}}, "sets train.init, which belongs to a machine"),
+    ({"train": {"trackers": ["wandb"]}}, "sets train.trackers, which belongs to a machine"),
+    ({"island": {"setup": ["touch /tmp/owned"]}}, "sets 'island', which belongs to a machine"),
+    ({"island": {}}, "sets 'island', which belongs to a machine"),
+    ({"data": {"source": "/"}}, "sets data.source, which belongs to a machine"),
+    ({"data": {"workers": 10**6}}, "sets data.workers, which belongs to a machine"),
+    ({"latents": {"autoencoder": "/etc"}}, "latents.autoencoder is '/etc'; expected a name, not a path"),
+    ({"latents": {"autoencoder": "../vae"}}, "expected a name, not a path"),
+    ({"latents": {"autoencoder": "a/b/c"}}, "expected a name, not a path"),
+    ({"text": {"encoder": "~/secret"}}, "text.encoder is '~/secret'; expected a name, not a path"),
+    ({"features": {"model": ["x"]}}, "features.model is .*expected a name, not a path"),
+    ({"clusters": {"count": 10**9}}, "clusters.count is 1000000000; at most 4,096"),
+    ({"train": {"samples": 10**18}}, "train.samples is .*at most"),
+    ({"train": {"batch": 10**9}}, "train.batch is .*at most 1,048,576"),
+    ({"train": {"ema": {f"e{n}": 1.0 for n in range(9)}}}, "train.ema has .* entries; at most 8"),
+    ({"networks": {"default": {"depth": 10**6}}}, "depth is 1000000; at most 512"),
+    ({"networks": {"default": {"width": 2**20}}}, "width is 1048576; at most 65536"),
+    ({"router": {"network": {"depth": 10**6}}}, "depth is 1000000; at most 512"),
+    ({"text": {"max_tokens": 10**9}}, "text.max_tokens is 1000000000; at most"),
+    ({"preset": "x" * 70_000}, "has 7.*bytes; at most 65,536 are read"),
+    ({"setup": "rm"}, "sets 'setup', which belongs to a machine"),
+    ({"train": {"unknown": 1}}, "sets train.unknown, which belongs to a machine"),
+]
+
+
+@pytest.mark.parametrize(("planted", "words"), HOSTILE)
+def test_a_hostile_run_changes_nothing_on_the_machine_that_joins(
+    planted: dict[str, Any], words: str, new_run: Copy, tmp_path: Path, store: Store
+) -> None:
+    push(new_run(), store)
+    values = merge(yaml.safe_load(store.read("atoll.yaml") or b""), planted)
+    store.write("atoll.yaml", yaml.safe_dump(values).encode())
+    folder = tmp_path / "victim"
+    for verb in (lambda: open_worker(store.url, folder, signer=None), lambda: pull(store, folder)):
+        with pytest.raises(AtollError, match=words):
+            verb()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "it has an alias"),
+        ("preset: &x hello\ntrain: {seed: *x}\n", "it has an alias"),
+        ("- 1\n", "not a table of settings"),
+        ("1: 2\n", "sets '1', which belongs to a machine"),
+        ("preset: !!python/object/apply:os.system ['true']\n", "not readable as YAML"),
+        ("\xff", "not readable as YAML"),
+    ],
+)
+def test_a_file_that_is_no_plain_table_is_refused(text: str, words: str) -> None:
+    with pytest.raises(AtollError, match=words):
+        read_shared(text.encode("latin-1"), "the store")
+
+
+def test_what_is_shared_is_read_back_unchanged(new_run: Copy) -> None:
+    own = config.load(new_run())
+    read = read_shared(shared_part(own), "the store")
+    assert shared_part(read) == shared_part(own)
+
+
+def test_a_pulled_run_runs_no_shell_of_its_owner(
+    new_run: Copy, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`launch --on slurm` of a pulled run writes scripts without the owner's lines."""
+    push(new_run(**MACHINE), store)
+    folder = tmp_path / "pulled"
+    pull(store, folder, shards=True)
+    assert cli.main(["launch", str(folder), "--on", "slurm", "--print", "--jobs", "experts"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH" in script
+    assert "touch" not in script
+    assert "secret" not in script

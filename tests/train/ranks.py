@@ -1,0 +1,141 @@
+"""One job on two processes, without torchrun, which would end a process that hangs: forks that imported everything."""
+
+import contextlib
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+
+from train.workers import _context
+
+Hook = Callable[[Path, int], None]
+"""Called with the run and the rank before the job starts."""
+
+
+def _work(run: Path, rank: int, port: int, arguments: list[str], hook: Hook) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    from atoll.cli import main
+
+    torch.set_num_threads(1)
+    with log(run, rank).open("a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        try:
+            hook(run, rank)
+            code = main(["train", str(run), *arguments])
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    os._exit(code)
+
+
+def log(run: Path, rank: int) -> Path:
+    return run / f"log-{rank}.txt"
+
+
+def run_ranks(run: Path, *arguments: str, hook: Hook, together: bool = False, seconds: float = 120) -> list[int | None]:
+    """`atoll train RUN …` on two processes; their exit codes, None for one that had to be killed.
+
+    With `together`, one that fails ends the other, as torchrun does.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes: list[BaseProcess] = [
+        _context.Process(target=_work, args=(run, rank, port, list(arguments), hook)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        codes = [process.exitcode for process in processes]
+        if None not in codes or (together and any(codes)):
+            break
+        time.sleep(0.02)
+    for process in processes:
+        process.kill()
+        process.join()
+    return codes
+
+
+def nothing(run: Path, rank: int) -> None:
+    """Leave the job as it is."""
+
+
+def impatient(run: Path, rank: int, *, phase: str) -> None:
+    """In one phase the main process hashes for two seconds, and the group of training waits for half a second."""
+    import torch.distributed as dist
+
+    from atoll import run as artifacts
+    from atoll.train import jobs
+    from atoll.train.checkpoints import Checkpoints
+
+    owner, name = {"save": (Checkpoints, "save"), "resume": (Checkpoints, "load_newest"), "end": (jobs, "commit")}[
+        phase
+    ]
+    work, hash_file = getattr(owner, name), artifacts.sha256_of
+    hashed: list[Path] = []
+
+    def slowly(file: Path) -> str:
+        if not hashed:
+            time.sleep(2)
+        hashed.append(file)
+        return hash_file(file)
+
+    @wraps(work)
+    def hurried(*arguments, **options):
+        before = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
+        artifacts.sha256_of = slowly
+        try:
+            return work(*arguments, **options)
+        finally:
+            dist.distributed_c10d._set_pg_timeout(before)
+            artifacts.sha256_of = hash_file
+
+    setattr(owner, name, hurried)
+
+
+def full_disk(run: Path, rank: int) -> None:
+    """The main process cannot write the result."""
+    from atoll.train import jobs
+
+    def fail(*arguments, **options):
+        raise OSError("no space left on device")
+
+    jobs.save_network = fail
+
+
+def dies(run: Path, rank: int, *, who: int) -> None:
+    """The main process (0) is killed while it writes the result, or the other one (1) while both validate."""
+    from atoll.train import jobs
+    from atoll.train.validation import ValidationSet
+
+    def die(*arguments, **options):
+        os._exit(9)
+
+    if who == 0:
+        jobs.save_network = die
+    elif rank == 1:
+        ValidationSet.gather = die
+
+
+def note_batches(run: Path, rank: int) -> None:
+    """Write the first row of every batch that this process validates to a file."""
+    from atoll.train.validation import ValidationSet
+
+    batches = ValidationSet.batches
+
+    def noted(self, device, processes):
+        with (run / f"rows-{rank}.txt").open("a") as file:
+            for part in batches(self, device, processes):
+                file.write(f"{part.first} {len(part.batch.index)}\n")
+                yield part
+
+    ValidationSet.batches = noted

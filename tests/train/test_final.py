@@ -1,0 +1,140 @@
+"""The end of a job on two processes: all of them validate, one writes, and no wait is cut short or lasts for ever."""
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atoll import config
+from atoll.run import Artifact
+from atoll.train import Job, jobs, run_job
+from atoll.train.world import STEP_TIMEOUT, WAIT_TIMEOUT, group_options
+from train.conftest import Copy
+from train.ranks import dies, full_disk, impatient, log, note_batches, nothing, run_ranks
+from train.workers import assert_same_weights
+
+Trained = Callable[..., Path]
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The job is trained and saved, and not committed."""
+
+
+@pytest.fixture
+def trained(new_run: Copy, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """Make runs whose job is trained to its end by one process and saved, but not committed."""
+
+    def make(job: Callable[[Path], Job], **changes: Any) -> Path:
+        run = new_run(**changes)
+        with monkeypatch.context() as patch:
+            patch.setattr(jobs, "commit", _stop)
+            with pytest.raises(Stopped):
+                run_job(job(run))
+        return run
+
+    return make
+
+
+def _stop(*arguments: object) -> None:
+    raise Stopped
+
+
+def expert(run: Path) -> Job:
+    return Job(run, config.load(run), "expert", 0)
+
+
+def router(run: Path) -> Job:
+    return Job(run, config.load(run), "router")
+
+
+def facts(run: Path, job: str) -> dict[str, Any]:
+    manifest = Artifact(run, f"{job}/final").manifest()
+    assert manifest is not None, "the result was never committed"
+    return dict(manifest.facts)
+
+
+@pytest.mark.parametrize("phase", ["save", "resume", "end"])
+def test_the_result_is_committed_however_long_the_main_process_takes(
+    phase: str, trained: Trained, new_run: Copy
+) -> None:
+    """A checkpoint takes longer to hash or to verify, or the result to hash, than the group of training waits."""
+    settings = {"samples": 16, "log_every": 8}
+    run = new_run(train=settings) if phase == "save" else trained(expert, train=settings)
+    hook = partial(impatient, phase=phase)
+    assert run_ranks(run, "--expert", "0", hook=hook, together=True) == [0, 0], log(run, 1).read_text()[-3000:]
+    assert facts(run, "experts/000")["held_out_loss"] > 0
+    assert not (run / "experts/000/checkpoints").exists()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_all_processes_share_the_final_validation(parallel: str, trained: Trained) -> None:
+    """Of a DDPM expert, whose bridge is calibrated first. From the same weights, two processes find what one finds."""
+    one = trained(expert, train={"samples": 16, "log_every": 8, "parallel": parallel}, experts={"default": "ddpm"})
+    two = one.with_name("two")
+    shutil.copytree(one, two)
+    run_job(expert(one))
+    assert run_ranks(two, "--expert", "0", hook=note_batches) == [0, 0], log(two, 0).read_text()[-3000:]
+
+    seen = [
+        [tuple(map(int, line.split())) for line in (two / f"rows-{r}.txt").read_text().splitlines()] for r in (0, 1)
+    ]
+    assert not set(seen[0]) & set(seen[1])
+    counts = [sum(rows for _, rows in part) for part in seen]
+    held_out = len(Job(one, config.load(one), "expert", 0).task().held_out)
+    assert counts == [10 * held_out] * 2, "twice (calibration, validation) half of ten rows of every image"
+
+    assert_same_weights(one / "experts/000/final", two / "experts/000/final")
+    alone, shared = facts(one, "experts/000"), facts(two, "experts/000")
+    assert shared["bridge"]["prediction_error"] == pytest.approx(alone["bridge"]["prediction_error"], rel=1e-4)
+    assert alone["bridge"]["prediction_error"] > 0
+    assert shared["held_out_loss"] == pytest.approx(alone["held_out_loss"], rel=1e-6)
+    assert shared["loss_by_time"] == pytest.approx(alone["loss_by_time"], rel=1e-6)
+
+
+def test_two_processes_calibrate_the_router_as_one_does(trained: Trained) -> None:
+    one = trained(router, train={"samples": 16, "log_every": 8})
+    two = one.with_name("two")
+    shutil.copytree(one, two)
+    run_job(router(one))
+    assert run_ranks(two, "--router", hook=note_batches) == [0, 0], log(two, 0).read_text()[-3000:]
+    rows = [(two / f"rows-{rank}.txt").read_text().splitlines() for rank in (0, 1)]
+    assert len(rows[0]) == len(rows[1]) == 15, "three clusters in ten bins of time"
+    alone, shared = facts(one, "router"), facts(two, "router")
+    assert shared["temperature"] == pytest.approx(alone["temperature"], rel=1e-4)
+    for metric in ("held_out_loss", "held_out_accuracy", "loss_by_time", "accuracy_by_time"):
+        assert shared[metric] == pytest.approx(alone[metric], rel=1e-6), metric
+
+
+def test_if_the_main_process_cannot_write_the_others_end_and_name_the_reason(trained: Trained) -> None:
+    run = trained(expert, train={"samples": 16, "log_every": 8})
+    codes = run_ranks(run, "--expert", "0", hook=full_disk, seconds=60)
+    assert None not in codes, "a process hangs"
+    assert 0 not in codes
+    assert "the main process failed: OSError: no space left on device" in log(run, 1).read_text()
+    assert run_ranks(run, "--expert", "0", hook=nothing) == [0, 0], "what was saved is enough to try again"
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_if_a_process_dies_at_the_end_the_other_one_ends_too(who: int, trained: Trained) -> None:
+    run = trained(expert, train={"samples": 16, "log_every": 8})
+    codes = run_ranks(run, "--expert", "0", hook=partial(dies, who=who), seconds=60)
+    assert codes[who] == 9
+    assert codes[1 - who] not in (0, None)
+
+
+def test_a_result_that_is_there_is_left_alone_by_all_processes(trained: Trained) -> None:
+    run = trained(expert, train={"samples": 16, "log_every": 8})
+    made = run_job(expert(run))
+    assert run_ranks(run, "--expert", "0", hook=full_disk) == [0, 0]
+    assert Artifact(run, "experts/000/final").open("expert").digest == made.digest
+
+
+def test_groups_have_explicit_timeouts_and_a_gpu_its_number() -> None:
+    gpu = torch.device("cuda", 3)
+    assert group_options(gpu) == {"device_id": gpu, "timeout": STEP_TIMEOUT}
+    assert group_options(torch.device("cpu")) == {"backend": "gloo", "timeout": STEP_TIMEOUT}
+    assert WAIT_TIMEOUT > 4 * STEP_TIMEOUT
