@@ -129,26 +129,22 @@ def attempts(run: Path, step: str) -> list[int]:
 
 def trainers(run: Path, step: str) -> list[int]:
     """The processes that work on a step."""
-    return list(environments(run, step))
+    return [number for number, _ in processes() if f"ATOLL_STEP={run}:{step}" in environment_of(number)]
 
 
-def ranks(run: Path, step: str) -> set[str]:
-    """Return the ranks, as "0 of 2", of the processes that torchrun has started for a step."""
-    found = [dict(word.split("=", 1) for word in words if "=" in word) for words in environments(run, step).values()]
-    return {f"{known['RANK']} of {known['WORLD_SIZE']}" for known in found if {"RANK", "WORLD_SIZE"} <= known.keys()}
+def ranks(run: Path) -> set[str]:
+    """Return the ranks, as "0 of 2", of the processes that torchrun has started for a run, on any node."""
+    found = [environment_of(number) for number, words in processes() if {"atoll.cli", "train", str(run)} <= set(words)]
+    known = [dict(word.split("=", 1) for word in words if "=" in word) for words in found]
+    return {f"{one['RANK']} of {one['WORLD_SIZE']}" for one in known if {"RANK", "WORLD_SIZE"} <= one.keys()}
 
 
-def environments(run: Path, step: str) -> dict[int, list[str]]:
-    """Return the environments of the processes that work on a step, by process."""
-    found = {}
-    for number, _ in processes():
-        try:
-            words = Path(f"/proc/{number}/environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if f"ATOLL_STEP={run}:{step}" in words:
-            found[number] = words
-    return found
+def environment_of(process: int) -> list[str]:
+    """Return the environment of a process as NAME=VALUE; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 def processes() -> Iterator[tuple[int, list[str]]]:

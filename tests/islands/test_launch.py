@@ -137,7 +137,7 @@ def test_several_processes_of_an_island_train_one_expert_together(engine: Local,
     assert finish(straight, "--expert", "0") == 0
     shape = ("--island.processes", "2") if type(engine) is Local else ("--island.nodes", "2")
     launch = engine.launch(run, "--jobs", "experts", "--experts", "0", *shape)
-    wait_until(lambda: ranks(run, "experts/000") == {"0 of 2", "1 of 2"}, launch, "two processes that train")
+    wait_until(lambda: ranks(run) == {"0 of 2", "1 of 2"}, launch, "two processes that train")
     code, _, err = ended(launch)
     assert code == 0, f"{err}\n{log_of(run, 'experts/000')}"
     losses = [[line["loss"] for line in metrics(folder, "experts/000")] for folder in (straight, run)]
