@@ -104,7 +104,7 @@ def test_a_stopped_demo_lets_its_networks_save(run: Path) -> None:
     """SIGTERM while an expert trains: it saves, and training goes on from there."""
     config = load(run)
     job = demo.Job("experts/000", ("--expert", "0", "--train.samples", "400000"), 400_000)
-    code = f"from pathlib import Path; from atoll import demo; demo.train(Path({str(run)!r}), [demo.{job!r}])"
+    code = f"from pathlib import Path; from atoll.launch import demo; demo.train(Path({str(run)!r}), [demo.{job!r}])"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     while demo.position(run, job) < 200 and process.poll() is None:
         time.sleep(0.1)

@@ -110,7 +110,7 @@ def test_an_unknown_format_is_refused(artifact: Artifact) -> None:
     make(artifact)
     value = json.loads(artifact.path(MANIFEST_FILE).read_text())
     artifact.path(MANIFEST_FILE).write_text(json.dumps({**value, "format": 3}))
-    with pytest.raises(AtollError, match="has format 2; this version of Atoll reads format 1"):
+    with pytest.raises(AtollError, match="has format 3; this version of Atoll reads format 2"):
         artifact.manifest()
 
 

@@ -93,7 +93,7 @@ def test_the_same_again_does_nothing_and_something_else_is_refused(told_run: Pat
 def test_an_interrupted_export_is_refused_and_can_be_finished(told_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     whole = export(told_run, folder)
-    plan = {"kind": whole.kind, "made_from": whole.made_from}
+    plan = {"kind": whole.kind, "version": whole.version, "made_from": whole.made_from}
     (folder / "manifest.json").unlink()
     (folder / "expert_1" / "declaration.json").write_text("{")
     with pytest.raises(AtollError, match=r"has no manifest.json: its export was not finished"):

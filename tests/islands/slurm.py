@@ -96,7 +96,7 @@ class Cluster:
         return answer.stdout.strip().splitlines()[0] if answer.stdout.strip() else answer.stderr
 
     def node_of(self, job: str) -> str:
-        return self.ask("squeue", "--noheader", "--states=RUNNING", limit=f"--jobs={job}", seed="--format=%N")
+        return self.ask("squeue", "--noheader", "--states=RUNNING", f"--jobs={job}", "--format=%N")
 
     def stop(self) -> None:
         subprocess.run(["scancel", "--user=root"], env=self.environment, check=False)

@@ -162,7 +162,7 @@ def test_a_contribution_that_could_not_be_judged_waits_on(
     assert worker.run(expert=0) == 1
     owner = Signer.open(tmp_path / "owner.pem")
 
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **options: Any) -> None:
         raise trouble
 
     with monkeypatch.context() as patch:

@@ -16,14 +16,14 @@ import yaml
 
 from atoll.cli import VERBS, main
 from atoll.core import config as configuration
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Content, Kind
 from atoll.core.errors import AtollError
-from atoll.data.stages import shards
 from atoll.islands.leases import Lease
 from atoll.islands.store import Store
 from atoll.launch.base import Setting
 from atoll.launch.launch import open_launcher
-from atoll.launch.plan import SHARDS, Wish, missing_groups
+from atoll.launch.plan import Wish, missing_groups
 from shapes import write_run
 
 WORK = ("prepare", "experts", "router", "monolith", "student")
@@ -74,7 +74,7 @@ def test_a_fresh_run_in_one_piece(fresh: Path) -> None:
 
 
 def test_what_is_there_is_not_done_again(fresh: Path) -> None:
-    for name in [SHARDS.format(0), SHARDS.format(1), SHARDS.format(2), "experts/001/final", "router/final"]:
+    for name in [layout.shards(0), layout.shards(1), layout.shards(2), "experts/001/final", "router/final"]:
         commit(fresh, name)
     assert [names for names, _ in groups(fresh).values()] == [["experts/000", "experts/002"]]
     for name in ("experts/000/final", "experts/002/final"):
@@ -83,13 +83,12 @@ def test_what_is_there_is_not_done_again(fresh: Path) -> None:
 
 
 def test_some_experts_need_only_their_own_shards(fresh: Path) -> None:
-    commit(fresh, SHARDS.format(2))
+    commit(fresh, layout.shards(2))
     assert list(groups(fresh, kinds=("experts",), experts=(2,))) == ["experts"]
     with pytest.raises(AtollError, match="has no shards yet; let them be made too: --jobs prepare experts"):
         groups(fresh, kinds=("experts",))
     with pytest.raises(AtollError, match="no expert 3"):
         groups(fresh, kinds=("experts",), experts=(3,))
-    assert SHARDS.format(2) == shards.name(2)
 
 
 def test_a_student_without_its_teachers_is_refused(fresh: Path) -> None:

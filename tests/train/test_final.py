@@ -41,7 +41,7 @@ def trained(new_run: Copy, monkeypatch: pytest.MonkeyPatch) -> Trained:
     return make
 
 
-def _stop(*arguments: object) -> None:
+def _stop(*arguments: object, **options: object) -> None:
     raise Stopped
 
 

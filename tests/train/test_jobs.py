@@ -113,7 +113,7 @@ def test_flops_are_those_of_the_matrix_products(trained_experts: Path) -> None:
 def test_the_monolith_matches_the_experts_flops(trained_experts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained_experts, run)
-    assert finish(run, "--monolith", "--match-flops", wish=str(run)) == 0
+    assert finish(run, "--monolith", "--match-flops", str(run)) == 0
     experts = sum(declared(run, f"experts/{k:03d}")["compute"]["flops"] for k in range(3))
     monolith = declared(run, "monolith")
     assert monolith["compute"]["flops"] == pytest.approx(experts, rel=0.02)
