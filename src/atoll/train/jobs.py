@@ -25,7 +25,7 @@ from atoll.data.models import device as pick_device
 from atoll.data.reader import Shards
 from atoll.data.shards import name as shards_name
 from atoll.errors import AtollError
-from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
+from atoll.nets import NAMES, DiT, build, load_network, save_network
 from atoll.nets.expert import DiffusersExpert
 from atoll.networks import DEFAULT_NAME, check_fits_data
 from atoll.run import Artifact, Manifest
@@ -204,8 +204,6 @@ class Job:
         base = (self.name, network, self.shards, held_out, self.settings.seed)
         dropout = self.settings.condition_dropout
         if self.kind == "router":
-            assert isinstance(network, Router)
-            network.set_prior(self.shards.cluster_sizes())
             return RouterTask(*base, self.told, dropout)
         if self.kind == "student":
             micro = self.settings.batch // self.settings.accumulate
