@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 import atoll
+from atoll import flow
 from atoll.ensemble import Ensemble, Told
 from atoll.ensemble.field import OpenRouter
 from atoll.errors import AtollError
 from atoll.nets import Condition
-from ensemble.runs import SPACE, write_run
+from atoll.train.expert import Declaration
+from ensemble.runs import SMALL, SPACE, facts, write_run
 
 STRATEGIES = [
     *("full", "top-1", "top-2", "threshold-0.3", "nucleus-0.8", "drawn", "sample-1", "oracle"),
@@ -216,3 +218,13 @@ def test_tensors_of_another_batch_are_refused(changes: dict[str, Tensor], words:
     if "guidance" not in changes:
         with pytest.raises((AtollError, ValueError), match=words):
             ensemble.weights(**{**batch(), **changes})
+
+
+def test_declarations_of_older_experts_are_read() -> None:
+    """Older manifests have a part of the objective that only training used."""
+    spec = flow.objective("ddpm").spec
+    new, old = (
+        Declaration.from_facts({**facts("experts/000", [0], SMALL, [], SPACE), "objective": parts, "bridge": {}})
+        for parts in (spec, {**spec, "time_even": False})
+    )
+    assert old == new

@@ -34,6 +34,8 @@ class Declaration:
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> "Declaration":
         """Read a manifest's facts. A router has no objective: it lives on the linear path."""
+        # Older manifests have `time_even`, which only changed how training drew its times.
+        objective = {key: value for key, value in facts.get("objective", {}).items() if key != "time_even"}
         return cls(
             name=facts["job"],
             clusters=tuple(facts["clusters"]),
@@ -43,7 +45,7 @@ class Declaration:
             latents=facts["latents"],
             text=facts["text"],
             labels=tuple(facts["labels"] or ()),
-            bridge=flow.objective(**facts.get("objective", {})).bridge(**facts.get("bridge", {})),
+            bridge=flow.objective(**objective).bridge(**facts.get("bridge", {})),
         )
 
     @property
