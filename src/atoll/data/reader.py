@@ -2,7 +2,7 @@
 
     shards = Shards.open(run, [3])                       # one cluster; several for a router or a dense model
     for batch in shards.stream(batch=256, seed=0, start=steps_done * 256, rank=rank, world=world):
-        x0 = batch.latents(shards.statistics, generator)
+        x0 = shards.latents(batch, seed=0, position=position)
 
 Position p of the stream is sample `shuffled(p mod n)` of epoch p div n. Ranks take slices of one global batch, so any
 number of processes sees the same batches, and a run that stopped after any number of samples goes on with the next.
@@ -26,8 +26,10 @@ from atoll.data.chunks import ahead
 from atoll.data.latents import Statistics
 from atoll.data.order import shuffled
 from atoll.errors import AtollError
+from atoll.flow import randomness
 from atoll.run import Artifact, Manifest
 
+_LATENT_STREAM = 11
 _SAME_EVERYWHERE = ("labels", "latents", "statistics", "text", "fingerprint")
 
 
@@ -43,14 +45,6 @@ class Batch:
     text: Tensor | None
     mask: Tensor | None
     pooled: Tensor | None
-
-    def latents(self, statistics: Statistics, generator: torch.Generator | None = None) -> Tensor:
-        """x0 as the networks see it: drawn from the autoencoder's posterior, normalised."""
-        latents = self.mean.float()
-        if self.std is not None:
-            noise = torch.randn(latents.shape, generator=generator, device=latents.device)
-            latents = latents + self.std.float() * noise
-        return statistics.normalise(latents)
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
@@ -165,6 +159,14 @@ class Shards:
             here = epochs == epoch
             result[here] = shuffled(places[here], len(self), seed, int(epoch))
         return result
+
+    def latents(self, batch: Batch, *, seed: int, position: int) -> Tensor:
+        """Return x0: drawn from the autoencoder's posterior and normalized. `position` is that of the first sample."""
+        latents = batch.mean.float()
+        if batch.std is not None:
+            noise = randomness.normal(tuple(latents.shape), seed=seed, stream=_LATENT_STREAM, first=position)
+            latents = latents + batch.std.float() * noise.to(latents.device)
+        return self.statistics.normalise(latents)
 
     def ids(self, indices: list[int] | None = None) -> list[str]:
         """Ids of the samples with these numbers; of all of them if none are given."""

@@ -19,7 +19,7 @@ from atoll.data.reader import Batch, Shards
 from atoll.flow import randomness
 from atoll.nets import Condition, Router
 
-LATENT_STREAM, DROP_STREAM, HELD_OUT_STREAM = 11, 12, 14
+DROP_STREAM, HELD_OUT_STREAM = 12, 14
 TIME_BINS = 10
 
 
@@ -63,11 +63,7 @@ class Task(ABC):
 
     def latents(self, batch: Batch, position: int) -> Tensor:
         """x0: drawn from the autoencoder's posterior by position, and normalised."""
-        latents = batch.mean.float()
-        if batch.std is not None:
-            noise = randomness.normal(tuple(latents.shape), seed=self.seed, stream=LATENT_STREAM, first=position)
-            latents = latents + batch.std.float() * noise.to(latents.device)
-        return self.shards.statistics.normalise(latents)
+        return self.shards.latents(batch, seed=self.seed, position=position)
 
 
 def condition_of(batch: Batch, use: frozenset[str]) -> Condition:
