@@ -130,14 +130,6 @@ def test_only_its_own_folder_is_needed(prepared: Path, tmp_path: Path) -> None:
         Shards.open(tmp_path, [0])
 
 
-def test_the_empty_caption_is_there_for_guidance(prepared: Path) -> None:
-    text, mask, pooled = Shards.open(prepared, [0]).empty_text
-    expected = open_text_encoder("minilm", 12)([""])
-    assert mask.tolist() == [True, True] + [False] * 10
-    assert_allclose(text.float(), expected[0][0], atol=5e-3)
-    assert_allclose(pooled.float(), expected[2][0], atol=1e-3)
-
-
 def test_the_facts_tell_an_expert_what_it_is_made_of(prepared: Path) -> None:
     facts = Shards.open(prepared, [2]).facts
     assert facts["cluster"] == 2

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from atoll.data import shards, text
+from atoll.data import shards
 from atoll.data.chunks import ahead
 from atoll.data.latents import Statistics
 from atoll.data.order import shuffled
@@ -180,16 +180,6 @@ class Shards:
         tables = [pq.read_table(file.path.with_suffix(".parquet"), columns=[name])[name] for file in self._files]
         values = [value for table in tables for value in table.to_pylist()]
         return values if indices is None else [values[index] for index in indices]
-
-    @cached_property
-    def empty_text(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Text (L, D), mask (L) and pooled vector of the empty caption, for guidance."""
-        if self.facts["text"] is None:
-            raise AtollError(f"{self.artifacts[0].folder} has no text; set text.encoder")
-        stored = load_file(self.artifacts[0].path(text.EMPTY))
-        padding = self.facts["text"]["max_tokens"] - len(stored["tokens"])
-        states = torch.nn.functional.pad(stored["tokens"], (0, 0, 0, padding))
-        return states, torch.arange(len(states)) < len(stored["tokens"]), stored["pooled"][0]
 
 
 def _check_alike(artifacts: list[Artifact], manifests: list[Manifest]) -> None:
