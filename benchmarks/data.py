@@ -162,7 +162,7 @@ def reading(folder: Path, quick: bool) -> Iterator[Row]:
     in_memory, stream = cycle(held), data.stream(batch, seed=0, workers=1)
 
     def step(given: Batch) -> None:
-        x0 = given.latents(data.statistics)
+        x0 = data.latents(given, seed=0, position=0)
         condition = Condition(text=given.text.float(), text_mask=given.mask)  # type: ignore[union-attr]
         loss = (network(x0, torch.rand(batch) * 1000, condition) - x0).square().mean()
         loss.backward()

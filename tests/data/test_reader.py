@@ -102,17 +102,21 @@ def test_a_stream_that_is_dropped_leaves_no_thread(prepared: Path) -> None:
 
 def test_the_posterior_is_sampled_and_normalised(prepared: Path) -> None:
     shards = Shards.open(prepared, ALL)
-    pixels = torch.cat([shards.read(np.array([row])).latents(shards.statistics) for row in range(len(shards))])
+    pixels = torch.cat(
+        [shards.latents(shards.read(np.array([row])), seed=0, position=row) for row in range(len(shards))]
+    )
     assert_allclose(pixels.mean((0, 2, 3)), torch.zeros(3), atol=2e-3)
     assert_allclose(pixels.std((0, 2, 3)), torch.ones(3), atol=2e-3)
     numbers = torch.zeros(2, dtype=torch.long)
     mean, std = torch.full((2, 3, 40, 40), 3.0), torch.full((2, 3, 40, 40), 2.0)
     batch = Batch(numbers, numbers, numbers, mean, std, None, None, None)
-    one, two = (batch.latents(shards.statistics, torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    one, two = (shards.latents(batch, seed=seed, position=5) for seed in (0, 1))
     raw = shards.statistics.restore(one)
     assert abs(raw.mean() - 3) < 0.1
     assert abs(raw.std() - 2) < 0.1
     assert not torch.equal(one, two)
+    later = Batch(numbers[1:], numbers[1:], numbers[1:], mean[1:], std[1:], None, None, None)
+    assert torch.equal(shards.latents(later, seed=0, position=6), one[1:])
 
 
 def test_only_its_own_folder_is_needed(prepared: Path, tmp_path: Path) -> None:
@@ -125,14 +129,6 @@ def test_only_its_own_folder_is_needed(prepared: Path, tmp_path: Path) -> None:
         assert (ours.cluster == 1).all()
     with pytest.raises(AtollError, match="cluster_000 is not there"):
         Shards.open(tmp_path, [0])
-
-
-def test_the_empty_caption_is_there_for_guidance(prepared: Path) -> None:
-    text, mask, pooled = Shards.open(prepared, [0]).empty_text
-    expected = open_text_encoder("minilm", 12)([""])
-    assert mask.tolist() == [True, True] + [False] * 10
-    assert_allclose(text.float(), expected[0][0], atol=5e-3)
-    assert_allclose(pooled.float(), expected[2][0], atol=1e-3)
 
 
 def test_the_facts_tell_an_expert_what_it_is_made_of(prepared: Path) -> None:

@@ -22,10 +22,9 @@ def test_a_batch_is_a_function_of_seed_and_step(name: str) -> None:
         assert not torch.equal(first.t, other.t)
 
 
-@pytest.mark.parametrize("even", [False, True])
-def test_a_sample_gets_the_same_noise_in_any_batch(even: bool) -> None:
+def test_a_sample_gets_the_same_noise_in_any_batch() -> None:
     """What makes two processes equal one: positions 64..127 as one batch of 64 or as two of 32."""
-    objective = flow.objective("ddpm", time_even=even)
+    objective = flow.objective("ddpm")
     whole = objective.corrupt(BATCH, seed=1, step=1)
     halves = [objective.corrupt(BATCH[i : i + 32], seed=1, position=64 + i) for i in (0, 32)]
     assert torch.equal(whole.eps, torch.cat([half.eps for half in halves]))  # drawn sample by sample
@@ -71,14 +70,6 @@ def test_noise_and_times_are_distributed_as_they_say() -> None:
     log_sigma = exploding.schedule.sigma(exploding.corrupt(many, seed=0).t).log()
     assert log_sigma.mean().item() == pytest.approx(-1.2, abs=0.04)
     assert log_sigma.std().item() == pytest.approx(1.2, abs=0.04)
-
-
-def test_even_times_fill_the_interval_evenly_from_any_start() -> None:
-    objective = flow.objective("flow-matching", time_even=True)
-    for position in (0, 12_345, 10**9):
-        t = objective.corrupt(torch.zeros(256, 1), seed=7, position=position).t.sort().values
-        gaps = torch.cat([t, t[:1] + 1]).diff()
-        assert gaps.max() < 3 / 256
 
 
 def test_shift_moves_times_towards_noise() -> None:
@@ -146,6 +137,7 @@ def test_the_configuration_speaks_of_the_same_objectives(name: str) -> None:
     [
         (lambda: flow.objective("flow-maching"), "did you mean 'flow-matching'"),
         (lambda: flow.objective(predicton="x0"), "did you mean 'prediction'"),
+        (lambda: flow.objective(time_evn=True), "unknown part of an objective 'time_evn'"),
         (lambda: flow.objective(times="unifrm"), "did you mean 'uniform'"),
         (lambda: flow.objective(weighting="min_snr"), "did you mean 'min-snr'"),
         (lambda: flow.objective(time_std=0.0), "std > 0"),

@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 from torch.nn import functional
@@ -58,8 +56,6 @@ def test_logits_are_divided_by_the_temperature():
     assert router.logits(x, time).equal(router(x, time))
     router.temperature.fill_(2.0)
     torch.testing.assert_close(router.logits(x, time), router(x, time) / 2)
-    with pytest.raises(ValueError, match="3 positive cluster sizes"):
-        router.set_prior([1, 2])
 
 
 def test_router_can_be_told_class_and_pooled_text():
@@ -95,22 +91,22 @@ def test_another_size_interpolates_a_learned_table_and_stretches_the_formula():
     assert router.to("meta")(x.to("meta"), time.to("meta")).shape == (2, 3)  # as costs are counted
 
 
-def test_save_and_load_keep_prior_and_calibration(tmp_path):
+def test_save_and_load_keep_the_calibration(tmp_path):
     router = Router(RouterConfig(**TINY))
-    router.set_prior([1, 1, 2])
     router.temperature.fill_(1.5)
     save_network(router, tmp_path)
     loaded = load_network(tmp_path)
     x, time = torch.randn(2, 1, 8, 8), torch.tensor(3.0)
     assert loaded.logits(x, time).equal(router.logits(x, time))
-    assert float(loaded.log_prior[2]) == pytest.approx(math.log(0.5))
     assert router(torch.randn(2, 1, 12, 12), time).shape == (2, 3)
 
 
 def test_files_of_older_routers_with_retired_tensors_are_read(tmp_path):
     router = Router(RouterConfig(**TINY))
     save_network(router, tmp_path)
-    write_weights(router.state_dict() | {"balanced": torch.tensor(False)}, tmp_path / WEIGHTS_FILE)
+    write_weights(
+        router.state_dict() | {"balanced": torch.tensor(False), "log_prior": torch.zeros(3)}, tmp_path / WEIGHTS_FILE
+    )
     x, time = torch.randn(2, 1, 8, 8), torch.tensor(3.0)
     assert load_network(tmp_path).logits(x, time).equal(router.logits(x, time))
     assert set(read_source(tmp_path).state) == set(router.state_dict())

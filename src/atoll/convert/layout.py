@@ -143,7 +143,7 @@ class Layout:
         return [name for name in state if self.optional and name.endswith(self.optional) and name not in placed]
 
     def _made_by_network(self, names: list[str], config: Any) -> State:
-        """Fresh buffers (positions, prior) from a network whose weights stay on the meta device; zeros for nulls."""
+        """Fresh buffers (such as positions) from a network whose weights stay on the meta device; zeros for nulls."""
         with torch.device("meta"):
             network = self.build(config)
         for name, buffer in list(network.named_buffers()):

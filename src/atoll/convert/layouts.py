@@ -354,7 +354,7 @@ LAYOUTS: dict[str, Layout] = {
         Layout(
             "paris-router", "Paris router", ("cls_token", "head.4.weight", "patch_embed.weight"),
             _paris_router_config, _paris_router_pairs, Router, _paris_router_refuses, _paris_router_fields,
-            optional=("log_prior", "temperature"),
+            optional=("temperature",),
         ),
     )
 }  # fmt: skip

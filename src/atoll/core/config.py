@@ -44,7 +44,6 @@ class Objective(Section):
     time_mean: float = Field(0.0, description="mean of logit-normal and log-normal times")
     time_std: float = Field(1.0, gt=0, description="spread of logit-normal and log-normal times")
     time_shift: float = Field(1.0, gt=0, description="above 1: more training at high noise")
-    time_even: bool = Field(False, description="spread times evenly instead of drawing them independently")
     weighting: WeightingName = Field("constant", description="weight of each time in the loss")
     min_snr_gamma: float = Field(5.0, gt=0, description="gamma of the min-snr weighting")
 

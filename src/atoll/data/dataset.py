@@ -2,7 +2,7 @@
 
     shards = Shards.open(run, [3])                       # one cluster; several for a router or a dense model
     for batch in shards.stream(batch=256, seed=0, start=steps_done * 256, rank=rank, world=world):
-        x0 = batch.latents(shards.statistics, generator)
+        x0 = shards.latents(batch, seed=0, position=position)
 
 Position p of the stream is sample `shuffled(p mod n)` of epoch p div n. Ranks take slices of one global batch, so any
 number of processes sees the same batches, and a run that stopped after any number of samples goes on with the next.
@@ -26,7 +26,7 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS, ShardsContent
 from atoll.data.chunks import ahead
 from atoll.data.shuffle import shuffled
-from atoll.data.stages import shards, text
+from atoll.data.stages import shards
 from atoll.data.stages.latents import Statistics
 from atoll.flow import rng
 
@@ -47,14 +47,6 @@ class Batch:
     text: Tensor | None
     mask: Tensor | None
     pooled: Tensor | None
-
-    def latents(self, statistics: Statistics, generator: torch.Generator | None = None) -> Tensor:
-        """x0 as the networks see it: drawn from the autoencoder's posterior, normalised."""
-        latents = self.mean.float()
-        if self.std is not None:
-            noise = torch.randn(latents.shape, generator=generator, device=latents.device)
-            latents = latents + self.std.float() * noise
-        return statistics.normalise(latents)
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
@@ -210,16 +202,6 @@ class Shards:
         tables = [pq.read_table(file.path.with_suffix(".parquet"), columns=[name])[name] for file in self._files]
         values = [value for table in tables for value in table.to_pylist()]
         return values if indices is None else [values[index] for index in indices]
-
-    @cached_property
-    def empty_text(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Text (L, D), mask (L) and pooled vector of the empty caption, for guidance."""
-        if self.content.text is None:
-            raise AtollError(f"{self.artifacts[0].folder} has no text; set text.encoder")
-        stored = load_file(self.artifacts[0].path(text.EMPTY))
-        padding = self.content.text.max_tokens - len(stored["tokens"])
-        states = torch.nn.functional.pad(stored["tokens"], (0, 0, 0, padding))
-        return states, torch.arange(len(states)) < len(stored["tokens"]), stored["pooled"][0]
 
 
 def _check_alike(artifacts: list[Artifact], contents: list[ShardsContent]) -> None:

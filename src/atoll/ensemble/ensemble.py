@@ -48,7 +48,6 @@ class Ensemble(nn.Module):
         self.placement = placement or Placement(torch.device("cpu"))
         self.members = tuple(members)
         self.router = router
-        self.router_network = None if router is None else router.network
         self.routing = parse(routing)
         self.missing = tuple(missing)
         self.models = sampler.Models(members[0].declaration)

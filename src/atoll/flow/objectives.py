@@ -41,7 +41,6 @@ class TimeSampling:
 
     uniform: on [low, high]. logit-normal: sigmoid(N(mean, std²)) (Esser 2024). log-normal: ln sigma ~ N(mean, std²)
     (Karras 2022), for any schedule through its SNR. `shift` s maps t to s t/(1 + (s-1) t), more noise for s > 1.
-    `even` replaces independent draws by an evenly spread sequence: less variance in the loss.
     """
 
     name: TimesName = "uniform"
@@ -50,7 +49,6 @@ class TimeSampling:
     mean: float = 0.0
     std: float = 1.0
     shift: float = 1.0
-    even: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -123,7 +121,7 @@ class Objective:
             raise ValueError(f"x0 must be a floating point batch (batch, ...), got {x0.dtype} {tuple(x0.shape)}")
         first = step * x0.shape[0] if position is None else position
         if t is None:
-            u = rng.uniform(x0.shape[0], seed=seed, stream=_TIME_STREAM, first=first, even=self.times.even)
+            u = rng.uniform(x0.shape[0], seed=seed, stream=_TIME_STREAM, first=first)
             t = self.times.times(u, self.schedule).to(x0.device)
         eps = rng.normal(tuple(x0.shape), seed=seed, stream=_NOISE_STREAM, first=first).to(x0.device, x0.dtype)
         state = self.schedule.add_noise(x0, eps, t)
@@ -154,7 +152,6 @@ class Objective:
             "time_mean": self.times.mean,
             "time_std": self.times.std,
             "time_shift": self.times.shift,
-            "time_even": self.times.even,
             "weighting": self.weighting.name,
             "min_snr_gamma": self.weighting.gamma,
         }
@@ -165,14 +162,14 @@ def objective(name: str | None = None, **parts: Any) -> Objective:
     if name is not None and name not in OBJECTIVES:
         raise ValueError(unknown_objective(name))
     spec = {**(OBJECTIVES[name] if name else {}), **parts}
+    known = [*Objective().spec]
+    if wrong := [part for part in spec if part not in known]:
+        raise ValueError("; ".join(unknown("part of an objective", part, known) for part in wrong))
     noise = spec.pop("schedule", "linear")
     prediction = spec.pop("prediction", "velocity")
     times = {key.removeprefix("time_"): spec.pop(key) for key in list(spec) if key.startswith("time_")}
     weighting = {"gamma": spec.pop("min_snr_gamma")} if "min_snr_gamma" in spec else {}
     sampling, weight = spec.pop("times", "uniform"), spec.pop("weighting", "constant")
-    if spec:
-        known = [*Objective().spec]
-        raise ValueError("; ".join(unknown("part of an objective", part, known) for part in spec))
     return Objective(
         schedule(**noise) if isinstance(noise, dict) else schedule(noise),
         prediction,

