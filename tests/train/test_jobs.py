@@ -282,7 +282,7 @@ def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, sha
     settings = config.load(run, {"router.told": "auto"})
     assert Job(run, settings, "router").told == {"label"}
     assert "circle" in report(run, settings, Options(prompts=["circle"], steps=1)).read_text(encoding="utf-8")
-    assert choose(run, 3, ["circle"])[0].label == shards.content["labels"].index("circle")
+    assert choose(run, 3, ["circle"])[0].label == shards.content.labels.index("circle")
     with pytest.raises(AtollError, match="told classes"):
         report(run, settings, Options(prompts=["zebra"], steps=1))
 
