@@ -14,13 +14,13 @@ from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE, MANIFEST_FILE
+from atoll.core.metrics_file import TAIL_BYTES, parse_lines
 from atoll.core.untrusted import Refused
 from atoll.islands.leases import MAX_FAILURES, READERS, Seen, survey
 from atoll.islands.store import Store
 
 ACTIVE_SECONDS = 120.0
 """A job in a folder without leases counts as running if its journal was written within this time."""
-JOURNAL_TAIL = 1 << 16
 """Bytes at the end of a journal that are read: some hundred lines, of which the last whole one is wanted."""
 STYLES = {"done": "green", "running": "cyan", "proposed": "cyan", "stale": "yellow", "failed": "red"}
 
@@ -90,19 +90,14 @@ def _journal(store: Store, job: str, total: int) -> JobStatus | None:
     entry = store.entry(layout.metrics(job))
     if entry is None:
         return None
-    tail = b"".join(store.stream(entry.key, max(0, entry.size - JOURNAL_TAIL), entry.size))
-    lines = tail.decode("utf-8", "replace").splitlines()
-    while lines:
-        try:
-            last = json.loads(lines.pop())
-        except json.JSONDecodeError:
-            continue  # its writer is in the middle of this line
-        age = max(0.0, time.time() - entry.modified)
-        state = "running" if age < ACTIVE_SECONDS else "stale"
-        rate, total = float(last["samples_per_second"]), int(last.get("total", total))
-        left = max(0.0, (total - last["samples"]) / rate) if state == "running" and rate > 0 else None
-        return JobStatus(job, state, "this folder", last["samples"], total, rate, left, age)
-    return None
+    lines = parse_lines(b"".join(store.stream(entry.key, max(0, entry.size - TAIL_BYTES), entry.size)))
+    if not lines:
+        return None
+    last, age = lines[-1], max(0.0, time.time() - entry.modified)
+    state = "running" if age < ACTIVE_SECONDS else "stale"
+    rate, total = last.samples_per_second, last.total or total
+    left = max(0.0, (total - last.samples) / rate) if state == "running" and rate > 0 else None
+    return JobStatus(job, state, "this folder", last.samples, total, rate, left, age)
 
 
 def as_table(lines: list[JobStatus], title: str) -> Table:

@@ -4,7 +4,6 @@ Each stage is a command that anyone can type; the demo types them in order, trai
 with a report. What is done is not done again, so an interrupted demo continues.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
+from atoll.core.metrics_file import last_line
 from atoll.core.presets import PRESETS
 from atoll.core.progress import progress
 
@@ -184,10 +184,8 @@ def log_of(run: Path, job: Job) -> Path:
 
 def position(run: Path, job: Job) -> int:
     """Samples that a job has seen, by its journal."""
-    file = run / layout.metrics(job.name)
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    whole = [line for line in lines if line.endswith("}")]
-    return int(json.loads(whole[-1])["samples"]) if whole else 0
+    line = last_line(run / layout.metrics(job.name))
+    return line.samples if line else 0
 
 
 @contextmanager

@@ -26,11 +26,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.layout import MANIFEST_FILE
+from atoll.core.metrics_file import last_line
 from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
 from atoll.islands.store import Store
 from atoll.launch.base import AGAIN, NODE, TICKET, logs_of
@@ -174,25 +175,15 @@ class Attempt:
                     lease.check()
                 if time.monotonic() - looked > 5:
                     looked = time.monotonic()
-                    lease.tell(total=self.samples, **progress_of(self.run / self.step))
+                    lease.tell(total=self.samples)
+                    if line := last_line(self.run / layout.metrics(self.step)):
+                        lease.tell(samples=line.samples, rate=line.samples_per_second)
 
 
 def saved_samples(run: Path, step: str) -> int:
     """How far the newest committed checkpoint of a training job is."""
     found = (run / layout.checkpoints(step)).glob(f"*/{MANIFEST_FILE}")
     return max((int(path.parent.name) for path in found if path.parent.name.isdigit()), default=0)
-
-
-def progress_of(folder: Path) -> dict[str, Any]:
-    """Samples and rate from the last whole line of a job's journal."""
-    try:
-        with (folder / layout.METRICS_FILE).open("rb") as stream:
-            stream.seek(max(0, os.path.getsize(stream.name) - (1 << 16)))
-            lines = stream.read().split(b"\n")[:-1]
-        line = json.loads(lines[-1])
-        return {"samples": line["samples"], "rate": line["samples_per_second"]}
-    except (FileNotFoundError, IndexError, json.JSONDecodeError):
-        return {}
 
 
 # Who holds a lease

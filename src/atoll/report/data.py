@@ -18,6 +18,7 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.manifests import CLUSTERS, EXPERT, ROUTER, ComputeSpec, ExpertContent, RouterContent
+from atoll.core.metrics_file import MetricsLine, read_lines
 from atoll.core.version import __version__
 from atoll.data.dataset import Shards
 from atoll.data.stages import clusters, ingest
@@ -34,7 +35,7 @@ class Job:
 
     name: str
     content: ExpertContent | RouterContent
-    metrics: list[dict[str, Any]]
+    metrics: list[MetricsLine]
 
     @property
     def expert(self) -> int | None:
@@ -89,10 +90,9 @@ class Findings:
         return [self._job(name) for name in finished(self.run)]
 
     def _job(self, name: str) -> Job:
-        artifact, file = Artifact(self.run, layout.final(name)), self.run / layout.metrics(name)
+        artifact = Artifact(self.run, layout.final(name))
         content = artifact.read(ROUTER) if name == layout.ROUTER else artifact.read(EXPERT)
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        return Job(name, content, [json.loads(line) for line in lines])
+        return Job(name, content, read_lines(self.run / layout.metrics(name)))
 
     def job(self, name: str) -> Job | None:
         """A finished network by name."""

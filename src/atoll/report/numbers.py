@@ -32,7 +32,7 @@ def losses(findings: Findings) -> str:
 
 
 def _curve(job: Job) -> list[tuple[float, float]]:
-    return [(line["samples"], line["loss"]) for line in job.metrics]
+    return [(line.samples, line.loss) for line in job.metrics]
 
 
 def _shade(job: Job) -> str:

@@ -1,6 +1,5 @@
 """What a run tells of itself: the model, its experts, their clusters, and the jobs that train them."""
 
-import json
 from collections import Counter
 from functools import lru_cache
 from itertools import zip_longest
@@ -14,6 +13,7 @@ from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import CLUSTERS, EXPERT, ExpertContent
+from atoll.core.metrics_file import read_lines
 from atoll.data.stages import clusters as partition
 from atoll.data.stages import ingest
 from atoll.data.stages.clusters import read_assignments
@@ -221,10 +221,8 @@ def newest_grid(run: Path, job: str) -> Path | None:
 
 def _losses(file: Path) -> list[tuple[int, float]]:
     """Samples and loss along a job's journal, thinned out."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    whole = [line for line in lines if line.endswith("}")]  # its writer may be in the middle of the last one
-    thin = whole[:: -(-len(whole) // POINTS)] if whole else []
-    if whole and thin[-1] != whole[-1]:
-        thin[-1] = whole[-1]
-    points = [(int(point["samples"]), float(point["loss"])) for point in map(json.loads, thin)]
-    return [(samples, loss) for samples, loss in points if isfinite(loss)]
+    lines = read_lines(file)
+    thin = lines[:: -(-len(lines) // POINTS)] if lines else []
+    if lines and thin[-1] != lines[-1]:
+        thin[-1] = lines[-1]
+    return [(line.samples, line.loss) for line in thin if isfinite(line.loss)]

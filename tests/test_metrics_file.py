@@ -1,0 +1,35 @@
+"""The reader of metrics.jsonl, beside a job that writes it."""
+
+import json
+from pathlib import Path
+
+from atoll.core.metrics_file import TAIL_BYTES, last_line, parse_lines, read_lines
+
+
+def line(samples: int, **extra: object) -> str:
+    return json.dumps({"samples": samples, "loss": 1.5, "samples_per_second": 2.0, **extra}) + "\n"
+
+
+def test_a_half_written_line_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert read_lines(file) == []
+    assert last_line(file) is None
+    for end in ("", '{"samples": 8', '{"samples": 80, "loss": 1.0'):
+        file.write_text(line(20) + line(40, total=100, loss_by_time=[1.0, None]) + end)
+        assert [found.samples for found in read_lines(file)] == [20, 40]
+        last = last_line(file)
+        assert last is not None
+        assert (last.samples, last.total) == (40, 100)
+
+
+def test_the_last_line_of_a_long_file_is_found_without_its_beginning(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(line(number, loss_by_time=[0.5] * 10) for number in range(3000)))
+    assert file.stat().st_size > 2 * TAIL_BYTES
+    last = last_line(file)
+    assert last is not None
+    assert last.samples == 2999
+
+
+def test_bytes_that_are_no_metrics_are_passed_over() -> None:
+    assert parse_lines(b"\xff\xfe\n[1]\n{}\nnull\n") == []
