@@ -14,3 +14,6 @@ for name in ddpm4 ddpm4-exact ddpm4-published-linear ddpm4-published-schedule; d
     measure $name --models experts expert:0 --routings top-1 --extractors inception efficientnet-lite0 --skip diversity
 done
 table ddpm4 ddpm4-exact ddpm4-published-linear ddpm4-published-schedule
+for name in ddpm4 ddpm4-exact ddpm4-published-linear ddpm4-published-schedule; do
+    ${ATOLL_PYTHON:-.venv/bin/python} recipes/bridge/errors.py "$(arm $name)" 0 1 3 5
+done
