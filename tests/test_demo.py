@@ -82,7 +82,9 @@ def test_a_half_written_journal_is_read_up_to_its_last_whole_line(tmp_path: Path
     job = demo.Job("experts/000", (), 100)
     assert demo.position(tmp_path, job) == 0
     (tmp_path / "experts/000").mkdir(parents=True)
-    (tmp_path / "experts/000/metrics.jsonl").write_text(json.dumps({"samples": 40, "loss": 1.0, "samples_per_second": 2.0}) + "\n" + '{"samples": 8')
+    (tmp_path / "experts/000/metrics.jsonl").write_text(
+        json.dumps({"samples": 40, "loss": 1.0, "samples_per_second": 2.0}) + "\n" + '{"samples": 8'
+    )
     assert demo.position(tmp_path, job) == 40
 
 

@@ -33,15 +33,15 @@ def huge_manifest(offer: Offer) -> None:
 
 
 def repeated_key(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"format": 1', b'"format": 1,\n "format": 1', 1)
+    offer.raw = lambda data: data.replace(b'"format": 2', b'"format": 2,\n "format": 2', 1)
 
 
 def nan_constant(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"format": 1', b'"format": NaN', 1)
+    offer.raw = lambda data: data.replace(b'"format": 2', b'"format": NaN', 1)
 
 
 def infinite_number(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"format": 1', b'"format": 1e999', 1)
+    offer.raw = lambda data: data.replace(b'"format": 2', b'"format": 1e999', 1)
 
 
 def not_json(offer: Offer) -> None:
@@ -49,7 +49,7 @@ def not_json(offer: Offer) -> None:
 
 
 def other_format(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"format": 1', b'"format": 2', 1)
+    offer.raw = lambda data: data.replace(b'"format": 2', b'"format": 3', 1)
 
 
 def other_spelling(offer: Offer) -> None:
@@ -137,7 +137,7 @@ def scale_below_zero(offer: Offer) -> None:
     offer.content["network"]["normalization"] = {"scaling_factor": -1.0}
 
 
-def told_what_is_not_there(offer: Offer) -> None:
+def conditioned_on_what_is_not_there(offer: Offer) -> None:
     offer.content["conditioning"] = ["text", "password"]
 
 
@@ -212,7 +212,7 @@ CLAIMS: dict[Callable[[Offer], None], str] = {
     nan_constant: "NaN is not a number",
     infinite_number: "1e999 is not a finite number",
     not_json: "not UTF-8",
-    other_format: "has format 2",
+    other_format: "has format 3",
     other_spelling: "one spelling",
     size_of_text: "expected a number of bytes",
     hash_with_a_path: "not 64 hexadecimal digits",
@@ -234,7 +234,7 @@ CLAIMS: dict[Callable[[Offer], None], str] = {
     moments_of_other_data: "its statistics is not that of this run's cluster 1",
     network_for_other_latents: r"its network is for latents normalized as z . 0.18215; this run normalizes",
     scale_below_zero: "its network cannot be built: normalization.scaling_factor",
-    told_what_is_not_there: "it wants to be told",
+    conditioned_on_what_is_not_there: "it is conditioned on",
     wrong_cluster: "expected 'experts/001'",
     two_clusters: "expected 'experts/001'",
     other_data: "not made from this run's shards of cluster 1",
