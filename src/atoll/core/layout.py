@@ -26,7 +26,6 @@ METRICS_FILE = "metrics.jsonl"
 
 INGEST, FEATURES, CLUSTERS = "data/ingest", "data/features", "data/clusters"
 LATENTS, TEXT = "data/latents", "data/text"
-LAUNCH = "launch"
 EVALUATION = "evaluation"
 LATEST_EVALUATION = f"{EVALUATION}/latest.json"
 
