@@ -11,7 +11,7 @@ from atoll import cli
 from atoll.core import config
 from atoll.core.errors import AtollError
 from atoll.islands.remote_run import open_config, pull, push
-from atoll.islands.shared_settings import read_shared, shared_part
+from atoll.islands.shared_settings import SHARED, read_shared, shared_part
 from atoll.islands.store import Store
 from atoll.islands.worker import open_worker
 from train.conftest import Copy, merge
@@ -130,6 +130,29 @@ def test_a_hostile_run_changes_nothing_on_the_machine_that_joins(
 def test_a_file_that_is_no_plain_table_is_refused(text: str, words: str) -> None:
     with pytest.raises(AtollError, match=words):
         read_shared(text.encode("latin-1"), "the store")
+
+
+LOCAL = {
+    "data.source", "data.image", "data.caption", "data.label", "data.id", "data.max_rejects", "data.workers",
+    "train.init", "train.trackers", "train.workers", "island",
+}  # fmt: skip
+SHARED_COUNT = 61
+
+
+def test_a_new_setting_is_shared_only_after_a_decision() -> None:
+    """Fail when a key is added: it belongs either to a machine (`LOCAL`) or to the shared run (count it)."""
+    fields = config.Config.model_fields
+    keys = {
+        f"{name}.{key}" if name not in ("experts", "networks", "preset", "island") else name
+        for name, field in fields.items()
+        for key in getattr(field.annotation, "model_fields", {"": None})
+    }
+    shared = {
+        key for key in keys if (part := key.partition("."))[0] in SHARED
+        and (SHARED[part[0]] is None or part[2] in (SHARED[part[0]] or ()))
+    }  # fmt: skip
+    assert keys - shared == LOCAL
+    assert len(shared) == SHARED_COUNT, sorted(shared)
 
 
 def test_what_is_shared_is_read_back_unchanged(new_run: Copy) -> None:
