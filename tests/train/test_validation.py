@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atoll.data.dataset import Shards
 from atoll.experts import validation
-from atoll.experts.validation import TIME_BINS, ValidationSet, validate
+from atoll.experts.validation import TIME_BINS, Summary, ValidationSet, validate
 from atoll.nets import Condition
 from train.posterior import give_posterior
 
@@ -36,7 +36,7 @@ def velocity(x: Tensor, t: Tensor, condition: Condition | None = None) -> Tensor
     return x * (1 + t[:, None, None, None])
 
 
-def measured(shards: Shards, **options: Any) -> dict[str, Any]:
+def measured(shards: Shards, **options: Any) -> Summary:
     return validate(velocity, shards, seed=3, conditioning=frozenset(), **options)
 
 
@@ -63,7 +63,7 @@ def test_x0_is_a_sample_of_the_posterior_with_noise_that_training_does_not_use(p
 
 
 def test_the_error_of_a_cluster_does_not_depend_on_the_others(prepared: Path) -> None:
-    alone = measured(held_out(prepared, 1))["held_out_loss"]
+    alone = measured(held_out(prepared, 1)).mean
     together = ValidationSet(held_out(prepared, 0, 1, 2), 3)
     own = [part for part in together.batches(CPU) if (part.batch.cluster == 1).all()]
     errors = [validation.velocity_errors(velocity(p.noised.input, p.noised.t), p.noised.target) for p in own]
@@ -75,8 +75,8 @@ def test_neither_batches_nor_processes_change_the_error(prepared: Path, monkeypa
     whole = measured(shards)
     monkeypatch.setattr(validation, "BATCH", 3)
     again = measured(shards)
-    assert again["held_out_loss"] == pytest.approx(whole["held_out_loss"], rel=1e-6)
-    assert again["loss_by_time"] == pytest.approx(whole["loss_by_time"], rel=1e-6)
+    assert again.mean == pytest.approx(whole.mean, rel=1e-6)
+    assert again.by_time == pytest.approx(whole.by_time, rel=1e-6)
     images = ValidationSet(shards, 3)
     mine = [[(part, part.noised.t) for part in images.batches(CPU, Part(rank, 3))] for rank in range(3)]
     rows = sum(images.gather(parts, Part(rank, 3)) for rank, parts in enumerate(mine))
@@ -96,4 +96,4 @@ def test_a_limit_is_of_each_cluster(prepared: Path) -> None:
 
 def test_without_held_out_images_there_is_no_error(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shards, "cluster_ranges", lambda _: {})
-    assert measured(held_out(prepared, 0)) == {"held_out_loss": None}
+    assert measured(held_out(prepared, 0)) == Summary(None)

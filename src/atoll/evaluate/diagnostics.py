@@ -7,7 +7,7 @@ experts and samples whatever the routings.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,7 @@ def dense_error(model: Ensemble, shards: Shards, limit: int, *, seed: int, name:
             return model.velocity(x, t, condition)
 
         found = validate(velocity, shards, seed=seed, conditioning=model.told, limit=limit, device=model.device)
-    return {"mean": found["held_out_loss"], "by_time": found["loss_by_time"]}
+    return asdict(found)
 
 
 def summary(values: Tensor, t: Tensor) -> dict[str, Any]:

@@ -5,8 +5,8 @@ noised once in every one of ten bins of time. x0 is a sample of the autoencoder'
 noise are functions of (seed, position of the image in its cluster), so the error on a cluster depends neither on the
 batch size nor on the number of processes nor on the other clusters.
 
-    metrics = validate(velocity, held_out, seed=config.train.seed, conditioning=frozenset({"text"}))
-    metrics["held_out_loss"], metrics["loss_by_time"]
+    error = validate(velocity, held_out, seed=config.train.seed, conditioning=frozenset({"text"}))
+    error.mean, error.by_time
 
 The error over several clusters is the mean over all of their images. An expert is validated on its own cluster, and
 monolith, student, router and mixtures of experts on the union of what the experts are validated on. Training, admission
@@ -20,13 +20,14 @@ bits, whatever their number.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from atoll import flow
+from atoll.core.manifests import ByTime
 from atoll.data.dataset import Batch, Shards
 from atoll.flow import rng
 from atoll.nets import Condition
@@ -155,6 +156,19 @@ class ValidationSet:
         return processes.sum(rows)
 
 
+@dataclass(frozen=True)
+class Summary:
+    """The mean of a metric over all rows, and in each bin of time; None where nothing is held out."""
+
+    mean: float | None
+    by_time: ByTime | None = None
+
+    @classmethod
+    def of(cls, values: Tensor, t: Tensor) -> Self:
+        """Summarize the values (rows,) at the times (rows,)."""
+        return cls(values.double().mean().item(), by_time(values, t))
+
+
 @torch.no_grad()
 def validate(
     velocity: Callable[..., Tensor],
@@ -165,14 +179,14 @@ def validate(
     limit: int = IMAGES,
     device: torch.device | None = None,
     processes: Processes = ALONE,
-) -> dict[str, Any]:
+) -> Summary:
     """Return the mean squared error of a velocity field against eps - x0 on held-out images, in all and by time.
 
     `velocity(x, t, condition=...)` is evaluated on `device`; `conditioning` is any of text, pooled and label.
     """
     held_out = ValidationSet(shards, seed, limit)
     if not len(held_out):
-        return {"held_out_loss": None}
+        return Summary(None)
     errors, times = [], []
     for part in held_out.batches(device or torch.device("cpu"), processes):
         x, t = part.noised.input, part.noised.t
@@ -180,7 +194,7 @@ def validate(
         errors.append((part, velocity_errors(output, part.noised.target)))
         times.append((part, t))
     error, t = held_out.gather(errors, processes), held_out.gather(times, processes)
-    return {"held_out_loss": error.mean().item(), "loss_by_time": by_time(error, t)}
+    return Summary.of(error, t)
 
 
 def velocity_errors(velocity: Tensor, target: Tensor) -> Tensor:
@@ -188,12 +202,12 @@ def velocity_errors(velocity: Tensor, target: Tensor) -> Tensor:
     return (velocity - target).square().flatten(-3).mean(-1)
 
 
-def by_time(values: Tensor, t: Tensor) -> list[float | None]:
+def by_time(values: Tensor, t: Tensor) -> ByTime:
     """Return the mean of the values in each of ten bins of time; None where there is none."""
     bins = (t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
     sums = torch.zeros(TIME_BINS, dtype=torch.float64, device=t.device).index_add_(0, bins, values.double())
     counts = torch.bincount(bins, minlength=TIME_BINS)
-    return [s / n if n else None for s, n in zip(sums.tolist(), counts.tolist(), strict=True)]
+    return tuple(s / n if n else None for s, n in zip(sums.tolist(), counts.tolist(), strict=True))
 
 
 def condition_of(batch: Batch, use: frozenset[str]) -> Condition:

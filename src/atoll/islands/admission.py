@@ -312,7 +312,8 @@ def check_loss(offered: Contribution, artifact: Artifact, data: Artifact) -> Non
     objective, told = flow.objective(**content.objective), frozenset(content.conditioning)
     task = ExpertTask(offered.name, network, held_out, held_out, _seed(offered), objective, told, 0.0)
     velocity = objective.bridge(**content.bridge.model_dump(), **held_out.statistics.bridge_options).wrap(task.answer)
-    loss = validate(velocity, held_out, seed=_seed(offered), conditioning=told)["held_out_loss"]
+    loss = validate(velocity, held_out, seed=_seed(offered), conditioning=told).mean
+    assert loss is not None  # there are held-out images
     if not math.isfinite(loss) or (bar is not None and loss > bar):
         raise Refused(f"its held-out loss on cluster {offered.expert} is {loss:.4g}; the bar is {bar}")
     if claim is None or abs(claim - loss) > CLAIM_TOLERANCE * loss:

@@ -68,8 +68,8 @@ class StudentTask(Task):
     def finish(self, processes: Processes = ALONE) -> dict[str, Any]:
         """Held-out error of the velocity, against the data as for any expert."""
         where: dict[str, Any] = {"device": self.device, "processes": processes}
-        metrics = validate(self.velocity(), self.held_out, seed=self.seed, conditioning=self.told, **where)
-        return {"bridge": {}, **metrics}
+        error = validate(self.velocity(), self.held_out, seed=self.seed, conditioning=self.told, **where)
+        return {"bridge": {}, "held_out_loss": error.mean, "loss_by_time": error.by_time}
 
     def _experts(self) -> range:
         return range(self.shards.content.clusters)

@@ -144,8 +144,9 @@ class ExpertTask(Task):
         bridge = self.calibrated(CALIBRATION_IMAGES, processes)
         velocity = bridge.wrap(self.answer)
         where: dict[str, Any] = {"device": self.device, "processes": processes}
-        metrics = validate(velocity, self.held_out, seed=self.seed, conditioning=self.told, **where)
-        return {"bridge": {"prediction_error": bridge.prediction_error}, **metrics}
+        error = validate(velocity, self.held_out, seed=self.seed, conditioning=self.told, **where)
+        measured = {"held_out_loss": error.mean, "loss_by_time": error.by_time}
+        return {"bridge": {"prediction_error": bridge.prediction_error}, **measured}
 
 
 @dataclass(frozen=True)
