@@ -82,7 +82,7 @@ class Work:
     ) -> Declaration:
         latents = {"autoencoder": "pixels", "weights": None, "shape": [4, self.side, self.side]}
         text = {"weights": "w", "encoder": "none", "max_tokens": TEXT, "dimensions": TEXT_WIDTH}
-        return Declaration(name, clusters, self._config().to_dict(), told, SPACE, latents, text, (), bridge)
+        return Declaration(name, clusters, self._config(), told, SPACE, latents, text, (), bridge)
 
     def routed(self, model: Ensemble, routing: str = "top-1") -> Side:
         """Steps along the ensemble's velocity."""

@@ -37,6 +37,7 @@ from atoll import flow
 from atoll.core.artifacts import Artifact, Kind
 from atoll.core.manifests import EXPERT
 from atoll.core.manifests import ROUTER as ROUTER_KIND
+from atoll.core.networks import read_network
 from atoll.ensemble import Ensemble, Told
 from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.flow import rng
@@ -87,7 +88,7 @@ def _commit(
 ) -> None:
     artifact = Artifact(run, f"{job}/final")
     artifact.begin(kind, {"job": job})
-    made = build(network)
+    made = build(read_network(network))
     generator = torch.Generator().manual_seed(len(job) + clusters[0])
     with torch.no_grad():
         for part in made.parameters():
@@ -96,7 +97,7 @@ def _commit(
             )
     save_network(made, artifact.folder)
     latents = {"autoencoder": "pixels", "weights": None, "resolution": SIDE, "shape": [3, SIDE, SIDE]}
-    common = {"job": job, "clusters": clusters, "network": made.describe(), "statistics": SPACE, "text": TEXT}
+    common = {"job": job, "clusters": clusters, "network": made.config, "statistics": SPACE, "text": TEXT}
     data = {"labels": [], "source": "random", "fingerprint": "", "latents": latents}
     artifact.commit(kind.content(**common, **data, **own))
 

@@ -70,7 +70,7 @@ class Bare:
     """Forward, backward and AdamW alone, on tensors in memory."""
 
     def __init__(self, job: Job) -> None:
-        self.network = build(job.description)
+        self.network = build(job.network)
         self.optimizer = make_optimizer(self.network, job.settings)
         batch = job.shards.read(torch.arange(job.settings.batch).numpy())
         condition = condition_of(batch, job.told)
@@ -120,7 +120,7 @@ def checkpoint_pause(folder: Path, name: str) -> list[Row]:
     """Seconds of a checkpoint against a plain copy of the same bytes to the disk."""
     config = make_run(folder).model_copy(update={"networks": {"default": name}})
     job = Job(folder, config, "expert", 0)
-    network = build(job.description)
+    network = build(job.network)
     state = State(network, Averages(network, {"ema": 1000.0}), make_optimizer(network, job.settings))
     checkpoints = Checkpoints(folder, "pause", {}, ALONE, keep_last=1)
     state.tensors()

@@ -2,49 +2,48 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from atoll import cli
 from atoll.core import config as configuration
 from atoll.core.presets import NOTES, PRESETS, PUBLISHED
-from atoll.train.estimate import survey
+from atoll.train.estimate import RunCosts, estimate_run
 
 
-def surveyed(name: str, gpus: int | None = None) -> dict[str, Any]:
-    return survey(Path("nowhere"), configuration.resolve(PRESETS[name]), gpus)
+def surveyed(name: str, gpus: int | None = None) -> RunCosts:
+    return estimate_run(Path("nowhere"), configuration.resolve(PRESETS[name]), gpus)
 
 
 def test_paris_and_hddm_have_the_published_sizes() -> None:
-    jobs = surveyed("laion256")["jobs"]
-    assert [job["job"] for job in jobs] == [*(f"experts/{k:03d}" for k in range(8)), "router"]
-    assert jobs[0]["parameters"] + 256 * 1152 == pytest.approx(605.97e6, rel=1e-4)  # the release counts positions too
-    assert jobs[8]["parameters"] + 256 * 768 == pytest.approx(129.14e6, rel=1e-4)
+    jobs = surveyed("laion256").jobs
+    assert [job.job for job in jobs] == [*(f"experts/{k:03d}" for k in range(8)), "router"]
+    assert jobs[0].parameters + 256 * 1152 == pytest.approx(605.97e6, rel=1e-4)  # the release counts positions too
+    assert jobs[8].parameters + 256 * 768 == pytest.approx(129.14e6, rel=1e-4)
     objectives = configuration.resolve(PRESETS["laion256"])
     assert [objectives.objective(k).prediction == "epsilon" for k in range(8)] == [k in (0, 3) for k in range(8)]
 
 
 def test_the_experts_of_24b_have_three_billion_parameters() -> None:
     found = surveyed("ddm24b", gpus=8)
-    experts = found["jobs"][:8]
-    assert experts[0]["parameters"] == pytest.approx(3.0e9, rel=0.01)
-    assert sum(job["parameters"] for job in experts) == pytest.approx(24e9, rel=0.01)
+    experts = found.jobs[:8]
+    assert experts[0].parameters == pytest.approx(3.0e9, rel=0.01)
+    assert sum(job.parameters for job in experts) == pytest.approx(24e9, rel=0.01)
     # HDDM charges DDM with 1176 A100-days; the published time on 64 GPUs is below 448.
-    assert found["gpu_days"]["A100"] == pytest.approx(1176, rel=0.2)
-    assert found["gpu_days"]["H100"] < 448
-    assert experts[0]["bytes"] < 80e9
-    assert surveyed("ddm24b", gpus=1)["jobs"][0]["bytes"] > 60e9
+    assert found.gpu_days["A100"] == pytest.approx(1176, rel=0.2)
+    assert found.gpu_days["H100"] < 448
+    assert experts[0].bytes < 80e9
+    assert surveyed("ddm24b", gpus=1).jobs[0].bytes > 60e9
 
 
 def test_imagenet_is_shared_by_the_experts_as_in_ddm() -> None:
     found = surveyed("imagenet256")
-    experts = found["jobs"][:8]
-    assert experts[0]["parameters"] == pytest.approx(675e6, rel=0.01)
-    assert sum(job["samples"] for job in experts) == 800_000 * 256
-    router, flops = found["jobs"][8]["flops"], sum(job["flops"] for job in experts)
+    experts = found.jobs[:8]
+    assert experts[0].parameters == pytest.approx(675e6, rel=0.01)
+    assert sum(job.samples for job in experts) == 800_000 * 256
+    router, flops = found.jobs[8].flops, sum(job.flops for job in experts)
     assert 0.03 < router / flops < 0.07
-    assert found["gpu_days"]["A100"] == pytest.approx(found["flops"] / (312e12 * 0.5 * 86400))
+    assert found.gpu_days["A100"] == pytest.approx(found.flops / (312e12 * 0.5 * 86400))
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)

@@ -11,6 +11,7 @@ from torch import nn
 from atoll import flow
 from atoll.core import manifests
 from atoll.core.artifacts import Artifact, Kind
+from atoll.core.networks import read_network
 from atoll.experts.density import FILE, Density
 from atoll.nets import build, save_network
 
@@ -58,8 +59,8 @@ def write_network(run: Path, job: str, declared: dict[str, Any], seed: int = 0) 
     artifact = Artifact(run, f"{job}/final")
     kind: Kind[Any] = manifests.ROUTER if job == "router" else manifests.EXPERT
     artifact.begin(kind, {"job": job})
-    network = randomised(build(declared["network"]), seed)
-    declared = {**declared, "network": network.describe()}
+    network = randomised(build(read_network(declared["network"])), seed)
+    declared = {**declared, "network": network.config}
     save_network(network, artifact.folder)
     if kind is manifests.EXPERT:
         artifact.write_tensors(FILE, cluster_density(seed).tensors())

@@ -1,11 +1,10 @@
-import json
-
 import pytest
 import torch
 from oracles import FLOAT
 
 from atoll import flow
 from atoll.core.config import NAMED_OBJECTIVES
+from atoll.core.manifests import ObjectiveSpec
 from atoll.core.names import OBJECTIVES
 from atoll.flow.objectives import MAX_WEIGHT
 
@@ -124,7 +123,7 @@ def test_weights_stay_finite_at_the_ends() -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_is_built_again_from_its_spec_through_json(name: str) -> None:
     objective = flow.objective(name)
-    assert flow.objective(**json.loads(json.dumps(objective.spec))) == objective
+    assert flow.Objective.of(ObjectiveSpec.model_validate_json(objective.spec.model_dump_json())) == objective
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -92,12 +92,12 @@ def test_zero_terminal_snr_tables_are_accepted() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_built_again_from_its_spec(name: str) -> None:
     schedule = flow.schedule(name)
-    assert flow.schedule(**schedule.spec) == schedule
+    assert flow.schedule(**schedule.spec.model_dump()) == schedule
 
 
 def test_a_custom_table_is_built_again_from_its_spec() -> None:
     schedule = flow.DiscreteSchedule((0.9, 0.5, 0.1))
-    again = flow.schedule(**schedule.spec)
+    again = flow.schedule(**schedule.spec.model_dump())
     assert again == schedule
     assert again.log_snr(torch.tensor(0.25, dtype=FLOAT)).item() == pytest.approx((math.log(9) + 0.0) / 2)
 

@@ -114,7 +114,7 @@ def unknown_objective(offer: Offer) -> None:
 
 
 def forbidden_objective(offer: Offer) -> None:
-    offer.content["objective"] = flow.objective("ve-x0").spec
+    offer.content["objective"] = flow.objective("ve-x0").spec.model_dump(mode="json")
 
 
 def strange_bridge(offer: Offer) -> None:

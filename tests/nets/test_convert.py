@@ -8,6 +8,7 @@ from atoll.convert import sha256, write_weights
 from atoll.convert.convert import convert, read_source
 from atoll.convert.fold import STEPS, FlowMatchingOptions, activated_embeddings, time_table
 from atoll.core.errors import AtollError
+from atoll.core.networks import read_network
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, build, load_network, save_network
 from dit_release import release_forward, release_state
 
@@ -190,7 +191,7 @@ def test_the_null_condition_of_a_wrapped_pixart_comes_along(tmp_path):
         "num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 2, "sample_size": 16, "in_channels": 4,
         "out_channels": 4, "cross_attention_dim": WIDTH, "caption_channels": 12,
     }  # fmt: skip
-    expert = build({"_class_name": "PixArtExpert", **fields}).eval()
+    expert = build(read_network({"_class_name": "PixArtExpert", **fields})).eval()
     for parameter in expert.parameters():
         parameter.normal_(std=0.1)
     save_network(expert, tmp_path / "expert")

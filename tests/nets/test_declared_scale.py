@@ -10,7 +10,7 @@ import dit_release
 from atoll.convert import write_weights
 from atoll.convert.convert import convert, read_source
 from atoll.core.errors import AtollError
-from atoll.core.networks import STABLE_DIFFUSION, LatentScale
+from atoll.core.networks import STABLE_DIFFUSION, LatentScale, read_network
 from atoll.nets import DiT, DiTConfig, build, load_network, save_network
 from paris_release import Paris
 
@@ -77,7 +77,7 @@ def test_an_expert_trained_here_in_a_class_of_diffusers_is_not_taken_for_the_rel
         "num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 1, "sample_size": 8, "in_channels": 4,
         "out_channels": 4, "cross_attention_dim": WIDTH, "caption_channels": TEXT,
     }  # fmt: skip
-    save_network(build({"_class_name": "PixArtExpert", **fields}), tmp_path / "expert")
+    save_network(build(read_network({"_class_name": "PixArtExpert", **fields})), tmp_path / "expert")
     convert(tmp_path / "expert", tmp_path / "native")
     assert declared(tmp_path / "native") == "none"
 

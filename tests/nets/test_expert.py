@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from atoll.core.errors import AtollError
+from atoll.core.networks import read_network
 from atoll.nets import Condition, DiT, DiTConfig, Expert, build, load_network, save_network
 
 SMALL = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "sample_size": 8, "in_channels": 4}
@@ -31,7 +32,7 @@ def condition():
 @pytest.mark.parametrize("kind", DESCRIPTIONS)
 def test_diffusers_models_are_experts(kind, tmp_path):
     torch.manual_seed(0)
-    expert = build({"_class_name": kind, **DESCRIPTIONS[kind]})
+    expert = build(read_network({"_class_name": kind, **DESCRIPTIONS[kind]}))
     assert isinstance(expert, Expert)
     with torch.no_grad():
         for parameter in expert.parameters():
@@ -58,21 +59,23 @@ def test_diffusers_models_are_experts(kind, tmp_path):
 @torch.no_grad()
 def test_no_text_has_as_many_null_tokens_as_the_texts_of_training(tmp_path):
     description = {"_class_name": "SD3Expert", **DESCRIPTIONS["SD3Expert"]}
-    expert = build({**description, "null_tokens": 3}).eval()
+    expert = build(read_network({**description, "null_tokens": 3})).eval()
     for parameter in expert.parameters():
         parameter.normal_(std=0.1)
     save_network(expert, tmp_path)
     x, time = torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0])
     dropped = expert(x, time, condition().unconditional())
     torch.testing.assert_close(load_network(tmp_path)(x, time), dropped, atol=1e-5, rtol=1e-4)
-    assert "null_tokens" not in build(description).describe()  # descriptions of old experts stay what they were
+    assert (
+        "null_tokens" not in build(read_network(description)).config.fields
+    )  # descriptions of old experts stay what they were
 
 
 @pytest.mark.parametrize("kind", DESCRIPTIONS)
 def test_the_null_condition_takes_part_in_every_training_step(kind):
     """Distributed training waits for the gradient of every weight, also where nothing is dropped."""
     torch.manual_seed(0)
-    expert = build({"_class_name": kind, **DESCRIPTIONS[kind]}).train()
+    expert = build(read_network({"_class_name": kind, **DESCRIPTIONS[kind]})).train()
     expert(torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0]), condition()).sum().backward()
     without = [name for name, weight in expert.named_parameters() if weight.grad is None]
     assert not [name for name in without if "null" in name]
@@ -82,7 +85,7 @@ def test_the_null_condition_takes_part_in_every_training_step(kind):
 def test_a_sample_without_a_label_has_the_null_class(kind):
     torch.manual_seed(0)
     dit = {"width": 32, "depth": 1, "heads": 2, "size": 8, "num_classes": 6}
-    expert = build({"_class_name": kind, **(dit if kind == "DiT" else DESCRIPTIONS[kind])}).eval()
+    expert = build(read_network({"_class_name": kind, **(dit if kind == "DiT" else DESCRIPTIONS[kind])})).eval()
     with torch.no_grad():
         for parameter in expert.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
@@ -98,7 +101,7 @@ def test_a_native_expert_keeps_the_protocol():
 
 def test_unknown_kinds_and_damaged_weights_are_refused(tmp_path):
     with pytest.raises(AtollError, match="did you mean 'PixArtExpert'"):
-        build({"_class_name": "PixArtExprt"})
+        build(read_network({"_class_name": "PixArtExprt"}))
     expert = DiT(DiTConfig(width=32, depth=1, heads=2, size=8))
     save_network(expert, tmp_path)
     config = tmp_path / "config.json"

@@ -216,10 +216,10 @@ def test_a_class_table_without_a_row_for_the_null_class_is_refused(
         job = Job(run, config.load(run), "expert", 0)
         job.__dict__["shapes"] = replace(job.shapes, labels=("a", "b", "c"))
         if rows == needed:
-            assert job.description[field] == needed
+            assert job.network.to_dict()[field] == needed
         else:
             with pytest.raises(AtollError, match=f"{field} is {rows}, but 3 classes and the null class need {needed}"):
-                _ = job.description
+                _ = job.network
 
 
 @pytest.mark.parametrize(
@@ -240,12 +240,12 @@ def test_a_network_that_does_not_fit_the_data_is_refused_by_its_key(
 ) -> None:
     run = new_run(only=[0], networks={0: network})
     with pytest.raises(AtollError, match=words):
-        _ = Job(run, config.load(run), "expert", 0).description
+        _ = Job(run, config.load(run), "expert", 0).network
 
 
 def test_a_learned_variance_may_stand_beside_the_prediction(new_run: Copy) -> None:
     run = new_run(only=[0], networks={0: {"out_channels": 6}})
-    assert Job(run, config.load(run), "expert", 0).description["out_channels"] == 6
+    assert Job(run, config.load(run), "expert", 0).network.to_dict()["out_channels"] == 6
 
 
 def test_a_pixart_trains_to_its_end(new_run: Copy) -> None:

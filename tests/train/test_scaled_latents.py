@@ -131,7 +131,7 @@ def test_a_run_that_normalizes_otherwise_refuses_a_converted_network(
     words = r"SiT: this network was trained on latents normalized as z \* 0.18215.*set latents.normalization: scale"
 
     def described(run: Path, **changes: str) -> dict[str, Any]:
-        return Job(run, config.load(run, {**per_channel, **changes}), "expert", 0).description
+        return Job(run, config.load(run, {**per_channel, **changes}), "expert", 0).network.to_dict()
 
     with pytest.raises(AtollError, match=words):  # not prepared
         described(run)

@@ -13,7 +13,7 @@ from torch import Tensor
 from atoll.convert import LAYOUTS, Layout, check_fit, detect, read_weights, sha256, write_weights
 from atoll.convert.fold import Change, FlowMatchingOptions, to_flow_matching
 from atoll.core.errors import AtollError, unknown
-from atoll.core.networks import DiTConfig, LatentScale, RouterConfig
+from atoll.core.networks import CLASS_NAME, ConfigJson, DiTConfig, LatentScale, RouterConfig, read_network
 from atoll.core.version import __version__
 from atoll.nets.adapters import KINDS
 from atoll.nets.conditioning import Condition
@@ -53,7 +53,7 @@ class Conversion:
 
     source: dict[str, str]
     target: str
-    options: dict[str, Any]
+    options: FlowMatchingOptions | None
     changes: list[Change]
     figures: dict[str, float]
     files: dict[str, str]
@@ -72,7 +72,7 @@ def read_source(
     state = {name: _in_float32(tensor) for name, tensor in read_weights(file).items()}
     config_file = file.parent / CONFIG_FILE
     given = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-    kind = given.get("_class_name")
+    kind = given.get(CLASS_NAME)
     if kind in ("DiT", "Router"):
         if layout is not None or num_classes is not None:
             raise AtollError(f"{file} is in Atoll's own layout; leave out --layout and --num-classes")
@@ -98,10 +98,10 @@ def _in_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _native(file: Path, given: dict[str, Any], state: dict[str, Tensor]) -> Source:
+def _native(file: Path, given: ConfigJson, state: dict[str, Tensor]) -> Source:
     """A network of Atoll's own, as its config.json describes it."""
     with torch.device("meta"):
-        network = build(given)
+        network = build(read_network(given))
     assert isinstance(network, DiT | Router)
     state = without_retired(state)
     check_fit(state, network.state_dict(), f"the network of {file.parent / CONFIG_FILE}")
@@ -147,15 +147,16 @@ def _weights_in(folder: Path) -> Path:
 
 
 def _unwrapped(
-    given: dict[str, Any], state: dict[str, Tensor], file: Path
-) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    given: ConfigJson, state: dict[str, Tensor], file: Path
+) -> tuple[ConfigJson, dict[str, Tensor], dict[str, Tensor]]:
     """The diffusers model inside an expert of another kind, and its learned null condition as a DiT has it."""
     inside = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
+    expert = str(given[CLASS_NAME])
     if not any(candidate.matches(inside) for candidate in LAYOUTS.values()):
-        raise AtollError(f"{file}: a {given['_class_name']} stays in its own layout; known ones: {', '.join(LAYOUTS)}")
+        raise AtollError(f"{file}: a {expert} stays in its own layout; known ones: {', '.join(LAYOUTS)}")
     null = {name: tensor.flatten() for name, tensor in state.items() if name.startswith("null_")}
     # It was trained here, so no layout's release tells how its latents were scaled.
-    described = {NORMALIZATION: None} | given | {"_class_name": KINDS[given["_class_name"]].model_class}
+    described = {NORMALIZATION: None, **given, CLASS_NAME: KINDS[expert].model_class}
     return described, inside, null
 
 
@@ -188,7 +189,7 @@ def convert(
     conversion = Conversion(
         source={"file": read.file.name, "layout": read.layout, "sha256": sha256(read.file)},
         target=to,
-        options=asdict(options) if to == "flow-matching" else {},
+        options=options if to == "flow-matching" else None,
         changes=changes + read.changes,
         figures=figures,
         files={name: sha256(destination / name) for name in (WEIGHTS_FILE, CONFIG_FILE)},
@@ -197,14 +198,13 @@ def convert(
     return conversion
 
 
-def _relayout(source: Source, to: str) -> tuple[dict[str, Tensor], dict[str, Any], list[Change]]:
+def _relayout(source: Source, to: str) -> tuple[dict[str, Tensor], ConfigJson, list[Change]]:
     """The same network in another layout. What the layout cannot say is listed."""
     total = sum(tensor.numel() for tensor in source.state.values())
     total -= sum(change.parameters for change in source.changes if change.action == "new")
     if to == "atoll":
-        kind = "DiT" if isinstance(source.config, DiTConfig) else "Router"
         changes = [Change("all tensors", "renamed", total, f"from {source.layout}")]
-        return source.state, {"_class_name": kind, **source.config.to_dict()}, changes
+        return source.state, source.config.to_dict(), changes
     chosen = LAYOUTS[to]
     if (chosen.build is Router) != isinstance(source.config, RouterConfig):
         raise AtollError(
@@ -218,7 +218,7 @@ def _relayout(source: Source, to: str) -> tuple[dict[str, Tensor], dict[str, Any
         changes.append(Change(", ".join(left), "left out", gone, f"no place in the {chosen.title} layout"))
     scale = source.config.normalization
     if scale != chosen.normalization:  # else nothing would contradict the layout's own when it is read again
-        fields[NORMALIZATION] = scale and asdict(scale)
+        fields[NORMALIZATION] = None if scale is None else asdict(scale)
     there = replace(chosen.read_config(foreign, fields, source.config.heads), normalization=scale)
     changes += _convention(chosen) + _differences(source.config.to_dict(), there.to_dict(), chosen.title)
     return foreign, fields, changes
@@ -235,13 +235,13 @@ def _differences(here: Mapping[str, Any], there: Mapping[str, Any], title: str) 
 
 def _flow_matching(
     source: Source, options: FlowMatchingOptions
-) -> tuple[dict[str, Tensor], dict[str, Any], list[Change], dict[str, float]]:
+) -> tuple[dict[str, Tensor], ConfigJson, list[Change], dict[str, float]]:
     if not isinstance(source.config, DiTConfig):
         raise AtollError(f"{source.file} holds a router; only an expert becomes a flow-matching expert")
     state, config, changes, figures = to_flow_matching(source.state, source.config, options)
     converted = Source(source.file, "atoll", config, state)
     figures["feature_error"] = feature_error(source, converted, options.time)
-    return state, {"_class_name": "DiT", **config.to_dict()}, changes, figures
+    return state, config.to_dict(), changes, figures
 
 
 @torch.no_grad()

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import AtollError
-from atoll.core.networks import STABLE_DIFFUSION, DiTConfig, LatentScale, RouterConfig
+from atoll.core.networks import STABLE_DIFFUSION, ConfigJson, DiTConfig, LatentScale, RouterConfig
 from atoll.nets.io import check_fit
 from atoll.nets.layers import is_sincos
 
@@ -71,8 +71,15 @@ POSITION_SCALES = (1.0, 0.5, 2.0)
 know 0.5 and 2 as well."""
 
 
-def positions_of(positions: Tensor, grid: int, scales: tuple[float, ...] = (1.0,)) -> dict[str, Any]:
-    """Stored positions are fixed ones if they have the values of the formula, otherwise they were learned."""
+class Positions(TypedDict, total=False):
+    """Fields of `DiTConfig` that say how it gets its positions."""
+
+    positions: Literal["sincos", "learned"]
+    position_scale: float
+
+
+def positions_of(positions: Tensor, grid: int, scales: tuple[float, ...] = (1.0,)) -> Positions:
+    """Return fixed positions if the stored ones have the values of the formula; otherwise they were learned."""
     for scale in scales:
         if bool(is_sincos(positions, grid, scale)):
             return {"positions": "sincos", "position_scale": scale}
@@ -94,7 +101,7 @@ class Layout:
     """The native network of a configuration."""
     refuse: Callable[[Any], str | None]
     """Why a native network cannot be written in this layout; None if it can."""
-    write_config: Callable[[Any], dict[str, Any]]
+    write_config: Callable[[Any], ConfigJson]
     optional: tuple[str, ...] = ()
     """Native tensors that this layout has no place for. When reading, the network makes them itself; a null condition
     starts at zero."""

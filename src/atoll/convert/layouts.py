@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -20,32 +21,32 @@ from atoll.convert.layout import (
 )
 from atoll.convert.releases import RELEASES
 from atoll.core.errors import AtollError, unknown
-from atoll.core.networks import DiTConfig, RouterConfig
+from atoll.core.networks import CLASS_NAME, ConfigJson, DiTConfig, RouterConfig
 from atoll.nets.dit import DiT
 from atoll.nets.router import Router
 
 # --- diffusers DiTTransformer2DModel --------------------------------------------------------------------------------
 
 
-def _diffusers_common(given: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The fields that diffusers' DiT and PixArt configurations share."""
+def _diffusers_common(given: Mapping[str, Any], what: str) -> DiTConfig:
+    """Read the fields that diffusers' DiT and PixArt configurations share."""
     if "num_attention_heads" not in given:
         raise AtollError(f"a {what} checkpoint needs its config.json beside it; give the folder that holds both")
     heads = given["num_attention_heads"]
-    return {
-        "width": heads * given["attention_head_dim"],
-        "depth": given["num_layers"],
-        "heads": heads,
-        "patch": given["patch_size"],
-        "channels": given["in_channels"],
-        "out_channels": given.get("out_channels") or given["in_channels"],
-        "size": given["sample_size"],
-    }
+    return DiTConfig(
+        width=heads * given["attention_head_dim"],
+        depth=given["num_layers"],
+        heads=heads,
+        patch=given["patch_size"],
+        channels=given["in_channels"],
+        out_channels=given.get("out_channels") or given["in_channels"],
+        size=given["sample_size"],
+    )
 
 
-def _diffusers_fields(config: DiTConfig, class_name: str) -> dict[str, Any]:
+def _diffusers_fields(config: DiTConfig, class_name: str) -> ConfigJson:
     return {
-        "_class_name": class_name,
+        CLASS_NAME: class_name,
         "num_attention_heads": config.heads,
         "attention_head_dim": config.width // config.heads,
         "num_layers": config.depth,
@@ -65,12 +66,12 @@ def _diffusers_dit_config(state: State, given: Mapping[str, Any], _: int | None)
     names = [key.removeprefix(embedder.format(0)) for key in state if key.startswith(embedder.format(0))]
     shared = all(
         state[embedder.format(n) + name].equal(state[embedder.format(0) + name])
-        for n in range(common["depth"])
+        for n in range(common.depth)
         for name in names
         if embedder.format(n) + name in state
     )
-    return DiTConfig(
-        **common,
+    return replace(
+        common,
         modulation="zero",
         num_classes=given.get("num_embeds_ada_norm", 1000),
         frequency_shift=1,
@@ -124,7 +125,7 @@ def _diffusers_dit_refuses(config: DiTConfig) -> str | None:
     )  # fmt: skip
 
 
-def _diffusers_dit_fields(config: DiTConfig) -> dict[str, Any]:
+def _diffusers_dit_fields(config: DiTConfig) -> ConfigJson:
     fields = _diffusers_fields(config, "DiTTransformer2DModel")
     return fields | {
         "num_embeds_ada_norm": config.num_classes,
@@ -152,8 +153,8 @@ def _pixart_config(state: State, given: Mapping[str, Any], _: int | None) -> DiT
         )
     if given.get("caption_channels") is None:
         raise AtollError("this PixArt has no caption projection (caption_channels is null); Atoll's DiT needs one")
-    return DiTConfig(
-        **common,
+    return replace(
+        common,
         text_width=given["caption_channels"],
         text_projection="mlp",
         null_tokens=len(state[_NULL_CAPTION]) if _NULL_CAPTION in state else 1,
@@ -190,7 +191,7 @@ def _pixart_refuses(config: DiTConfig) -> str | None:
     )  # fmt: skip
 
 
-def _pixart_fields(config: DiTConfig) -> dict[str, Any]:
+def _pixart_fields(config: DiTConfig) -> ConfigJson:
     return _diffusers_fields(config, "PixArtTransformer2DModel") | {
         "caption_channels": config.text_width,
         "cross_attention_dim": config.width,
@@ -268,7 +269,7 @@ def _paris_refuses(config: DiTConfig) -> str | None:
     )  # fmt: skip
 
 
-def _paris_fields(config: DiTConfig) -> dict[str, Any]:
+def _paris_fields(config: DiTConfig) -> ConfigJson:
     return {
         "hidden_size": config.width,
         "num_layers": config.depth,
@@ -322,7 +323,7 @@ def _paris_router_refuses(config: RouterConfig) -> str | None:
     return None
 
 
-def _paris_router_fields(config: RouterConfig) -> dict[str, Any]:
+def _paris_router_fields(config: RouterConfig) -> ConfigJson:
     return {
         "hidden_size": config.width,
         "num_layers": config.depth,

@@ -15,6 +15,7 @@ from atoll.convert.layout import (
     POSITION_SCALES,
     Layout,
     Pair,
+    Positions,
     State,
     block_count,
     differences,
@@ -24,7 +25,7 @@ from atoll.convert.layout import (
     positions_of,
 )
 from atoll.core.errors import AtollError
-from atoll.core.networks import DiTConfig
+from atoll.core.networks import ConfigJson, DiTConfig
 from atoll.nets.dit import TIME_KNOTS, DiT
 from atoll.nets.layers import sincos_positions
 
@@ -104,7 +105,7 @@ def _null_class(state: State, config: DiTConfig) -> dict[str, tuple[Tensor, str]
     return {_CLASS_TABLE: (torch.cat([table, table.mean(0, keepdim=True)]), note)}
 
 
-def _dit_fields(config: DiTConfig) -> dict[str, Any]:
+def _dit_fields(config: DiTConfig) -> ConfigJson:
     return {"layout": "dit", "heads": config.heads, "num_classes": config.num_classes}
 
 
@@ -175,7 +176,11 @@ def _pixart_config(state: State, given: Mapping[str, Any], heads: int | None) ->
     )
 
 
-def _pixart_positions(state: State, given: Mapping[str, Any], patch: int) -> dict[str, Any]:
+class _SizedPositions(Positions):
+    size: int
+
+
+def _pixart_positions(state: State, given: Mapping[str, Any], patch: int) -> _SizedPositions:
     if "pos_embed" in state:
         grid = round(state["pos_embed"].shape[1] ** 0.5)
         return {"size": grid * patch, **positions_of(state["pos_embed"], grid, POSITION_SCALES)}

@@ -50,6 +50,8 @@ class Content(BaseModel):
 
 
 T = TypeVar("T", bound=Content)
+Inputs = Mapping[str, Any]
+"""What an artifact is made from: plain values, compared as JSON."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def _objective_by_name(value: object) -> object:
 def _checked(kind: Literal["DiT", "Router"]) -> AfterValidator:
     """Check a network's name, fields and values when the configuration is read, not when the network is built."""
 
-    def check(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    def check(choice: NetworkChoice) -> NetworkChoice:
         try:
             networks.check_choice(choice, kind)
         except AtollError as error:
@@ -76,6 +76,7 @@ ExpertKey = Literal["default"] | int
 _EMA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 """Names of EMAs become parts of file names, so they must not lead to another folder."""
 NetworkChoice = str | dict[str, Any]
+"""A named size, or some fields of a network; `name` among them is the size to start from."""
 ExpertNetwork = Annotated[NetworkChoice, _checked("DiT")]
 RouterNetwork = Annotated[NetworkChoice, _checked("Router")]
 NamedObjective = Annotated[Objective, BeforeValidator(_objective_by_name)]

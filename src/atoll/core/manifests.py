@@ -6,11 +6,11 @@ and names the one that is wrong. Later packages turn these values into objects (
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from atoll.core.artifacts import Content, Kind
-from atoll.core.names import BridgeMode
-from atoll.core.networks import NetworkDescription
+from atoll.core.names import BridgeMode, Prediction, ScheduleName, TimesName, WeightingName
+from atoll.core.networks import StoredNetwork
 
 Conditioning = Literal["text", "pooled", "label"]
 Count = Annotated[int, Field(ge=0)]
@@ -118,6 +118,40 @@ class ShardsContent(DataSpec):
 # The networks
 
 
+class ScheduleSpec(Content):
+    """A noise schedule: its name, and those options of its constructor that were given."""
+
+    name: ScheduleName | Literal["ddpm"]
+    alphas_cumprod: tuple[float, ...] | None = None
+    steps: int | None = None
+    beta_start: float | None = None
+    beta_end: float | None = None
+    offset: float | None = None
+    max_beta: float | None = None
+    sigma_min: float | None = None
+    sigma_max: float | None = None
+    rho: float | None = None
+
+    @model_serializer(mode="wrap")
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
+
+
+class ObjectiveSpec(Content):
+    """A training objective: `atoll.flow.objective(**spec.model_dump())` builds it."""
+
+    schedule: ScheduleSpec
+    prediction: Prediction
+    times: TimesName
+    time_low: float
+    time_high: float
+    time_mean: float
+    time_std: float
+    time_shift: float
+    weighting: WeightingName
+    min_snr_gamma: float
+
+
 class BridgeSpec(Content):
     """Options of the bridge from an expert's prediction to velocity."""
 
@@ -140,7 +174,7 @@ class NetworkContent(DataSpec):
 
     job: str
     clusters: tuple[int, ...]
-    network: NetworkDescription
+    network: StoredNetwork
     conditioning: tuple[Conditioning, ...]
     compute: ComputeSpec | None = None
     held_out_loss: float | None = None
@@ -152,7 +186,7 @@ class NetworkContent(DataSpec):
 class ExpertContent(NetworkContent):
     """An expert, the monolith or the student."""
 
-    objective: NetworkDescription
+    objective: ObjectiveSpec
     bridge: BridgeSpec = BridgeSpec()
     teachers: tuple[str, ...] | None = None
     """Digests of the experts that a student was distilled from."""

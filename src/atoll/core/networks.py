@@ -5,9 +5,9 @@ No torch here: the configuration of a run is checked with these before anything 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer, ValidationError
 from pydantic.dataclasses import dataclass
 
 from atoll.core.errors import AtollError, unknown
@@ -24,10 +24,13 @@ NAMES: dict[str, dict[str, int]] = {
 }
 """The named sizes: DiT-XS/2, …, DiT-XL/8."""
 DEFAULT_NAME = "DiT-XS/2"
-NetworkDescription = dict[str, Any]
-"""A network as plain values: `_class_name` and the fields of that class, as in config.json."""
-DIFFUSERS_EXPERTS = ("PixArtExpert", "DiTExpert", "SD3Expert", "UNetExpert")
-"""Experts that wrap a diffusers model; their fields are those of the model and are checked when it is built."""
+DiffusersName = Literal["PixArtExpert", "DiTExpert", "SD3Expert", "UNetExpert"]
+DIFFUSERS_EXPERTS: tuple[str, ...] = get_args(DiffusersName)
+"""Experts that wrap a diffusers model."""
+CLASS_NAME = "_class_name"
+"""The key of config.json that names the class of a network, as in diffusers."""
+ConfigJson = dict[str, JsonValue]
+"""The content of a config.json: `_class_name` and the fields of that class."""
 _ADDED = {"null_tokens": 1, "normalization": None}
 """Fields newer than the first manifests. They are left out at these defaults, so that older runs resume."""
 
@@ -79,7 +82,9 @@ STABLE_DIFFUSION = LatentScale(AUTOENCODER_SCALES["AutoencoderKL"])
 
 @dataclass(frozen=True, config=_CHECKED)
 class NamedConfig:
-    """A specification that can start from a named size and is stored as plain values."""
+    """A specification that can start from a named size and is stored as a config.json."""
+
+    class_name: ClassVar[str]
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> Self:
@@ -92,26 +97,28 @@ class NamedConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read the output of `to_dict`; an unknown field or a wrong value is refused by name."""
         known = [field.name for field in fields(cls)]
-        for name in values:
+        given = {name: value for name, value in values.items() if name != CLASS_NAME}
+        for name in given:
             if name not in known:
                 raise AtollError(unknown(f"field of {cls.__name__}", name, known))
         try:
-            return cls(**values)
+            return cls(**given)
         except ValidationError as error:
             raise AtollError("; ".join(_sentence(item) for item in error.errors())) from error
         except ValueError as error:
             raise AtollError(str(error)) from error
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the specification as plain values for a manifest."""
-        values = asdict(self)
-        return {name: value for name, value in values.items() if name not in _ADDED or value != _ADDED[name]}
+    def to_dict(self) -> ConfigJson:
+        """Return the content of config.json."""
+        kept = {name: value for name, value in asdict(self).items() if name not in _ADDED or value != _ADDED[name]}
+        return {CLASS_NAME: self.class_name, **kept}
 
 
 @dataclass(frozen=True, config=_CHECKED)
 class DiTConfig(NamedConfig):
     """Everything that fixes the shape and the arithmetic of a DiT."""
 
+    class_name = "DiT"
     width: Positive = 384
     depth: Positive = 12
     heads: Positive = 6
@@ -170,6 +177,7 @@ class DiTConfig(NamedConfig):
 class RouterConfig(NamedConfig):
     """Everything that fixes the shape and the arithmetic of a router; the default is the DiT-B/2 of DDM and Paris."""
 
+    class_name = "Router"
     experts: Positive = 8
     width: Positive = 768
     depth: Positive = 12
@@ -192,10 +200,64 @@ class RouterConfig(NamedConfig):
         _check_patch(self.size, self.patch)
 
 
+@dataclass(frozen=True, config=_CHECKED)
+class DiffusersConfig:
+    """A diffusers model as an expert. Its fields are those of the model, which are checked when it is built."""
+
+    class_name: DiffusersName
+    fields: ConfigJson
+
+    def to_dict(self) -> ConfigJson:
+        """Return the content of config.json."""
+        return {CLASS_NAME: self.class_name, **self.fields}
+
+    @property
+    def text_width(self) -> int:
+        """Width of the text tokens; 0 for a network without text."""
+        return self._number("caption_channels") or self._number("joint_attention_dim")
+
+    @property
+    def pooled_width(self) -> int:
+        """Width of the pooled text; 0 for a network without."""
+        return self._number("pooled_projection_dim")
+
+    def _number(self, name: str) -> int:
+        value = self.fields.get(name)
+        return value if isinstance(value, int) else 0
+
+
+NetworkConfig = DiTConfig | RouterConfig | DiffusersConfig
+
+
+def read_network(values: Mapping[str, Any]) -> NetworkConfig:
+    """Read the content of a config.json; a wrong class, field or value is refused by name."""
+    kind = values.get(CLASS_NAME, DiTConfig.class_name)
+    if kind == DiTConfig.class_name:
+        return DiTConfig.from_dict(values)
+    if kind == RouterConfig.class_name:
+        return RouterConfig.from_dict(values)
+    if kind not in DIFFUSERS_EXPERTS:
+        known = (DiTConfig.class_name, RouterConfig.class_name, *DIFFUSERS_EXPERTS)
+        raise AtollError(unknown("kind of network", kind, known))
+    return DiffusersConfig(kind, {name: value for name, value in values.items() if name != CLASS_NAME})
+
+
+def _read(value: object) -> object:
+    """Read a network in a manifest, where pydantic expects errors of its own."""
+    try:
+        return read_network(value) if isinstance(value, Mapping) else value
+    except AtollError as error:
+        raise ValueError(str(error)) from error
+
+
+StoredNetwork = Annotated[NetworkConfig, BeforeValidator(_read), PlainSerializer(lambda config: config.to_dict())]
+"""A network in a manifest: the content of its config.json."""
+
+
 def check_choice(choice: str | Mapping[str, Any], kind: Literal["DiT", "Router"]) -> None:
     """Refuse a network of the configuration that no data could be trained with: a wrong name, field or value."""
     parts = {"name": choice} if isinstance(choice, str) else dict(choice)
-    own = parts.pop("_class_name", kind)
+    own = parts.pop(CLASS_NAME, kind)
     if own != kind:
         known = (kind,) if kind == "Router" else (kind, *DIFFUSERS_EXPERTS)
         if own not in known:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from atoll import flow
 from atoll.core import layout
 from atoll.core.manifests import LatentSpec
+from atoll.core.networks import DiTConfig
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble.ensemble import Ensemble
 from atoll.experts.density import SAMPLES, Density
@@ -97,4 +98,5 @@ def _opener(mixture: flow.GaussianMixture, objective: flow.Objective) -> Any:
 
 def _declaration(name: str, clusters: tuple[int, ...], space: Statistics, *, bridge: flow.Bridge) -> Declaration:
     latents = LatentSpec(autoencoder="pixels", shape=(len(space.mean), 1, 1))
-    return Declaration(name, clusters, {}, frozenset(), space, latents, None, (), bridge)
+    no_network = DiTConfig()  # an ideal expert computes its velocity; nothing is built from this
+    return Declaration(name, clusters, no_network, frozenset(), space, latents, None, (), bridge)

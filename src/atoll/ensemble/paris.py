@@ -88,7 +88,7 @@ class Paris:
     @cached_property
     def models(self) -> ParisModels:
         """Text encoder and autoencoder, opened when needed."""
-        return ParisModels(self._declaration(0, _config(layout("paris"), self._expert(0)).to_dict()), self.folder)
+        return ParisModels(self._declaration(0, _config(layout("paris"), self._expert(0))), self.folder)
 
     def members(self) -> list[Member]:
         """The experts, in order."""
@@ -104,7 +104,7 @@ class Paris:
         assert isinstance(config, RouterConfig)
         network = _filled(Router(config), known, file, config=config)
         assert isinstance(network, Router)
-        about = self._declaration(None, config.to_dict())
+        about = self._declaration(None, config)
         experts = len(self.members())
         if config.experts != experts:
             raise AtollError(f"{file} chooses among {config.experts} experts, but {self.folder} has {experts}")
@@ -121,7 +121,7 @@ class Paris:
     def _member(self, number: int) -> Member:
         file = self._expert(number)
         config = _config(layout("paris"), file)
-        about = self._declaration(number, config.to_dict())
+        about = self._declaration(number, config)
         return Member(about, partial(self._network, number), file.stat().st_size, file)
 
     def _network(self, number: int) -> nn.Module:
@@ -132,17 +132,16 @@ class Paris:
         network.null_text = nn.Parameter(self.models.null_text)
         return network
 
-    def _declaration(self, number: int | None, network: dict[str, Any]) -> Declaration:
+    def _declaration(self, number: int | None, network: DiTConfig | RouterConfig) -> Declaration:
         """What the release tells of an expert, or of the router."""
         text = self._read("text_encoder")
-        channels, size = network["channels"], network["size"]
+        channels, size = network.channels, network.size
         scale = LatentScale.of_autoencoder(self._read("vae"), self.folder / "vae" / CONFIG_FILE)
-        router = number is None
         return Declaration(
-            name="router" if router else f"expert_{number}",
-            clusters=tuple(range(network["experts"])) if number is None else (number,),
-            network={"_class_name": "Router" if router else "DiT", **network},
-            told=frozenset() if router else frozenset({"text"}),
+            name="router" if number is None else f"expert_{number}",
+            clusters=tuple(range(network.experts)) if isinstance(network, RouterConfig) else (number or 0,),
+            network=network,
+            told=frozenset() if number is None else frozenset({"text"}),
             statistics=Statistics.of_scale(scale, channels),
             latents=LatentSpec(autoencoder="vae", shape=(channels, size, size)),
             text=TextSpec(

@@ -105,7 +105,7 @@ def expert_bytes(member: Member, placement: Placement) -> int:
 def _outline(member: Member) -> nn.Module:
     """Return the network of an expert without memory for its weights."""
     with torch.device("meta"):
-        return build(dict(member.declaration.network))
+        return build(member.declaration.network)
 
 
 def activation_bytes(network: nn.Module, shape: Sequence[int], *, rows: int, itemsize: int) -> int:

@@ -1,9 +1,7 @@
 """A finished expert: what it declares of itself, and its network as a velocity field. The one way to open an expert."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ from atoll import flow
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import EXPERT, BridgeSpec, ExpertContent, LatentSpec, NetworkContent, TextSpec
+from atoll.core.networks import NetworkConfig
 from atoll.data.stages.latents import Statistics
 from atoll.experts.rescaling import Rescaling, rescaling
 from atoll.nets import Condition, PreparedCondition, load_network
@@ -23,7 +22,7 @@ class Declaration:
 
     name: str
     clusters: tuple[int, ...]
-    network: Mapping[str, Any]
+    network: NetworkConfig
     told: frozenset[str]
     statistics: Statistics
     latents: LatentSpec
@@ -37,7 +36,7 @@ class Declaration:
         statistics = Statistics.of(content.statistics)
         objective, options = flow.Objective(), BridgeSpec()
         if isinstance(content, ExpertContent):
-            objective, options = flow.objective(**content.objective), content.bridge
+            objective, options = flow.Objective.of(content.objective), content.bridge
         return cls(
             name=content.job,
             clusters=content.clusters,

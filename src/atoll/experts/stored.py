@@ -11,7 +11,6 @@ import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +21,7 @@ from atoll.convert import check_fit, layout, read_weights, write_weights
 from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError
 from atoll.core.manifests import ExpertContent, NetworkContent, RouterContent
+from atoll.core.networks import CLASS_NAME, ConfigJson
 from atoll.experts.density import FILE as CLUSTER_FILE
 from atoll.experts.density import Density
 from atoll.experts.expert import Declaration
@@ -44,7 +44,7 @@ def write(folder: Path, network: nn.Module, content: NetworkContent, *, density:
         state = network.state_dict()
         inner = {name.removeprefix("model."): part for name, part in state.items() if name.startswith("model.")}
         fields = {key: value for key, value in dict(network.model.config).items() if not key.startswith("_")}
-        _write_parts(folder, inner, {"_class_name": network.model_class, **fields}, state=state)
+        _write_parts(folder, inner, {CLASS_NAME: network.model_class, **fields}, state=state)
     elif isinstance(network, DiT) and (exact := diffusers_layout(network)):
         _write_parts(folder, *exact, state=network.state_dict())
     else:
@@ -54,14 +54,14 @@ def write(folder: Path, network: nn.Module, content: NetworkContent, *, density:
     (folder / DECLARATION_FILE).write_bytes(to_json(content.model_dump(mode="json")))
 
 
-def _write_parts(folder: Path, weights: dict[str, Tensor], fields: dict[str, Any], *, state: dict[str, Tensor]) -> None:
+def _write_parts(folder: Path, weights: dict[str, Tensor], fields: ConfigJson, *, state: dict[str, Tensor]) -> None:
     write_weights(weights, folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     if null := {name: part for name, part in state.items() if "null_" in name}:
         write_weights(null, folder / NULL_FILE)
 
 
-def diffusers_layout(network: DiT) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+def diffusers_layout(network: DiT) -> tuple[dict[str, Tensor], ConfigJson] | None:
     """Weights and config.json of a class of diffusers that is this very network, bit for bit there and back."""
     config, state = network.config, network.state_dict()
     for candidate in map(layout, LAYOUTS.values()):
@@ -116,12 +116,12 @@ class Stored:
 
     def network(self) -> nn.Module:
         """The network."""
-        own = self.declaration.network["_class_name"]
+        own = self.content.network.class_name
         if self._stored_class == own:
             return load_network(self.folder)
         native = own == "DiT"
         with torch.device("meta" if native else "cpu"):
-            network = build(dict(self.declaration.network))
+            network = build(self.content.network)
         state = read_weights(self.weights)
         if native:
             state = layout(LAYOUTS[self._stored_class]).to_native(state, network.config)
@@ -139,8 +139,8 @@ class Stored:
         file = self.folder / CONFIG_FILE
         if not file.is_file():
             raise AtollError(f"{file} is missing; expected the configuration of a network")
-        stored = str(json.loads(file.read_text(encoding="utf-8")).get("_class_name"))
-        own = self.content.network["_class_name"]
+        stored = str(json.loads(file.read_text(encoding="utf-8")).get(CLASS_NAME))
+        own = self.content.network.class_name
         able = {own} | ({KINDS[own].model_class} if own in KINDS else set(LAYOUTS) if own == "DiT" else set())
         if stored not in able:
             raise AtollError(f"{file} names a {stored}, but {self.folder / DECLARATION_FILE} declares a {own}")
@@ -149,9 +149,9 @@ class Stored:
     def _expected(self) -> dict[str, Tensor]:
         """Names and shapes of the tensors that the stored class has for the declared network."""
         with torch.device("meta"):
-            network = build(dict(self.content.network))
+            network = build(self.content.network)
         state = network.state_dict()
-        if self._stored_class == self.content.network["_class_name"]:
+        if self._stored_class == self.content.network.class_name:
             return state
         if self._stored_class in LAYOUTS and isinstance(network, DiT):
             return layout(LAYOUTS[self._stored_class]).from_native(state, network.config)

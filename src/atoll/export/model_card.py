@@ -156,7 +156,7 @@ def _training(about: About) -> str:
 def _objective(content: NetworkContent) -> str:
     if not isinstance(content, ExpertContent):
         return "clusters"
-    return f"{content.objective['prediction']}, {content.objective['schedule']['name']} schedule"
+    return f"{content.objective.prediction}, {content.objective.schedule.name} schedule"
 
 
 def _figures(about: About) -> str:

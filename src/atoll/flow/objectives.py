@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import unknown
+from atoll.core.manifests import ObjectiveSpec
 from atoll.core.names import OBJECTIVES, Prediction, TimesName, WeightingName, unknown_objective
 from atoll.flow import rng
 from atoll.flow.bridge import Bridge
@@ -141,20 +142,25 @@ class Objective:
         return Bridge(self.schedule, self.prediction, **options)
 
     @property
-    def spec(self) -> dict[str, Any]:
-        """The plain description from which `objective(**spec)` builds it again."""
-        return {
-            "schedule": self.schedule.spec,
-            "prediction": self.prediction,
-            "times": self.times.name,
-            "time_low": self.times.low,
-            "time_high": self.times.high,
-            "time_mean": self.times.mean,
-            "time_std": self.times.std,
-            "time_shift": self.times.shift,
-            "weighting": self.weighting.name,
-            "min_snr_gamma": self.weighting.gamma,
-        }
+    def spec(self) -> ObjectiveSpec:
+        """The plain values from which `Objective.of` builds it again."""
+        return ObjectiveSpec(
+            schedule=self.schedule.spec,
+            prediction=self.prediction,
+            times=self.times.name,
+            time_low=self.times.low,
+            time_high=self.times.high,
+            time_mean=self.times.mean,
+            time_std=self.times.std,
+            time_shift=self.times.shift,
+            weighting=self.weighting.name,
+            min_snr_gamma=self.weighting.gamma,
+        )
+
+    @staticmethod
+    def of(spec: ObjectiveSpec) -> "Objective":
+        """Build what a manifest declares."""
+        return objective(**spec.model_dump())
 
 
 def objective(name: str | None = None, **parts: Any) -> Objective:
@@ -162,7 +168,7 @@ def objective(name: str | None = None, **parts: Any) -> Objective:
     if name is not None and name not in OBJECTIVES:
         raise ValueError(unknown_objective(name))
     spec = {**(OBJECTIVES[name] if name else {}), **parts}
-    known = [*Objective().spec]
+    known = [*ObjectiveSpec.model_fields]
     if wrong := [part for part in spec if part not in known]:
         raise ValueError("; ".join(unknown("part of an objective", part, known) for part in wrong))
     noise = spec.pop("schedule", "linear")

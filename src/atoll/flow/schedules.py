@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import unknown
+from atoll.core.manifests import ScheduleSpec
 
 NETWORK_TIME_SCALE = 1000.0
 """Networks and router see 1000·t, the scale of the time embeddings of DiT, PixArt and the diffusers schedulers."""
@@ -55,8 +56,8 @@ class Schedule(ABC):
 
     @property
     @abstractmethod
-    def spec(self) -> dict[str, Any]:
-        """The plain description from which `schedule(**spec)` builds it again."""
+    def spec(self) -> ScheduleSpec:
+        """The plain values from which `schedule` builds it again."""
 
     @abstractmethod
     def alpha(self, t: Tensor) -> Tensor:
@@ -110,9 +111,9 @@ class LinearSchedule(Schedule):
     """Flow matching: alpha = 1 - t, sigma = t. The path on which Atoll samples."""
 
     @property
-    def spec(self) -> dict[str, Any]:
-        """The plain description from which `schedule(**spec)` builds it again."""
-        return {"name": "linear"}
+    def spec(self) -> ScheduleSpec:
+        """The plain values from which `schedule` builds it again."""
+        return ScheduleSpec(name="linear")
 
     def alpha(self, t: Tensor) -> Tensor:
         """1 - t."""
@@ -140,9 +141,9 @@ class CosineSchedule(Schedule):
     """Continuous cosine: alpha = cos(πt/2), sigma = sin(πt/2)."""
 
     @property
-    def spec(self) -> dict[str, Any]:
-        """The plain description from which `schedule(**spec)` builds it again."""
-        return {"name": "cosine"}
+    def spec(self) -> ScheduleSpec:
+        """The plain values from which `schedule` builds it again."""
+        return ScheduleSpec(name="cosine")
 
     def alpha(self, t: Tensor) -> Tensor:
         """cos(πt/2), written as a sine so that it is exactly 0 at t = 1."""
@@ -173,7 +174,8 @@ class DiscreteSchedule(Schedule):
     """
 
     alphas_cumprod: tuple[float, ...]
-    made_from: dict[str, Any] = field(default_factory=dict, compare=False)
+    made_from: ScheduleSpec | None = field(default=None, compare=False)
+    """The name and the options that gave the table, if it has them."""
     _log_snr: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -199,14 +201,14 @@ class DiscreteSchedule(Schedule):
         object.__setattr__(self, "_log_snr", table.log() - torch.log1p(-table))
 
     @classmethod
-    def from_betas(cls, betas: Tensor, **made_from: Any) -> "DiscreteSchedule":
-        """The table of a sequence of betas."""
+    def from_betas(cls, betas: Tensor, made_from: ScheduleSpec | None = None) -> "DiscreteSchedule":
+        """Return the schedule of a sequence of betas."""
         return cls(tuple(torch.cumprod(1 - betas.double(), 0).tolist()), made_from)
 
     @property
-    def spec(self) -> dict[str, Any]:
-        """The plain description from which `schedule(**spec)` builds it again."""
-        return dict(self.made_from) or {"name": "ddpm", "alphas_cumprod": list(self.alphas_cumprod)}
+    def spec(self) -> ScheduleSpec:
+        """The plain values from which `schedule` builds it again."""
+        return self.made_from or ScheduleSpec(name="ddpm", alphas_cumprod=self.alphas_cumprod)
 
     @property
     def steps(self) -> int:
@@ -275,9 +277,9 @@ class EDMSchedule(Schedule):
             raise ValueError(f"edm needs 0 < sigma_min < sigma_max and rho > 0, got {self}")
 
     @property
-    def spec(self) -> dict[str, Any]:
-        """The plain description from which `schedule(**spec)` builds it again."""
-        return {"name": "edm", "sigma_min": self.sigma_min, "sigma_max": self.sigma_max, "rho": self.rho}
+    def spec(self) -> ScheduleSpec:
+        """The plain values from which `schedule` builds it again."""
+        return ScheduleSpec(name="edm", sigma_min=self.sigma_min, sigma_max=self.sigma_max, rho=self.rho)
 
     @property
     def _low(self) -> float:
@@ -317,16 +319,16 @@ def ddpm_linear(steps: int = 1000, beta_start: float = 1e-4, beta_end: float = 0
     """Betas linear in the step: DDPM, and the released DiT checkpoints."""
     _check_betas(steps, beta_start, beta_end)
     betas = torch.linspace(beta_start, beta_end, steps, dtype=torch.float64)
-    made_from = {"name": "ddpm-linear", "steps": steps, "beta_start": beta_start, "beta_end": beta_end}
-    return DiscreteSchedule.from_betas(betas, **made_from)
+    made_from = ScheduleSpec(name="ddpm-linear", steps=steps, beta_start=beta_start, beta_end=beta_end)
+    return DiscreteSchedule.from_betas(betas, made_from)
 
 
 def ddpm_scaled_linear(steps: int = 1000, beta_start: float = 0.00085, beta_end: float = 0.012) -> DiscreteSchedule:
     """Roots of betas linear in the step: Stable Diffusion."""
     _check_betas(steps, beta_start, beta_end)
     betas = torch.linspace(beta_start**0.5, beta_end**0.5, steps, dtype=torch.float64) ** 2
-    made_from = {"name": "ddpm-scaled-linear", "steps": steps, "beta_start": beta_start, "beta_end": beta_end}
-    return DiscreteSchedule.from_betas(betas, **made_from)
+    made_from = ScheduleSpec(name="ddpm-scaled-linear", steps=steps, beta_start=beta_start, beta_end=beta_end)
+    return DiscreteSchedule.from_betas(betas, made_from)
 
 
 def ddpm_cosine(steps: int = 1000, offset: float = 0.008, max_beta: float = 0.999) -> DiscreteSchedule:
@@ -335,7 +337,8 @@ def ddpm_cosine(steps: int = 1000, offset: float = 0.008, max_beta: float = 0.99
     grid = torch.arange(steps + 1, dtype=torch.float64) / steps
     level = torch.cos((grid + offset) / (1 + offset) * math.pi / 2) ** 2
     betas = (1 - level[1:] / level[:-1]).clamp(max=max_beta)
-    return DiscreteSchedule.from_betas(betas, name="ddpm-cosine", steps=steps, offset=offset, max_beta=max_beta)
+    made_from = ScheduleSpec(name="ddpm-cosine", steps=steps, offset=offset, max_beta=max_beta)
+    return DiscreteSchedule.from_betas(betas, made_from)
 
 
 def _ddpm(alphas_cumprod: Sequence[float]) -> DiscreteSchedule:

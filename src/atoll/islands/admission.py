@@ -28,6 +28,7 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, SHARDS, BridgeSpec, ShardsContent
+from atoll.core.networks import read_network
 from atoll.core.policy import Policy
 from atoll.core.signing import verify
 from atoll.core.untrusted import Refused, check_bounded, strict_json
@@ -184,11 +185,12 @@ def _check_objective(offered: Contribution) -> None:
     spec, bridge, conditioning = (claims.get(key) for key in ("objective", "bridge", "conditioning"))
     try:
         check_bounded(spec, "objective")
-        if not isinstance(spec, dict) or flow.objective(**spec).spec != spec:
+        if not isinstance(spec, dict) or flow.objective(**spec).spec.model_dump(mode="json") != spec:
             raise Refused("its objective is not one that Atoll knows")
     except _BUILDING as error:
         raise Refused(f"its objective cannot be built: {error}") from error
-    if policy.objectives is not None and spec not in [flow.objective(name).spec for name in policy.objectives]:
+    allowed = [flow.objective(name).spec.model_dump(mode="json") for name in policy.objectives or ()]
+    if policy.objectives is not None and spec not in allowed:
         raise Refused(f"its objective is none of those the policy allows: {', '.join(policy.objectives)}")
     try:
         given = BridgeSpec.model_validate(bridge, strict=True)
@@ -219,7 +221,7 @@ def declared_tensors(offered: Contribution) -> dict[str, Tensor]:
         raise Refused(f"its network is for {channels} channels and side {side}; the latents are {list(shape)}")
     try:
         with torch.device("meta"):
-            network = build(dict(description))
+            network = build(read_network(description))
     except _BUILDING as error:
         raise Refused(f"its network cannot be built: {error}") from error
     scale = network.config.normalization if isinstance(network, DiT) else None
@@ -309,7 +311,7 @@ def check_loss(offered: Contribution, artifact: Artifact, data: Artifact) -> Non
             raise Refused(f"cluster {offered.expert} has no held-out samples to hold it against the bar {bar}")
         return
     network = load_network(artifact.folder).eval()
-    objective, told = flow.objective(**content.objective), frozenset(content.conditioning)
+    objective, told = flow.Objective.of(content.objective), frozenset(content.conditioning)
     task = ExpertTask(offered.name, network, held_out, held_out, _seed(offered), objective, told, 0.0)
     velocity = objective.bridge(**content.bridge.model_dump(), **held_out.statistics.bridge_options).wrap(task.answer)
     loss = validate(velocity, held_out, seed=_seed(offered), conditioning=told).mean

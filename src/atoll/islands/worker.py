@@ -264,7 +264,7 @@ def check_allowed(job: Job, policy: Policy) -> None:
         assert job.expert is not None
         if job.config.objective(job.expert) not in allowed:
             raise AtollError(f"the run's policy allows the objectives {', '.join(policy.objectives)} only")
-    kind = job.description.get("_class_name")
+    kind = job.network.class_name
     if kind not in policy.networks:
         raise AtollError(f"the run's policy allows the networks {', '.join(policy.networks)} only, not {kind}")
     if job.cost.parameters > policy.max_parameters:

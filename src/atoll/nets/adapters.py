@@ -1,11 +1,13 @@
 """Experts of any kind: Atoll's own DiT, or a diffusers model with its own conditioning, behind one small protocol."""
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from atoll.core.networks import ConfigJson, DiffusersConfig, DiffusersName, NetworkConfig
 from atoll.nets.conditioning import Condition, check_labels
 
 
@@ -19,14 +21,17 @@ class Expert(Protocol):
         It has the shape of x, or twice its channels if a learned variance is kept beside the prediction.
         """
 
-    def describe(self) -> dict[str, Any]:
-        """Plain values from which `build` makes the same network; they go into the manifest."""
+    @property
+    def config(self) -> NetworkConfig:
+        """The specification from which `build` makes the same network."""
 
 
 class DiffusersExpert(nn.Module, ABC):
     """A diffusers model as an expert. The subclasses say how it takes its conditioning."""
 
+    class_name: DiffusersName
     model_class: str
+    """The class of diffusers."""
 
     def __init__(self, **config: Any) -> None:
         import diffusers
@@ -47,10 +52,11 @@ class DiffusersExpert(nn.Module, ABC):
     def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
         """The keyword arguments that carry the condition into the model."""
 
-    def describe(self) -> dict[str, Any]:
+    @property
+    def config(self) -> DiffusersConfig:
         """The kind and the model's own configuration."""
-        config = {key: value for key, value in dict(self.model.config).items() if not key.startswith("_")}
-        return {"_class_name": type(self).__name__, **config}
+        fields = {key: value for key, value in dict(self.model.config).items() if not key.startswith("_")}
+        return DiffusersConfig(self.class_name, fields)
 
 
 def _with_null(given: Tensor | None, null: Tensor, dropped: Tensor | None, *, batch: int) -> Tensor:
@@ -73,6 +79,7 @@ def _labels(label: Tensor | None, null: int, dropped: Tensor | None, *, x: Tenso
 class PixArtExpert(DiffusersExpert):
     """diffusers' PixArt-alpha, told by text tokens."""
 
+    class_name = "PixArtExpert"
     model_class = "PixArtTransformer2DModel"
 
     def __init__(self, **config: Any) -> None:
@@ -91,6 +98,7 @@ class PixArtExpert(DiffusersExpert):
 class DiTExpert(DiffusersExpert):
     """diffusers' DiT, told by class labels."""
 
+    class_name = "DiTExpert"
     model_class = "DiTTransformer2DModel"
 
     def __init__(self, **config: Any) -> None:
@@ -111,6 +119,7 @@ class SD3Expert(DiffusersExpert):
     should be the length of the texts it was trained with, for which a dropped text has that many.
     """
 
+    class_name = "SD3Expert"
     model_class = "SD3Transformer2DModel"
 
     def __init__(self, null_tokens: int = 1, **config: Any) -> None:
@@ -127,9 +136,12 @@ class SD3Expert(DiffusersExpert):
             "pooled_projections": _with_null(condition.pooled, self.null_pooled, condition.dropped, batch=len(x)),
         }
 
-    def describe(self) -> dict[str, Any]:
+    @property
+    def config(self) -> DiffusersConfig:
         """The kind, the model's own configuration, and the number of null tokens where it was given."""
-        return super().describe() | ({"null_tokens": self.null_tokens} if self.null_tokens != 1 else {})
+        config = super().config
+        added: ConfigJson = {"null_tokens": self.null_tokens} if self.null_tokens != 1 else {}
+        return replace(config, fields={**config.fields, **added})
 
 
 class UNetExpert(DiffusersExpert):
@@ -138,6 +150,7 @@ class UNetExpert(DiffusersExpert):
     So `num_class_embeds` is one more than the number of classes.
     """
 
+    class_name = "UNetExpert"
     model_class = "UNet2DModel"
 
     def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
@@ -147,5 +160,5 @@ class UNetExpert(DiffusersExpert):
 
 
 KINDS: dict[str, type[DiffusersExpert]] = {
-    kind.__name__: kind for kind in (PixArtExpert, DiTExpert, SD3Expert, UNetExpert)
+    kind.class_name: kind for kind in (PixArtExpert, DiTExpert, SD3Expert, UNetExpert)
 }

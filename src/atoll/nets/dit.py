@@ -4,7 +4,7 @@ It maps (noisy image, network time, condition) to an image and knows nothing of 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -113,10 +113,6 @@ class DiT(nn.Module):
         text, mask = self._text_tokens(condition)
         pairs = () if text is None else tuple(block.cross.keys_values(text) for block in self.blocks)  # type: ignore[union-attr,operator]
         return PreparedCondition(self._condition_embeddings(condition), pairs, mask)
-
-    def describe(self) -> dict[str, Any]:
-        """Plain values from which the same network can be built."""
-        return {"_class_name": "DiT", **self.config.to_dict()}
 
     def _trunk(self, x: Tensor, time: Tensor, condition: Condition | PreparedCondition | None) -> tuple[Tensor, Tensor]:
         """Everything before the final layer: its tokens and the embedding that modulates it."""

@@ -5,15 +5,14 @@ import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll.core.errors import AtollError, first_line, unknown
-from atoll.core.networks import DiTConfig, RouterConfig
+from atoll.core.errors import AtollError, first_line
+from atoll.core.networks import DiffusersConfig, DiTConfig, NetworkConfig, RouterConfig, read_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.dit import DiT
 from atoll.nets.router import Router, without_retired
@@ -82,27 +81,23 @@ def check_fit(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], what:
         raise AtollError(f"the weights do not fit {what}; nothing was loaded:\n  " + "\n  ".join(problems))
 
 
-def build(description: dict[str, Any]) -> DiT | Router | DiffusersExpert:
-    """The network that a description names, freshly initialised."""
-    fields = {key: value for key, value in description.items() if key != "_class_name"}
-    kind = description.get("_class_name", "DiT")
-    if kind == "DiT":
-        return DiT(DiTConfig.from_dict(fields))
-    if kind == "Router":
-        return Router(RouterConfig.from_dict(fields))
-    if kind not in KINDS:
-        raise AtollError(unknown("kind of network", kind, ["DiT", "Router", *KINDS]))
+def build(config: NetworkConfig) -> DiT | Router | DiffusersExpert:
+    """Build a network, freshly initialized."""
+    if isinstance(config, DiTConfig):
+        return DiT(config)
+    if isinstance(config, RouterConfig):
+        return Router(config)
     try:
-        return KINDS[kind](**fields)
+        return KINDS[config.class_name](**config.fields)
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise AtollError(f"{kind} cannot be built from its fields: {first_line(error)}") from error
+        raise AtollError(f"{config.class_name} cannot be built from its fields: {first_line(error)}") from error
 
 
 def save_network(network: DiT | Router | DiffusersExpert, folder: str | Path) -> None:
     """Write config.json and the weights as safetensors, in a folder laid out like a diffusers model."""
     folder = Path(folder)
     write_weights(network.state_dict(), folder / WEIGHTS_FILE)
-    (folder / CONFIG_FILE).write_text(json.dumps(network.describe(), indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(json.dumps(network.config.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def load_network(folder: str | Path) -> DiT | Router | DiffusersExpert:
@@ -110,12 +105,12 @@ def load_network(folder: str | Path) -> DiT | Router | DiffusersExpert:
     file = Path(folder) / CONFIG_FILE
     if not file.is_file():
         raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    description = json.loads(file.read_text(encoding="utf-8"))
+    config = read_network(json.loads(file.read_text(encoding="utf-8")))
     state = without_retired(read_weights(Path(folder) / WEIGHTS_FILE))
-    native = description.get("_class_name", "DiT") in ("DiT", "Router")
+    native = not isinstance(config, DiffusersConfig)
     # A native network stores all it needs and skips its own initialisation; diffusers models have unsaved buffers.
     with torch.device("meta" if native else "cpu"):
-        network = build(description)
+        network = build(config)
     check_fit(state, network.state_dict(), f"the network of {file}")
     network.load_state_dict(state, assign=native)
     return network

@@ -1,7 +1,5 @@
 """The router: a DiT with a CLS token that tells which cluster a noisy image came from."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -98,10 +96,6 @@ class Router(nn.Module):
         """Return the log posterior of the clusters up to a constant: log p(x | k) + log p(k)."""
         logits: Tensor = self(x, time, condition).float() / self.temperature
         return logits
-
-    def describe(self) -> dict[str, Any]:
-        """Plain values from which the same network can be built."""
-        return {"_class_name": "Router", **self.config.to_dict()}
 
     def _positions_for(self, x: Tensor) -> Tensor:
         """Positions of a grid; other grids than the native one stretch the formula, or a table learned elsewhere."""

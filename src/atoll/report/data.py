@@ -60,7 +60,7 @@ class Job:
             return {"router": "classification", "student": "distillation"}[self.name]
         assert isinstance(self.content, ExpertContent)
         objective = self.content.objective
-        schedule, prediction = objective["schedule"]["name"], objective["prediction"]
+        schedule, prediction = objective.schedule.name, objective.prediction
         names = {("linear", "velocity"): "flow matching", ("cosine", "epsilon"): "DDPM"}
         return names.get((schedule, prediction), f"{prediction.replace('_', '-')} on the {schedule} schedule")
 

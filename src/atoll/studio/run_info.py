@@ -5,7 +5,6 @@ from functools import lru_cache
 from itertools import zip_longest
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import CLUSTERS, EXPERT, ExpertContent
 from atoll.core.metrics_file import read_lines
+from atoll.core.networks import NetworkConfig
 from atoll.data.stages import clusters as partition
 from atoll.data.stages import ingest
 from atoll.data.stages.clusters import read_assignments
@@ -103,16 +103,16 @@ def _expert(
 ) -> schemas.ExpertFacts:
     declared = ensemble.experts[place]
     content = _declared(models, declared.name, place)
-    objective, spent = content.objective if content else {}, content and content.compute
+    objective, spent = content and content.objective, content and content.compute
     with torch.device("meta"):
-        parameters = count_parameters(build(dict(declared.network)))
+        parameters = count_parameters(build(declared.network))
     name = _named(declared)
     cluster = clusters.get(name.number)
     return schemas.ExpertFacts(
         **name.model_dump(),
         cluster=name.number,
-        objective=objective.get("prediction"),
-        schedule=(objective.get("schedule") or {}).get("name"),
+        objective=objective and objective.prediction,
+        schedule=objective and objective.schedule.name,
         network=_network(declared.network),
         parameters=parameters,
         samples_trained=spent and spent.samples,
@@ -132,9 +132,10 @@ def _declared(models: Models, name: str, place: int) -> ExpertContent | None:
     return content if isinstance(content, ExpertContent) else None
 
 
-def _network(described: Any) -> str:
-    parts = [f"{key} {described[key]}" for key in ("width", "depth", "heads", "patch") if key in described]
-    return ", ".join([str(described.get("_class_name", "DiT")), *parts])
+def _network(config: NetworkConfig) -> str:
+    known = config.to_dict()
+    parts = [f"{key} {known[key]}" for key in ("width", "depth", "heads", "patch") if key in known]
+    return ", ".join([config.class_name, *parts])
 
 
 def describe_clusters(models: Models) -> schemas.ClustersAnswer:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from atoll.core.networks import DiffusersConfig, NetworkConfig, RouterConfig, read_network
 from atoll.nets import Condition, build
 from atoll.train.distributed import transformer_blocks
 
@@ -32,18 +33,18 @@ class Cost:
         return self.forward_flops * (1 + BACKWARD + checkpointing)
 
 
-def cost(description: dict[str, Any], shape: tuple[int, ...], text: tuple[int, int] | None) -> Cost:
-    """Count one forward pass of the network that a description names, on a sample of that shape."""
-    return _count(json.dumps(description, sort_keys=True), shape, text)
+def cost(config: NetworkConfig, shape: tuple[int, ...], text: tuple[int, int] | None) -> Cost:
+    """Count one forward pass of a network on one latent of that shape; `text` is (tokens, width)."""
+    return _count(json.dumps(config.to_dict(), sort_keys=True), shape, text)
 
 
 @cache
 def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None) -> Cost:
-    description = json.loads(described)
+    config = read_network(json.loads(described))
     with torch.device("meta"):
-        network = build(description)
+        network = build(config)
         x, at = torch.zeros(1, *shape), torch.zeros(1)
-        condition = _condition(description, text)
+        condition = _condition(config, text)
     saved: dict[int, int] = {}
     entering: dict[int, int] = {}
     blocks = transformer_blocks(network)
@@ -74,14 +75,14 @@ def _note(sizes: dict[int, int], values: tuple[Any, ...]) -> None:
             sizes[storage._cdata] = storage.nbytes()
 
 
-def _condition(description: dict[str, Any], text: tuple[int, int] | None) -> Condition:
-    """A condition of the right shapes for a network; text is (tokens, width)."""
-    wide = description.get("text_width") or description.get("caption_channels")
-    pooled = description.get("pooled_width") or description.get("pooled_projection_dim")
+def _condition(config: NetworkConfig, text: tuple[int, int] | None) -> Condition:
+    """Return a condition of the right shapes for a network."""
+    takes_text = not isinstance(config, RouterConfig) and config.text_width
+    classes = 0 if isinstance(config, DiffusersConfig) else config.num_classes
     return Condition(
-        text=torch.zeros(1, *text) if text and (wide or "joint_attention_dim" in description) else None,
-        pooled=torch.zeros(1, pooled) if pooled else None,
-        label=torch.zeros(1, dtype=torch.long) if description.get("num_classes") else None,
+        text=torch.zeros(1, *text) if text and takes_text else None,
+        pooled=torch.zeros(1, config.pooled_width) if config.pooled_width else None,
+        label=torch.zeros(1, dtype=torch.long) if classes else None,
     )
 
 

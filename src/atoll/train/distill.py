@@ -18,7 +18,7 @@ from torch import Tensor
 from atoll import flow
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
-from atoll.core.manifests import EXPERT
+from atoll.core.manifests import EXPERT, ExpertContent, NetworkContent
 from atoll.data.dataset import Batch
 from atoll.experts.expert import OpenExpert, open_expert
 from atoll.experts.validation import ALONE, Processes, condition_of, validate
@@ -59,17 +59,18 @@ class StudentTask(Task):
         """The student answers with the velocity."""
         return flow.Objective().bridge().wrap(lambda x, time, condition: self.network(x, time, condition))
 
-    def declared(self) -> dict[str, Any]:
-        """A student is a flow-matching expert to whoever uses it; its teachers are named by their hashes."""
-        told = {"conditioning": sorted(self.told), "teachers": teachers(self.run, self._experts())}
-        return {"objective": flow.Objective().spec, **told}
-
     @torch.no_grad()
-    def finish(self, processes: Processes = ALONE) -> dict[str, Any]:
-        """Held-out error of the velocity, against the data as for any expert."""
-        where: dict[str, Any] = {"device": self.device, "processes": processes}
-        error = validate(self.velocity(), self.held_out, seed=self.seed, conditioning=self.told, **where)
-        return {"bridge": {}, "held_out_loss": error.mean, "loss_by_time": error.by_time}
+    def finish(self, content: NetworkContent, processes: Processes = ALONE) -> ExpertContent:
+        """Measure the held-out error against the data, as for any expert. A student is a flow-matching expert."""
+        error = validate(
+            self.velocity(), self.held_out, seed=self.seed, conditioning=self.told, device=self.device,
+            processes=processes,
+        )  # fmt: skip
+        return ExpertContent(
+            **dict(content) | {"held_out_loss": error.mean, "loss_by_time": error.by_time},
+            objective=flow.Objective().spec,
+            teachers=tuple(teachers(self.run, self._experts())),
+        )
 
     def _experts(self) -> range:
         return range(self.shards.content.clusters)

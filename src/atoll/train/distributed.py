@@ -112,7 +112,7 @@ class World:
                 raise
             self._broadcast(message)
             return result
-        answer: dict[str, Any] = json.loads(self._broadcast())
+        answer = json.loads(self._broadcast())
         if "error" in answer:
             raise AtollError(f"process {self.rank} ends because the main process failed: {answer['error']}")
         return cast(T, answer["result"])

@@ -5,9 +5,9 @@ It works on the configuration alone: where the data is not prepared yet, its sha
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import torch
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from atoll.core.config import Config
 from atoll.core.device import device
-from atoll.core.presets import PUBLISHED
+from atoll.core.presets import PUBLISHED, Published
 from atoll.train.cost import measured_rate, training_bytes
 from atoll.train.job import Job
 
@@ -25,93 +25,133 @@ GPUS = {"A40": 149.7e12, "A100": 312e12, "H100": 989e12}
 """Dense bfloat16 FLOPs a second, from the makers' data sheets."""
 
 
-def costs(job: Job, gpus: int | None = None) -> dict[str, Any]:
-    """What the job would cost on any machine."""
-    settings, cost, world = job.settings, job.cost, _processes(gpus)
-    micro = max(1, settings.batch // settings.accumulate // world)
-    parts = world if settings.parallel == "fsdp2" else 1
-    half, again = settings.precision != "float32", settings.checkpointing
-    return {
-        "job": job.name,
-        "parameters": cost.parameters,
-        "samples": settings.samples,
-        "steps": settings.samples // settings.batch,
-        "forward_flops_per_sample": cost.forward_flops,
-        "flops_per_sample": cost.training_flops(settings.checkpointing),
-        "flops": cost.training_flops(settings.checkpointing) * settings.samples,
-        "bytes": training_bytes(cost, micro, len(settings.ema), half=half, checkpointing=again, parts=parts),
-    }
+@dataclass(frozen=True)
+class JobCosts:
+    """What a job would cost on any machine."""
+
+    job: str
+    parameters: int
+    samples: int
+    steps: int
+    forward_flops_per_sample: int
+    flops_per_sample: int
+    flops: int
+    bytes: int
+    """Memory of one process."""
+
+    @classmethod
+    def of(cls, job: Job, gpus: int | None = None) -> Self:
+        """Count the costs of a job on so many GPUs."""
+        settings, cost, world = job.settings, job.cost, _processes(gpus)
+        checkpointing = settings.checkpointing
+        flops = cost.training_flops(checkpointing)
+        return cls(
+            job=job.name,
+            parameters=cost.parameters,
+            samples=settings.samples,
+            steps=settings.samples // settings.batch,
+            forward_flops_per_sample=cost.forward_flops,
+            flops_per_sample=flops,
+            flops=flops * settings.samples,
+            bytes=training_bytes(
+                cost,
+                max(1, settings.batch // settings.accumulate // world),
+                len(settings.ema),
+                half=settings.precision != "float32",
+                checkpointing=checkpointing,
+                parts=world if settings.parallel == "fsdp2" else 1,
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class JobEstimate(JobCosts):
+    """What a job would cost on this machine."""
+
+    epochs: float | None
+    matmul_flops_per_second: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RunCosts:
+    """What all experts and the router of a run would cost, beside what is published of its preset."""
+
+    jobs: list[JobCosts]
+    parameters: int
+    flops: int
+    gpu_days: dict[str, float]
+    published: Published | None
 
 
 def _processes(gpus: int | None) -> int:
     return gpus or int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def estimate(job: Job, gpus: int | None = None) -> dict[str, Any]:
-    """What the job would cost on this machine."""
-    figures = costs(job, gpus)
+def estimate(job: Job, gpus: int | None = None) -> JobEstimate:
+    """Estimate what the job would cost on this machine."""
+    costs = JobCosts.of(job, gpus)
     rate = measured_rate(device(), getattr(torch, job.settings.precision))
-    return {
-        **figures,
-        "epochs": figures["samples"] / len(job.shards) if job.data is not None else None,
-        "matmul_flops_per_second": rate,
-        "seconds": figures["flops"] / (rate * UTILISATION * _processes(gpus)),
-    }
+    return JobEstimate(
+        **vars(costs),
+        epochs=costs.samples / len(job.shards) if job.data is not None else None,
+        matmul_flops_per_second=rate,
+        seconds=costs.flops / (rate * UTILISATION * _processes(gpus)),
+    )
 
 
-def survey(run: Path, config: Config, gpus: int | None = None) -> dict[str, Any]:
-    """What all experts and the router of a run would cost, beside what is published of its preset."""
-    experts = [costs(Job(run, config, "expert", number), gpus) for number in range(config.clusters.count)]
-    jobs = [*experts, costs(Job(run, config, "router"), gpus)]
-    flops = sum(job["flops"] for job in jobs)
-    published = PUBLISHED.get(config.preset or "")
-    return {
-        "jobs": jobs,
-        "parameters": sum(job["parameters"] for job in jobs),
-        "flops": flops,
-        "gpu_days": {name: flops / (rate * UTILISATION * 86_400) for name, rate in GPUS.items()},
-        "published": asdict(published) if published else None,
-    }
+def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts:
+    """Count what all experts and the router of a run would cost."""
+    jobs = [Job(run, config, "expert", number) for number in range(config.clusters.count)]
+    costs = [JobCosts.of(job, gpus) for job in (*jobs, Job(run, config, "router"))]
+    flops = sum(job.flops for job in costs)
+    return RunCosts(
+        jobs=costs,
+        parameters=sum(job.parameters for job in costs),
+        flops=flops,
+        gpu_days={name: flops / (rate * UTILISATION * 86_400) for name, rate in GPUS.items()},
+        published=PUBLISHED.get(config.preset or ""),
+    )
 
 
 def show_estimate(job: Job, gpus: int | None, as_json: bool) -> None:
     """Print the estimate of one job for a person or a program."""
-    figures = estimate(job, gpus)
+    found = estimate(job, gpus)
     if as_json:
-        print(json.dumps(figures))
+        print(json.dumps(asdict(found)))
         return
     table = Table("", "", title=f"{job.name}: what training would cost", show_header=False)
-    epochs = "" if figures["epochs"] is None else f", {figures['epochs']:.1f} epochs"
-    table.add_row("parameters", f"{figures['parameters']:,}")
-    table.add_row("samples", f"{figures['samples']:,} in {figures['steps']:,} steps{epochs}")
-    table.add_row("FLOPs", f"{figures['flops']:.3g} ({figures['flops_per_sample']:.3g} a sample)")
-    table.add_row("memory", f"about {figures['bytes'] / 2**30:.2f} GiB a process")
-    pace = f"at {UTILISATION:.0%} of this machine's {figures['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s"
-    table.add_row("time", f"about {figures['seconds'] / 3600:.2f} hours {pace}")
+    epochs = "" if found.epochs is None else f", {found.epochs:.1f} epochs"
+    table.add_row("parameters", f"{found.parameters:,}")
+    table.add_row("samples", f"{found.samples:,} in {found.steps:,} steps{epochs}")
+    table.add_row("FLOPs", f"{found.flops:.3g} ({found.flops_per_sample:.3g} a sample)")
+    table.add_row("memory", f"about {found.bytes / 2**30:.2f} GiB a process")
+    pace = f"at {UTILISATION:.0%} of this machine's {found.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
+    table.add_row("time", f"about {found.seconds / 3600:.2f} hours {pace}")
     Console(width=100).print(table)
 
 
 def show_survey(run: Path, config: Config, gpus: int | None, *, as_json: bool) -> None:
     """Print the estimate of a whole run for a person or a program."""
-    figures = survey(run, config, gpus)
+    found = estimate_run(run, config, gpus)
     if as_json:
-        print(json.dumps(figures))
+        print(json.dumps(asdict(found)))
         return
     console = Console(width=120)
     table = Table("job", "parameters", "GFLOPs forward", "samples", "steps", "FLOPs", "memory of a GPU")
-    for job in figures["jobs"]:
-        forward, memory = job["forward_flops_per_sample"] / 1e9, job["bytes"] / 2**30
-        numbers = (f"{job['parameters'] / 1e6:,.1f} M", f"{forward:,.1f}", f"{job['samples']:,}", f"{job['steps']:,}")
-        table.add_row(job["job"], *numbers, f"{job['flops']:.3g}", f"{memory:.1f} GiB")
+    for job in found.jobs:
+        forward, memory = job.forward_flops_per_sample / 1e9, job.bytes / 2**30
+        numbers = (f"{job.parameters / 1e6:,.1f} M", f"{forward:,.1f}", f"{job.samples:,}", f"{job.steps:,}")
+        table.add_row(job.job, *numbers, f"{job.flops:.3g}", f"{memory:.1f} GiB")
     console.print(table)
-    days = ", ".join(f"{count:,.1f} {name}" for name, count in figures["gpu_days"].items())
+    days = ", ".join(f"{count:,.1f} {name}" for name, count in found.gpu_days.items())
     console.print(
-        f"in all {figures['parameters'] / 1e9:.2f} B parameters, {figures['flops']:.3g} FLOPs: GPU-days at "
+        f"in all {found.parameters / 1e9:.2f} B parameters, {found.flops:.3g} FLOPs: GPU-days at "
         f"{UTILISATION:.0%} of the bfloat16 rate: {days}; {_processes(gpus)} GPUs for each job"
     )
-    if figures["published"]:
-        table = Table(title=f"published: {figures['published']['source']}", show_header=False)
-        for key, value in figures["published"].items():
+    if found.published:
+        table = Table(title=f"published: {found.published.source}", show_header=False)
+        for key, value in asdict(found.published).items():
             if key != "source":
                 table.add_row(key.replace("_", " "), value or "not published")
         console.print(table)

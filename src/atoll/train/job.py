@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from atoll import flow
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Kind, Manifest
+from atoll.core.artifacts import Artifact, Inputs, Kind, Manifest
 from atoll.core.config import Config, NetworkChoice, Train
 from atoll.core.device import device as pick_device
 from atoll.core.errors import AtollError
@@ -31,11 +31,19 @@ from atoll.core.manifests import (
     SHARDS,
     ComputeSpec,
     DataSpec,
-    ExpertContent,
-    RouterContent,
+    NetworkContent,
     ShardsContent,
 )
-from atoll.core.networks import DEFAULT_NAME, LatentScale, check_fits_data
+from atoll.core.networks import (
+    CLASS_NAME,
+    DEFAULT_NAME,
+    DiffusersConfig,
+    DiTConfig,
+    NetworkConfig,
+    RouterConfig,
+    check_fits_data,
+    read_network,
+)
 from atoll.data.dataset import Shards
 from atoll.data.stages.latents import Statistics
 from atoll.experts import density
@@ -52,6 +60,10 @@ from atoll.train.tasks import ExpertTask, RouterTask, Task
 _NO_EFFECT = {"samples", "save_every", "keep_last", "log_every", "grid_every", "grid_size", "grid_guidance"}
 _NO_EFFECT |= {"workers", "trackers", "parallel", "compile", "checkpointing", "accumulate"}
 """Settings of training that do not change its result beyond rounding: a job may resume with others."""
+
+
+NeededFields = dict[str, int]
+"""The fields of a network that the data decides, by name."""
 
 
 @dataclass(frozen=True)
@@ -135,36 +147,38 @@ class Job:
         return frozenset(wish)
 
     @cached_property
-    def description(self) -> dict[str, Any]:
-        """The network, in the plain values of its manifest."""
+    def network(self) -> NetworkConfig:
+        """The network to train, fitted to the data."""
         shapes = self.shapes
         channels, size = shapes.latents[0], shapes.latents[-1]
-        fitting: dict[str, Any] = {"channels": channels, "size": size}
+        needed: NeededFields = {"channels": channels, "size": size}
         if "label" in self.told:
-            fitting["num_classes"] = len(shapes.labels)
+            needed["num_classes"] = len(shapes.labels)
         if self.kind == "router":
-            fitting["experts"] = self.config.clusters.count
+            needed["experts"] = self.config.clusters.count
             if "pooled" in self.told and shapes.text:
-                fitting["pooled_width"] = shapes.text.pooled
-            return _named("Router", self.config.router.network, fitting, key="router.network")
-        fitting["out_channels"] = channels
+                needed["pooled_width"] = shapes.text.pooled
+            return _named("Router", self.config.router.network, needed, key="router.network")
+        needed["out_channels"] = channels
         if "text" in self.told and shapes.text:
-            fitting["text_width"] = shapes.text.dimensions
+            needed["text_width"] = shapes.text.dimensions
         init = self.config.train.init
         if init is not None:
-            described = _adopted(init, fitting)
+            network = _adopted(init, needed)
         else:
-            described = _named("DiT", self._choice, fitting, key=self._choice_key)
-        _check_classes(described, fitting.get("num_classes", 0))
-        self._check_normalization(described)
-        return described
+            network = _named("DiT", self._choice, needed, key=self._choice_key)
+        if isinstance(network, DiffusersConfig):
+            _check_classes(network, needed.get("num_classes", 0))
+        else:
+            self._check_normalization(network)
+        return network
 
-    def _check_normalization(self, described: dict[str, Any]) -> None:
+    def _check_normalization(self, network: DiTConfig | RouterConfig) -> None:
         """Refuse a network that declares another normalization of its latents than the run has."""
-        if described.get("normalization") is None:
+        scale = network.normalization
+        if scale is None:
             return
         where = self.config.train.init or self._choice_key
-        scale = LatentScale.read(described["normalization"], where)
         same = self.config.latents.normalization == "scale"
         if self.data is not None:  # else the data is not prepared yet, and only the setting is known
             same = Statistics.of(self.data.statistics) == Statistics.of_scale(scale, self.shapes.latents[0])
@@ -199,10 +213,10 @@ class Job:
     @cached_property
     def cost(self) -> Cost:
         """FLOPs and memory of one sample."""
-        return cost(self.description, self.shapes.latents, self.shapes.text and self.shapes.text[:2])
+        return cost(self.network, self.shapes.latents, self.shapes.text and self.shapes.text[:2])
 
     @property
-    def made_from(self) -> dict[str, Any]:
+    def made_from(self) -> Inputs:
         """What the result is made from; a job that resumes must agree with its checkpoints on all of it."""
         settings = self.settings.model_dump()
         if settings["decay"] == "constant":
@@ -212,8 +226,8 @@ class Job:
         return {
             "job": self.name,
             "data": [artifact.open(SHARDS).digest for artifact in self.shards.artifacts],
-            "network": self.description,
-            "objective": self.objective.spec if self.kind in ("expert", "monolith") else self.kind,
+            "network": self.network.to_dict(),
+            "objective": self.objective.spec.model_dump() if self.kind in ("expert", "monolith") else self.kind,
             "train": {key: value for key, value in settings.items() if key not in _NO_EFFECT},
             **({"teachers": teachers(self.run, self.clusters)} if self.kind == "student" else {}),
         }
@@ -221,7 +235,7 @@ class Job:
     def task(self) -> Task:
         """The task, with its network freshly made or adopted."""
         torch.manual_seed(self.settings.seed)
-        network: nn.Module = build(self.description)
+        network: nn.Module = build(self.network)
         if self.config.train.init is not None and self.kind != "router":
             network.load_state_dict(load_network(self.config.train.init).state_dict())
         if isinstance(network, DiT):
@@ -244,51 +258,51 @@ def run_job(job: Job, watch: Watch | None = None) -> Manifest:
     kind: Kind[Any] = ROUTER if job.kind == "router" else EXPERT
     goal = {**job.made_from, "samples": job.settings.samples}
 
-    def find_result() -> dict[str, Any] | None:
+    def find_result() -> str | None:
         if not job.result.check(kind, goal):
             return None
         shutil.rmtree(job.run / layout.checkpoints(job.name), ignore_errors=True)  # of one killed at its end
         print(f"{job.result.folder} is there already", flush=True)
-        return _values(job.result.open(kind))
+        return job.result.open(kind).to_json().decode()
 
     with join(pick_device()) as world:
         # The main process decides for all: another job may commit, or a shared file system show, the result between
         # the looks of two processes, and one that leaves would let the others wait.
         if found := world.on_main(find_result):
-            return Manifest.from_values(found)
+            return Manifest.from_values(json.loads(found))
         task = job.task()
         checkpoints = Checkpoints(job.run, job.name, job.made_from, world, job.settings.keep_last)
         outcome = train(task, job.settings, checkpoints, world=world, watch=watch)
         return commit(job, task, outcome, world=world, kind=kind, goal=goal)
 
 
-def commit(job: Job, task: Task, outcome: Outcome, *, world: World, kind: Kind[Any], goal: dict[str, Any]) -> Manifest:
+def commit(job: Job, task: Task, outcome: Outcome, *, world: World, kind: Kind[Any], goal: Inputs) -> Manifest:
     """Write the result: averaged weights in plain safetensors, and a manifest that declares everything.
 
     All processes gather the averaged weights, hold a whole network each and share its validation. Then the main one
     hashes and writes, for which the others wait outside of NCCL.
     """
     name, *others = outcome.averages.weights
-    network = build(job.description)
+    network = build(job.network)
     known = network.state_dict()  # without buffers that a network makes by itself
     buffers = {key: value for key, value in task.network.named_buffers() if key in known}
     network.load_state_dict({**buffers, **_gathered(outcome.averages.weights[name])})
-    metrics = replace(task, network=network.to(world.device).eval()).finish(world)
+    content = replace(task, network=network.to(world.device).eval()).finish(declaration(job, outcome), world)
     averages = {other: _gathered(outcome.averages.weights[other], keep=world.first) for other in others}
 
-    def write() -> dict[str, Any]:
+    def write() -> str:
         job.result.begin(kind, goal)
         save_network(network, job.result.folder)
         for other in others:
             job.result.write_tensors(f"average-{other}.safetensors", averages[other])
         if job.kind == "expert":
             job.result.write_tensors(density.FILE, density.of_shards(job.shards).tensors())
-        made = job.result.commit(declaration(job, task, {**metrics, "compute": compute(job, outcome)}))
+        made = job.result.commit(content)
         Checkpoints(job.run, job.name, {}, world).clear()
         print(f"{task.name}: done, {job.result.folder}", flush=True)
-        return _values(made)
+        return made.to_json().decode()
 
-    return Manifest.from_values(world.on_main(write))
+    return Manifest.from_values(json.loads(world.on_main(write)))
 
 
 def _gathered(weights: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
@@ -301,18 +315,16 @@ def _gathered(weights: Mapping[str, Tensor], keep: bool = True) -> dict[str, Ten
     return gathered
 
 
-def _values(manifest: Manifest) -> dict[str, Any]:
-    """Return a manifest as plain values, to send to other processes."""
-    values: dict[str, Any] = json.loads(manifest.to_json())
-    return values
-
-
-def declaration(job: Job, task: Task, measured: dict[str, Any]) -> ExpertContent | RouterContent:
-    """Return what a network declares, so that the ensemble needs no other knowledge."""
-    content = RouterContent if job.kind == "router" else ExpertContent
-    data = {name: getattr(job.shards.content, name) for name in DataSpec.model_fields}
-    own = {"job": job.name, "clusters": job.clusters, "network": job.description}
-    return content(**own, **data, **task.declared(), **measured)
+def declaration(job: Job, outcome: Outcome) -> NetworkContent:
+    """Return what a network of any kind declares, so that the ensemble needs no other knowledge."""
+    return NetworkContent(
+        **{name: getattr(job.shards.content, name) for name in DataSpec.model_fields},
+        job=job.name,
+        clusters=tuple(job.clusters),
+        network=job.network,
+        conditioning=tuple(sorted(job.told)),
+        compute=compute(job, outcome),
+    )
 
 
 def compute(job: Job, outcome: Outcome) -> ComputeSpec:
@@ -348,34 +360,33 @@ def expert_flops(run: Path) -> int:
     return sum(spent)
 
 
-def _named(kind: str, choice: NetworkChoice, fitting: dict[str, Any], *, key: str) -> dict[str, Any]:
-    """Return a full description from a named size or its fields, fitted to the data; `key` is its name in the file."""
+def _named(kind: Literal["DiT", "Router"], choice: NetworkChoice, needed: NeededFields, *, key: str) -> NetworkConfig:
+    """Return a network from a named size or its fields, fitted to the data; `key` is its name in the file."""
     parts = {"name": choice} if isinstance(choice, str) else dict(choice)
     try:
-        if parts.get("_class_name", kind) != kind:
+        if parts.get(CLASS_NAME, kind) != kind:
             # Where a diffusers model names its channels, they must be those of the latents.
-            latents = {"in_channels": fitting["channels"], "out_channels": fitting["channels"]}
+            latents = {"in_channels": needed["channels"], "out_channels": needed["channels"]}
             check_fits_data(parts, latents)
+            config = read_network(parts)
             with torch.device("meta"):
-                build(parts)
-            return parts
-        check_fits_data(parts, fitting)
-        given = {name: value for name, value in parts.items() if name not in ("name", "_class_name")}
-        spec = {**NAMES[parts.get("name", DEFAULT_NAME)], **fitting, **given}
-        with torch.device("meta"):
-            return build({"_class_name": kind, **spec}).describe()
+                build(config)
+            return config
+        check_fits_data(parts, needed)
+        given = {name: value for name, value in parts.items() if name != "name"}
+        return read_network({CLASS_NAME: kind, **NAMES[parts.get("name", DEFAULT_NAME)], **needed, **given})
     except AtollError as error:
         raise AtollError(f"{key}: {error}") from error
 
 
-def _check_classes(described: dict[str, Any], classes: int) -> None:
+def _check_classes(network: DiffusersConfig, classes: int) -> None:
     """Refuse a diffusers network whose class table is too small: its null class would be the last class of the data."""
     rows = {"UNetExpert": ("num_class_embeds", classes + 1), "DiTExpert": ("num_embeds_ada_norm", classes)}
-    field, needed = rows.get(described.get("_class_name", "DiT"), ("", 0))
-    given = described.get(field)
-    if classes and given is not None and given < needed:
+    field, needed = rows.get(network.class_name, ("", 0))
+    given = network.fields.get(field)
+    if classes and isinstance(given, int) and given < needed:
         raise AtollError(
-            f"{described['_class_name']}: {field} is {given}, but {classes} classes and the null class need {needed}"
+            f"{network.class_name}: {field} is {given}, but {classes} classes and the null class need {needed}"
         )
 
 
@@ -384,13 +395,14 @@ def _takes_pooled(choice: NetworkChoice) -> bool:
     return isinstance(choice, dict) and bool(choice.get("pooled_width") or choice.get("pooled_projection_dim"))
 
 
-def _adopted(folder: str, fitting: dict[str, Any]) -> dict[str, Any]:
-    """The description of a network to start from; at another resolution it resizes its positions by itself."""
+def _adopted(folder: str, needed: NeededFields) -> NetworkConfig:
+    """Read the network to start from; at another resolution it resizes its positions by itself."""
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise AtollError(f"{folder} has no config.json; expected a network as atoll convert or atoll train write it")
-    described: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    network = read_network(json.loads(file.read_text(encoding="utf-8")))
+    given = network.to_dict()
     for key in ("channels", "text_width", "num_classes"):
-        if key in described and described[key] != fitting.get(key, 0):
-            raise AtollError(f"{file}: {key} is {described[key]}, this run's data needs {fitting.get(key, 0)}")
-    return described
+        if key in given and given[key] != needed.get(key, 0):
+            raise AtollError(f"{file}: {key} is {given[key]}, this run's data needs {needed.get(key, 0)}")
+    return network

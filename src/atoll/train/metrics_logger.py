@@ -88,14 +88,15 @@ class Journal:
         self._last, self._last_samples = now, self.done
         counts = sums[-1]
         figures = {name: (row.sum() / counts.sum()).item() for name, row in zip(self._names, sums, strict=False)}
-        line: dict[str, Any] = {"samples": self.done, "step": step, **figures, "lr": lr, "gradient_norm": gradient}
+        line: dict[str, float] = {"samples": self.done, "step": step, **figures, "lr": lr, "gradient_norm": gradient}
         line |= {"samples_per_second": rate, "seconds": self.seconds, "total": self.total}
         for track in self._trackers:
             track({key: float(value) for key, value in line.items()}, self.done)
+        bins: dict[str, list[float | None]] = {}
         for name, row in zip(self._names, sums, strict=False):
             pairs = zip(row.tolist(), counts.tolist(), strict=True)
-            line[f"{name}_by_time"] = [value / count if count else None for value, count in pairs]
-        self._lines.write(json.dumps(line) + "\n")
+            bins[f"{name}_by_time"] = [value / count if count else None for value, count in pairs]
+        self._lines.write(json.dumps({**line, **bins}) + "\n")
         self._lines.flush()
         if isinstance(self._bar, tqdm):
             self._bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{lr:.1e}", refresh=False)

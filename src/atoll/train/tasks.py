@@ -7,20 +7,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll import flow
+from atoll.core.manifests import BridgeSpec, ExpertContent, NetworkContent, RouterContent
 from atoll.data.dataset import Batch, Shards
 from atoll.experts.validation import (
     ALONE,
     IMAGES,
     Processes,
+    Summary,
     ValidationSet,
-    by_time,
     condition_of,
     validate,
     velocity_errors,
@@ -61,21 +62,16 @@ class Task(ABC):
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
         """The losses of a batch whose first sample has this position in the run."""
 
-    @abstractmethod
-    def declared(self) -> dict[str, Any]:
-        """What the result declares of itself."""
-
     def velocity(self) -> Callable[..., Tensor] | None:
         """The network as a velocity field, if it paints pictures: what sample grids are drawn with."""
         return None
 
-    def finish(self, processes: Processes = ALONE) -> dict[str, Any]:
-        """Last touches with the averaged weights in place, and the metrics they give on held-out images.
+    @abstractmethod
+    def finish(self, content: NetworkContent, processes: Processes = ALONE) -> NetworkContent:
+        """Calibrate with the averaged weights in place, and add to `content` what is measured on held-out images.
 
         All processes call it with equal networks, each validates its share, and all get the same metrics.
         """
-        del processes
-        return {}
 
     @property
     def device(self) -> torch.device:
@@ -134,19 +130,19 @@ class ExpertTask(Task):
         bridge = self.objective.bridge(**self.shards.statistics.bridge_options)
         return calibrate(bridge, self.answer, chosen, conditioning=self.told, device=self.device, processes=processes)
 
-    def declared(self) -> dict[str, Any]:
-        """Objective and conditioning."""
-        return {"objective": self.objective.spec, "conditioning": sorted(self.told)}
-
     @torch.no_grad()
-    def finish(self, processes: Processes = ALONE) -> dict[str, Any]:
-        """Calibrate the bridge; held-out error of the velocity over it."""
+    def finish(self, content: NetworkContent, processes: Processes = ALONE) -> ExpertContent:
+        """Calibrate the bridge, then measure the held-out error of the velocity over it."""
         bridge = self.calibrated(CALIBRATION_IMAGES, processes)
-        velocity = bridge.wrap(self.answer)
-        where: dict[str, Any] = {"device": self.device, "processes": processes}
-        error = validate(velocity, self.held_out, seed=self.seed, conditioning=self.told, **where)
-        measured = {"held_out_loss": error.mean, "loss_by_time": error.by_time}
-        return {"bridge": {"prediction_error": bridge.prediction_error}, **measured}
+        error = validate(
+            bridge.wrap(self.answer), self.held_out, seed=self.seed, conditioning=self.told, device=self.device,
+            processes=processes,
+        )  # fmt: skip
+        return ExpertContent(
+            **dict(content) | {"held_out_loss": error.mean, "loss_by_time": error.by_time},
+            objective=self.objective.spec,
+            bridge=BridgeSpec(prediction_error=bridge.prediction_error),
+        )
 
 
 @dataclass(frozen=True)
@@ -164,42 +160,40 @@ class RouterTask(Task):
         hit = (logits.argmax(1) == batch.cluster).float()
         return Losses(functional.cross_entropy(logits, batch.cluster, reduction="none"), noised.t, {"accuracy": hit})
 
-    def declared(self) -> dict[str, Any]:
-        """What the router sees and the prior it carries."""
-        counts = self.shards.cluster_sizes()
-        return {"conditioning": sorted(self.told), "cluster_sizes": counts, "prior_entropy": entropy(counts)}
-
     @torch.no_grad()
-    def finish(self, processes: Processes = ALONE) -> dict[str, Any]:
-        """Calibrate on held-out data; loss and accuracy by time beside the prior's entropy."""
-        router = self.network
+    def finish(self, content: NetworkContent, processes: Processes = ALONE) -> RouterContent:
+        """Calibrate the temperature on held-out images, then measure loss and accuracy beside the prior's entropy."""
+        router, counts = self.network, self.shards.cluster_sizes()
         assert isinstance(router, Router)
+        prior = {"cluster_sizes": tuple(counts), "prior_entropy": entropy(counts)}
         if not len(self.held_out):
             router.temperature.fill_(1.0)
-            return {"temperature": 1.0, "held_out_loss": None, "held_out_accuracy": None}
+            return RouterContent(**dict(content) | prior, temperature=1.0)
         logits, clusters, t = self._held_out_logits(router, processes)
         temperature = best_temperature(logits, clusters)
         router.temperature.fill_(temperature)
         loss = functional.cross_entropy(logits / temperature, clusters, reduction="none")
         hit = (logits.argmax(1) == clusters).float()
-        sizes = torch.tensor(self.shards.cluster_sizes(), dtype=torch.float32)
-        figures: dict[str, Any] = {
-            "temperature": temperature,
-            "held_out_loss": loss.double().mean().item(),
-            "held_out_accuracy": hit.double().mean().item(),
-            "loss_by_time": by_time(loss, t),
-            "accuracy_by_time": by_time(hit, t),
-            "chance_accuracy": (sizes.max() / sizes.sum()).item(),
-        }
-        clean = figures["accuracy_by_time"][0]
-        figures["at_chance"] = bool(clean is not None and clean < figures["chance_accuracy"] + 0.05)
-        if figures["at_chance"] and processes.rank == 0:
+        sizes = torch.tensor(counts, dtype=torch.float32)
+        chance = (sizes.max() / sizes.sum()).item()
+        error, accuracy = Summary.of(loss, t), Summary.of(hit, t)
+        assert accuracy.by_time is not None
+        clean = accuracy.by_time[0]
+        at_chance = clean is not None and clean < chance + 0.05
+        if at_chance and processes.rank == 0:
             print(
-                f"warning: the router is at chance even on clean pictures (accuracy {clean:.3f}, largest cluster "
-                f"{figures['chance_accuracy']:.3f}): nothing in a picture tells its cluster, or training was too short",
+                f"warning: the router is at chance even on clean images (accuracy {clean:.3f}, largest cluster "
+                f"{chance:.3f}): an image does not show its cluster, or training was too short",
                 flush=True,
             )
-        return figures
+        return RouterContent(
+            **dict(content) | prior | {"held_out_loss": error.mean, "loss_by_time": error.by_time},
+            temperature=temperature,
+            held_out_accuracy=accuracy.mean,
+            accuracy_by_time=accuracy.by_time,
+            chance_accuracy=chance,
+            at_chance=at_chance,
+        )
 
     def _held_out_logits(self, router: Router, processes: Processes) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits (rows, experts), clusters (rows,) and times (rows,) of all held-out images, on the CPU."""
