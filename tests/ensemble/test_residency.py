@@ -13,6 +13,7 @@ import torch
 import atoll
 from atoll.cli import main
 from atoll.core.errors import AtollError
+from atoll.core.networks import read_network
 from atoll.ensemble.plan import activation_bytes
 from atoll.experts.expert_cache import Resident, Residents
 from atoll.nets import build
@@ -94,7 +95,7 @@ UNET = {
 )
 def test_activations_are_counted_in_tensors_of_the_residual_stream(network: dict[str, Any], expected: int) -> None:
     """Five rows of 3 x 8 x 8 in float32."""
-    assert activation_bytes(build(network), (3, 8, 8), rows=5, itemsize=4) == expected
+    assert activation_bytes(build(read_network(network)), (3, 8, 8), rows=5, itemsize=4) == expected
 
 
 MEASURE = """

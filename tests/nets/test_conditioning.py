@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.core.networks import DiffusersConfig
 from atoll.experts.density import Density
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig
 from atoll.nets.io import build
@@ -23,11 +24,11 @@ def router() -> Router:
 
 def unet() -> torch.nn.Module:
     return build(
-        {
-            "_class_name": "UNetExpert", "sample_size": 8, "in_channels": 3, "out_channels": 3,
+        DiffusersConfig("UNetExpert", {
+            "sample_size": 8, "in_channels": 3, "out_channels": 3,
             "block_out_channels": [8], "layers_per_block": 1, "norm_num_groups": 2, "num_class_embeds": 6,
             "down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"],
-        }
+        })
     ).eval()  # fmt: skip
 
 

@@ -88,6 +88,6 @@ def test_a_declaration_that_is_none_is_refused(values, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"normalization": values}))
     with pytest.raises(AtollError, match=r"config.json: "):
         read_source(tmp_path / "DiT.pt", **HINTS)
-    described = {"_class_name": "DiT", **DiTConfig(WIDTH, 1, HEADS, size=8).to_dict(), "normalization": values}
+    described = {**DiTConfig(WIDTH, 1, HEADS, size=8).to_dict(), "normalization": values}
     with pytest.raises(AtollError, match="normalization"):
-        build(described)
+        read_network(described)

@@ -66,9 +66,7 @@ def test_no_text_has_as_many_null_tokens_as_the_texts_of_training(tmp_path):
     x, time = torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0])
     dropped = expert(x, time, condition().unconditional())
     torch.testing.assert_close(load_network(tmp_path)(x, time), dropped, atol=1e-5, rtol=1e-4)
-    assert (
-        "null_tokens" not in build(read_network(description)).config.fields
-    )  # descriptions of old experts stay what they were
+    assert "null_tokens" not in build(read_network(description)).config.fields
 
 
 @pytest.mark.parametrize("kind", DESCRIPTIONS)

@@ -3,6 +3,7 @@
 No torch here: the configuration of a run is checked with these before anything is built.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
@@ -205,7 +206,8 @@ class DiffusersConfig:
     """A diffusers model as an expert. Its fields are those of the model, which are checked when it is built."""
 
     class_name: DiffusersName
-    fields: ConfigJson
+    fields: Annotated[ConfigJson, BeforeValidator(lambda fields: json.loads(json.dumps(fields)))]
+    """As in config.json: what diffusers keeps as tuples are lists there."""
 
     def to_dict(self) -> ConfigJson:
         """Return the content of config.json."""
