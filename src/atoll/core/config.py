@@ -75,8 +75,7 @@ def _checked(kind: Literal["DiT", "Router"]) -> AfterValidator:
 ExpertKey = Literal["default"] | int
 _EMA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 """Names of EMAs become parts of file names, so they must not lead to another folder."""
-NetworkChoice = str | dict[str, Any]
-"""A named size, or some fields of a network; `name` among them is the size to start from."""
+NetworkChoice = str | dict[str, Any]  # a named size, or some fields of a network
 ExpertNetwork = Annotated[NetworkChoice, _checked("DiT")]
 RouterNetwork = Annotated[NetworkChoice, _checked("Router")]
 NamedObjective = Annotated[Objective, BeforeValidator(_objective_by_name)]

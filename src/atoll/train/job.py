@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +35,15 @@ from atoll.core.manifests import (
     ShardsContent,
 )
 from atoll.core.networks import (
-    CLASS_NAME,
-    DEFAULT_NAME,
     DiffusersConfig,
     DiTConfig,
     NetworkConfig,
     RouterConfig,
-    check_fits_data,
-    read_network,
 )
 from atoll.data.dataset import Shards
 from atoll.data.stages.latents import Statistics
 from atoll.experts import density
-from atoll.nets import NAMES, DiT, build, load_network, save_network
+from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import DiffusersExpert
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.cost import Cost, cost
@@ -55,15 +51,18 @@ from atoll.train.distill import StudentTask, teachers
 from atoll.train.distributed import World, join, whole
 from atoll.train.expected import DataShapes
 from atoll.train.loop import Outcome, Watch, train
+from atoll.train.network_choice import (
+    NeededFields,
+    check_classes,
+    fitted_network,
+    read_initial_network,
+    takes_pooled,
+)
 from atoll.train.tasks import ExpertTask, RouterTask, Task
 
 _NO_EFFECT = {"samples", "save_every", "keep_last", "log_every", "grid_every", "grid_size", "grid_guidance"}
 _NO_EFFECT |= {"workers", "trackers", "parallel", "compile", "checkpointing", "accumulate"}
 """Settings of training that do not change its result beyond rounding: a job may resume with others."""
-
-
-NeededFields = dict[str, int]
-"""The fields of a network that the data decides, by name."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class Job:
             raise AtollError(f"{self.name} is to be told text, but {self.run} was prepared without; set text.encoder")
         if "label" in wish and not shapes.labels:
             raise AtollError(f"{self.name} is to be told labels, but the data of {self.run} has none")
-        if not router and "text" in wish and _takes_pooled(self._choice):
+        if not router and "text" in wish and takes_pooled(self._choice):
             wish = {*wish, "pooled"}
         return frozenset(wish)
 
@@ -158,17 +157,17 @@ class Job:
             needed["experts"] = self.config.clusters.count
             if "pooled" in self.told and shapes.text:
                 needed["pooled_width"] = shapes.text.pooled
-            return _named("Router", self.config.router.network, needed, key="router.network")
+            return fitted_network("Router", self.config.router.network, needed, key="router.network")
         needed["out_channels"] = channels
         if "text" in self.told and shapes.text:
             needed["text_width"] = shapes.text.dimensions
         init = self.config.train.init
         if init is not None:
-            network = _adopted(init, needed)
+            network = read_initial_network(init, needed)
         else:
-            network = _named("DiT", self._choice, needed, key=self._choice_key)
+            network = fitted_network("DiT", self._choice, needed, key=self._choice_key)
         if isinstance(network, DiffusersConfig):
-            _check_classes(network, needed.get("num_classes", 0))
+            check_classes(network, needed.get("num_classes", 0))
         else:
             self._check_normalization(network)
         return network
@@ -358,51 +357,3 @@ def expert_flops(run: Path) -> int:
     if not spent:
         raise AtollError(f"{run} has no finished expert whose FLOPs could be matched; train them first")
     return sum(spent)
-
-
-def _named(kind: Literal["DiT", "Router"], choice: NetworkChoice, needed: NeededFields, *, key: str) -> NetworkConfig:
-    """Return a network from a named size or its fields, fitted to the data; `key` is its name in the file."""
-    parts = {"name": choice} if isinstance(choice, str) else dict(choice)
-    try:
-        if parts.get(CLASS_NAME, kind) != kind:
-            # Where a diffusers model names its channels, they must be those of the latents.
-            latents = {"in_channels": needed["channels"], "out_channels": needed["channels"]}
-            check_fits_data(parts, latents)
-            config = read_network(parts)
-            with torch.device("meta"):
-                build(config)
-            return config
-        check_fits_data(parts, needed)
-        given = {name: value for name, value in parts.items() if name != "name"}
-        return read_network({CLASS_NAME: kind, **NAMES[parts.get("name", DEFAULT_NAME)], **needed, **given})
-    except AtollError as error:
-        raise AtollError(f"{key}: {error}") from error
-
-
-def _check_classes(network: DiffusersConfig, classes: int) -> None:
-    """Refuse a diffusers network whose class table is too small: its null class would be the last class of the data."""
-    rows = {"UNetExpert": ("num_class_embeds", classes + 1), "DiTExpert": ("num_embeds_ada_norm", classes)}
-    field, needed = rows.get(network.class_name, ("", 0))
-    given = network.fields.get(field)
-    if classes and isinstance(given, int) and given < needed:
-        raise AtollError(
-            f"{network.class_name}: {field} is {given}, but {classes} classes and the null class need {needed}"
-        )
-
-
-def _takes_pooled(choice: NetworkChoice) -> bool:
-    """Whether a network is told one vector of the caption besides its tokens, as the MMDiT of SD3 is."""
-    return isinstance(choice, dict) and bool(choice.get("pooled_width") or choice.get("pooled_projection_dim"))
-
-
-def _adopted(folder: str, needed: NeededFields) -> NetworkConfig:
-    """Read the network to start from; at another resolution it resizes its positions by itself."""
-    file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise AtollError(f"{folder} has no config.json; expected a network as atoll convert or atoll train write it")
-    network = read_network(json.loads(file.read_text(encoding="utf-8")))
-    given = network.to_dict()
-    for key in ("channels", "text_width", "num_classes"):
-        if key in given and given[key] != needed.get(key, 0):
-            raise AtollError(f"{file}: {key} is {given[key]}, this run's data needs {needed.get(key, 0)}")
-    return network
