@@ -24,7 +24,7 @@ from atoll.islands.leases import DURATION, MARGIN, Lease
 from atoll.islands.remote_run import open_config, push
 from atoll.islands.store import Store
 from atoll.islands.worker import Worker
-from atoll.train import Job, run_job
+from atoll.train import resolve_job, train_job
 from harness import Row, run
 from train import make_run
 
@@ -76,8 +76,8 @@ def measure(quick: bool) -> Measured:
         own = Path(scratch) / "run"
         for _ in range(rounds):
             shutil.rmtree(own / "experts", ignore_errors=True)
-            plain.append(seconds(lambda: run_job(Job(own, config, "expert", 0))))
-            joined.append(seconds(lambda: run_job_shared(store, Path(scratch) / "copy", config)))
+            plain.append(seconds(lambda: train_job(resolve_job(own, config, "expert", expert=0))))
+            joined.append(seconds(lambda: train_job_shared(store, Path(scratch) / "copy", config)))
             moved.append(one_island(store, line, Path(scratch) / "island", own))
         renewal, upload = cost_of_sharing(store, own, config)
     return Measured(samples / min(plain), min(plain), min(joined), max(moved), renewal, upload)
@@ -89,18 +89,18 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - before
 
 
-def run_job_shared(store: Store, folder: Path, config: Config) -> None:
+def train_job_shared(store: Store, folder: Path, config: Config) -> None:
     """The job alone, with its lease kept and its first checkpoint published while it trains."""
     if not (folder / "data").exists():
         shutil.copytree(folder.parent / "run" / "data", folder / "data")
     shutil.rmtree(folder / "experts", ignore_errors=True)
     clear(store)
-    job = Job(folder, config, "expert", 0)
-    lease = Lease.take(store, job.name)
+    job = resolve_job(folder, config, "expert", expert=0)
+    lease = Lease.take(store, job.job)
     assert lease is not None
     with lease:
         reporter = Reporter(store, lease, job, signer=None, every=PUBLISH_EVERY, stop=threading.Event())
-        run_job(job, reporter)
+        train_job(job, reporter)
         reporter.close()
 
 
@@ -125,8 +125,8 @@ def checkpoint_size(own: Path) -> int:
 def cost_of_sharing(store: Store, own: Path, config: Config) -> tuple[float, float]:
     """CPU seconds of this process for one renewal, and for one checkpoint from the disk into the store."""
     clear(store)
-    job = Job(own, config, "expert", 0)
-    lease = Lease.take(store, job.name, 1000.0)
+    job = resolve_job(own, config, "expert", expert=0)
+    lease = Lease.take(store, job.job, 1000.0)
     assert lease is not None
     before = time.process_time()
     for _ in range(20):

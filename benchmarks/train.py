@@ -14,9 +14,9 @@ import torch
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import SHARDS
-from atoll.data.dataset import Batch
+from atoll.data.dataset import Batch, Shards
 from atoll.nets import build
-from atoll.train import Job
+from atoll.train import TrainSpec, build_task, resolve_job
 from atoll.train.checkpoints import Checkpoints, State
 from atoll.train.cost import training_bytes
 from atoll.train.distributed import World
@@ -69,11 +69,11 @@ def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> config
 class Bare:
     """Forward, backward and AdamW alone, on tensors in memory."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainSpec) -> None:
         self.network = build(job.network)
         self.optimizer = make_optimizer(self.network, job.settings)
-        batch = job.shards.read(torch.arange(job.settings.batch).numpy())
-        condition = condition_of(batch, job.told)
+        batch = Shards.open(job.run, [0]).read(torch.arange(job.settings.batch).numpy())
+        condition = condition_of(batch, job.conditioning)
         self.x, self.t = batch.mean.float(), torch.rand(len(batch.index)) * 1000
         self.condition = condition.drop(torch.zeros(len(self.x), dtype=torch.bool))
 
@@ -105,13 +105,13 @@ class Interleaved(ExpertTask):
 def overhead(folder: Path, name: str, batch: int, steps: int) -> Row:
     """The loop's rate over the bare step's, one step of each in turn: reading, noising, averaging, logging and all."""
     config = make_run(folder, batch=batch, samples=batch * steps, log_every=8 * batch)
-    job = Job(folder, config.model_copy(update={"networks": {"default": name}}), "expert", 0)
-    plain = job.task()
+    job = resolve_job(folder, config.model_copy(update={"networks": {"default": name}}), "expert", expert=0)
+    plain = build_task(job)
     task = Interleaved(**{field: getattr(plain, field) for field in plain.__dataclass_fields__})
     timed = {"bare": Bare(job), "seconds": {"loop": [], "bare": []}, "ended": time.perf_counter()}
     for key, value in timed.items():
         object.__setattr__(task, key, value)
-    train(task, job.settings, Checkpoints(folder, job.name, {}, ALONE), world=ALONE)
+    train(task, job.settings, Checkpoints(folder, job.job, {}, ALONE), world=ALONE)
     loop, bare = (sum(task.seconds[which][3:]) for which in ("loop", "bare"))  # the first ones warm up
     return Row(f"loop / bare step, {name} batch {batch}", bare / loop, 0.95)
 
@@ -119,7 +119,7 @@ def overhead(folder: Path, name: str, batch: int, steps: int) -> Row:
 def checkpoint_pause(folder: Path, name: str) -> list[Row]:
     """Seconds of a checkpoint against a plain copy of the same bytes to the disk."""
     config = make_run(folder).model_copy(update={"networks": {"default": name}})
-    job = Job(folder, config, "expert", 0)
+    job = resolve_job(folder, config, "expert", expert=0)
     network = build(job.network)
     state = State(network, Averages(network, {"ema": 1000.0}), make_optimizer(network, job.settings))
     checkpoints = Checkpoints(folder, "pause", {}, ALONE, keep_last=1)
@@ -152,11 +152,11 @@ def peak(name: str) -> None:
     """Print measured over estimated memory of three steps."""
     with tempfile.TemporaryDirectory() as scratch:
         config = make_run(Path(scratch), rows=256, batch=32, samples=96)
-        job = Job(Path(scratch), config.model_copy(update={"networks": {"default": name}}), "expert", 0)
+        job = resolve_job(Path(scratch), config.model_copy(update={"networks": {"default": name}}), "expert", expert=0)
         estimate = training_bytes(job.cost, 32, 1, half=False)
         before = memory_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-        train(job.task(), job.settings, Checkpoints(Path(scratch), job.name, {}, ALONE), world=ALONE)
+        train(build_task(job), job.settings, Checkpoints(Path(scratch), job.job, {}, ALONE), world=ALONE)
         print((memory_bytes("VmHWM") - before) / estimate)
 
 

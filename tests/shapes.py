@@ -6,6 +6,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from atoll.core import config as configuration
+from atoll.core.config_yaml import to_yaml
 
 SETTINGS = {
     "data": {"resolution": 32, "chunk": 16, "shard_rows": 20, "held_out": 0.15, "max_rejects": 0.05},
@@ -51,5 +52,5 @@ def write_run(run: Path, source: Path, **changes: dict[str, object]) -> configur
     values["data"]["source"] = str(source)
     config = configuration.resolve(values)
     run.mkdir(parents=True)
-    (run / configuration.CONFIG_FILE).write_text(configuration.to_yaml(config))
+    (run / configuration.CONFIG_FILE).write_text(to_yaml(config))
     return config

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from atoll.core import config
+from atoll.core.config_yaml import to_yaml
 from atoll.core.errors import AtollError
 
 
@@ -80,7 +81,7 @@ def test_single_experts_differ_from_the_default() -> None:
 
 
 def test_the_written_file_comments_every_key() -> None:
-    text = config.to_yaml(config.Config())
+    text = to_yaml(config.Config())
     for line in text.splitlines():
         if line.strip() and not line.startswith(("  default:", "    ")):  # entries of mappings
             assert "#" in line, line

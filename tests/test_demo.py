@@ -17,7 +17,7 @@ from atoll.core.errors import AtollError
 from atoll.data.sources.base import Options
 from atoll.data.sources.emoji import EmojiSource
 from atoll.launch import demo
-from atoll.train.job import Job
+from atoll.train.spec import TrainSpec, resolve_job
 from train.conftest import merge
 from train.workers import TINY
 
@@ -50,13 +50,14 @@ def test_the_plan_has_a_ddpm_expert_and_a_monolith_of_equal_flops(tmp_path: Path
     assert objectives.count("epsilon") >= 1
     assert objectives.count("velocity") == len(objectives) - objectives.count("epsilon")
 
-    def flops(job: Job, samples: int) -> int:
+    def flops(job: TrainSpec, samples: int) -> int:
         return samples * job.cost.training_flops(checkpointing=False)
 
     spent = [
-        flops(Job(tmp_path, config, "expert", number), planned[name].samples) for number, name in enumerate(experts)
+        flops(resolve_job(tmp_path, config, "expert", expert=number), planned[name].samples)
+        for number, name in enumerate(experts)
     ]
-    assert flops(Job(tmp_path, config, "monolith"), planned["monolith"].samples) == sum(spent)
+    assert flops(resolve_job(tmp_path, config, "monolith"), planned["monolith"].samples) == sum(spent)
 
 
 def test_the_prompts_are_captions_of_the_data_and_three_of_them_unseen() -> None:

@@ -16,5 +16,5 @@ start=$(arm pretrained)/converted
 make_arm scratch 8 features
 make_arm converted 8 features
 train scratch 0 3
-train converted "expert 0 --train.init $start" "expert 3 --train.init $start"
+train converted "expert 0 --train.init_from $start" "expert 3 --train.init_from $start"
 ${ATOLL_PYTHON:-.venv/bin/python} recipes/converted-start/figures.py "$(arm scratch)" "$(arm converted)" 0 3

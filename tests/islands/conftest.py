@@ -11,7 +11,7 @@ import yaml
 
 from atoll.core import config
 from atoll.islands.store import Store
-from atoll.train import Job, run_job
+from atoll.train import resolve_job, train_job
 from islands.ceph import ceph, obstacle
 from islands.servers import CREDENTIALS, moto, new_bucket
 from train.conftest import merge, new_run
@@ -78,5 +78,5 @@ def reference(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
     (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     for expert in range(3):
-        run_job(Job(run, config.load(run), "expert", expert))
+        train_job(resolve_job(run, config.load(run), "expert", expert=expert))
     return run

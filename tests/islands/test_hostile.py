@@ -24,7 +24,7 @@ from atoll.islands.remote_run import pull, push
 from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
 from atoll.islands.transfer import fetch, read_manifest
-from atoll.train import Job, run_job
+from atoll.train import resolve_job, train_job
 from islands.hostile_claims import CLAIMS
 from islands.hostile_files import FILES, NAME, WEIGHTS, Offer, not_a_number
 from shapes import write_run
@@ -114,7 +114,7 @@ def test_the_claim_of_an_expert_on_scaled_latents_is_measured_with_the_moments_o
     changes = {**TINY, **one, "latents": {"normalization": "scale"}, "experts": {"default": "ddpm"}}
     config = write_run(run, shapes, **changes)
     prepare(run, config)
-    run_job(Job(run, config, "expert", 0))
+    train_job(resolve_job(run, config, "expert", expert=0))
     store = Store.open(f"memory://{uuid4().hex}")
     push(run, store)
     artifact = review(store, 0, None, policy=Policy(), quarantine=tmp_path / "quarantine")

@@ -22,7 +22,7 @@ from atoll.islands.remote_run import admit, pull, push
 from atoll.islands.status import status
 from atoll.islands.store import Store
 from atoll.islands.transfer import read_manifest
-from atoll.train import Job, run_job
+from atoll.train import resolve_job, train_job
 from islands.servers import access, new_bucket, proxy
 from islands.workers import end, start
 from train.conftest import Copy
@@ -113,7 +113,7 @@ def test_ten_kills_on_s3(bucket: str, new_run: Copy, tmp_path: Path) -> None:
     run = new_run(train={"samples": 640})
     push(run, Store.open(bucket))
     for expert in range(3):
-        run_job(Job(run, config.load(run), "expert", expert))
+        train_job(resolve_job(run, config.load(run), "expert", expert=expert))
     kill_again_and_again(bucket, run, tmp_path, kills=10)
 
 
@@ -143,7 +143,7 @@ def test_whoever_leaves_hands_over_its_last_checkpoint(new_run: Copy, tmp_path: 
     end(second, log)
     assert f"going on from {seen.record.samples:,} samples" in log.read_text()
     overrides = {"experts.1": "ddpm", "train.lr": "2e-3"}
-    run_job(Job(run, config.load(run, overrides), "expert", 1))
+    train_job(resolve_job(run, config.load(run, overrides), "expert", expert=1))
     assert_same_weights(run / "experts/001/final", tmp_path / "b/experts/001/final")
     made = read_manifest(store, "experts/001/final")
     assert made is not None
@@ -204,7 +204,7 @@ def test_a_job_that_fails_says_why_and_others_go_on(new_run: Copy, tmp_path: Pat
     [
         (("--objective", "ddpm"), "policy allows the objectives flow-matching, x0 only"),
         (("--network", "DiT-S/2"), "parameters; the run's policy allows 100,000"),
-        (("--train.init", "/etc"), "--train.init is not for contributors to choose"),
+        (("--train.init_from", "/etc"), "--train.init_from is not for contributors to choose"),
         (("--data.source", "x"), "--data.source is not for contributors to choose"),
         (("--expert", "9"), "there is no expert 9"),
     ],
@@ -291,7 +291,7 @@ def test_a_refused_contribution_leaves_the_expert_free(
 
 def test_status_of_a_folder_without_leases(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:
     run = new_run()
-    run_job(Job(run, config.load(run), "expert", 0))
+    train_job(resolve_job(run, config.load(run), "expert", expert=0))
     shutil.copytree(run / "experts/000", run / "experts/001")
     shutil.rmtree(run / "experts/001/final")
     capsys.readouterr()

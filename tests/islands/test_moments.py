@@ -19,7 +19,7 @@ from atoll.islands.leases import Lease, look
 from atoll.islands.remote_run import admit, push
 from atoll.islands.store import Store
 from atoll.islands.worker import Worker, open_worker
-from atoll.train import Job
+from atoll.train import TrainSpec
 from atoll.train.loop import stop_signals
 from train.conftest import Copy
 from train.workers import wait_for
@@ -142,12 +142,12 @@ def worker(new_run: Copy, tmp_path: Path, store: Store) -> Worker:
 def test_leaving_without_publishing_is_no_failure(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second Ctrl-C, while a checkpoint waits to be published."""
 
-    def interrupted(job: Job, reporter: Reporter) -> None:
-        reporter._waiting = Artifact(job.run, f"{job.name}/checkpoints/000000000032")
+    def interrupted(job: TrainSpec, reporter: Reporter) -> None:
+        reporter._waiting = Artifact(job.run, f"{job.job}/checkpoints/000000000032")
         monkeypatch.setattr(Artifact, "manifest", lambda _: object())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(join, "run_job", interrupted)
+    monkeypatch.setattr(join, "train_job", interrupted)
     with pytest.raises(KeyboardInterrupt):
         worker.run(expert=0)
     seen = look(worker.store, JOB)

@@ -21,7 +21,7 @@ from atoll.islands.remote_run import push
 from atoll.islands.status import status
 from atoll.islands.store import Store
 from atoll.islands.worker import Worker, open_worker
-from atoll.train import Job
+from atoll.train import resolve_job
 from train.conftest import Copy
 
 JOB, OTHER = "experts/001", "experts/002"
@@ -194,7 +194,12 @@ def test_a_record_names_nothing_that_is_deleted(store: Store, new_run: Copy, poi
     run = new_run(only=[])
     lease = taken(store)
     reporter = Reporter(
-        store, lease, Job(run, config.load(run), "expert", 1), signer=None, every=0.0, stop=threading.Event()
+        store,
+        lease,
+        resolve_job(run, config.load(run), "expert", expert=1),
+        signer=None,
+        every=0.0,
+        stop=threading.Event(),
     )
     for samples in (8, 16, 24):
         reporter._waiting = published(run, samples)

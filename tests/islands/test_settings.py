@@ -70,14 +70,14 @@ def test_a_shared_setting_must_not_change(new_run: Copy, tmp_path: Path, store: 
 
 
 def test_a_run_that_starts_from_a_local_network_is_not_pushed(new_run: Copy, store: Store) -> None:
-    with pytest.raises(AtollError, match=r"train.init is /models/mine, a folder of this machine"):
-        push(new_run(train={"init": "/models/mine"}), store)
+    with pytest.raises(AtollError, match=r"train.init_from is /models/mine, a folder of this machine"):
+        push(new_run(train={"init_from": "/models/mine"}), store)
     assert store.read("atoll.yaml") is None
 
 
 HOSTILE: list[tuple[dict[str, Any], str]] = [
-    ({"train": {"init": "/home/victim/model"}}, "sets train.init, which belongs to a machine"),
-    ({"train": {"init": None}}, "sets train.init, which belongs to a machine"),
+    ({"train": {"init_from": "/home/victim/model"}}, "sets train.init_from, which belongs to a machine"),
+    ({"train": {"init_from": None}}, "sets train.init_from, which belongs to a machine"),
     ({"train": {"trackers": ["wandb"]}}, "sets train.trackers, which belongs to a machine"),
     ({"island": {"setup": ["touch /tmp/owned"]}}, "sets 'island', which belongs to a machine"),
     ({"island": {}}, "sets 'island', which belongs to a machine"),
@@ -134,7 +134,7 @@ def test_a_file_that_is_no_plain_table_is_refused(text: str, words: str) -> None
 
 LOCAL = {
     "data.source", "data.image", "data.caption", "data.label", "data.id", "data.max_rejects", "data.workers",
-    "train.init", "train.trackers", "train.workers", "island",
+    "train.init_from", "train.trackers", "train.workers", "island",
 }  # fmt: skip
 SHARED_COUNT = 61
 

@@ -12,7 +12,7 @@ import torch
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import EXPERT
-from atoll.train import Job, run_job
+from atoll.train import TrainSpec, build_task, resolve_job, train_job
 from atoll.train import job as jobs
 from atoll.train.distributed import STEP_TIMEOUT, WAIT_TIMEOUT, group_options
 from train.conftest import Copy
@@ -30,12 +30,12 @@ class Stopped(Exception):  # noqa: N818 - not an error
 def trained(new_run: Copy, monkeypatch: pytest.MonkeyPatch) -> Trained:
     """Make runs whose job is trained to its end by one process and saved, but not committed."""
 
-    def make(job: Callable[[Path], Job], **changes: Any) -> Path:
+    def make(job: Callable[[Path], TrainSpec], **changes: Any) -> Path:
         run = new_run(**changes)
         with monkeypatch.context() as patch:
             patch.setattr(jobs, "commit", _stop)
             with pytest.raises(Stopped):
-                run_job(job(run))
+                train_job(job(run))
         return run
 
     return make
@@ -45,12 +45,12 @@ def _stop(*arguments: object, **options: object) -> None:
     raise Stopped
 
 
-def expert(run: Path) -> Job:
-    return Job(run, config.load(run), "expert", 0)
+def expert(run: Path) -> TrainSpec:
+    return resolve_job(run, config.load(run), "expert", expert=0)
 
 
-def router(run: Path) -> Job:
-    return Job(run, config.load(run), "router")
+def router(run: Path) -> TrainSpec:
+    return resolve_job(run, config.load(run), "router")
 
 
 def declared(run: Path, job: str) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_all_processes_share_the_final_validation(parallel: str, trained: Traine
     one = trained(expert, train={"samples": 16, "log_every": 8, "parallel": parallel}, experts={"default": "ddpm"})
     two = one.with_name("two")
     shutil.copytree(one, two)
-    run_job(expert(one))
+    train_job(expert(one))
     assert run_ranks(two, "--expert", "0", hook=note_batches) == [0, 0], log(two, 0).read_text()[-3000:]
 
     seen = [
@@ -86,7 +86,7 @@ def test_all_processes_share_the_final_validation(parallel: str, trained: Traine
     ]
     assert not set(seen[0]) & set(seen[1])
     counts = [sum(rows for _, rows in part) for part in seen]
-    held_out = len(Job(one, config.load(one), "expert", 0).task().held_out)
+    held_out = len(build_task(resolve_job(one, config.load(one), "expert", expert=0)).held_out)
     assert counts == [10 * held_out] * 2, "twice (calibration, validation) half of ten rows of every image"
 
     assert_same_weights(one / "experts/000/final", two / "experts/000/final")
@@ -101,7 +101,7 @@ def test_two_processes_calibrate_the_router_as_one_does(trained: Trained) -> Non
     one = trained(router, train={"samples": 16, "log_every": 8})
     two = one.with_name("two")
     shutil.copytree(one, two)
-    run_job(router(one))
+    train_job(router(one))
     assert run_ranks(two, "--router", hook=note_batches) == [0, 0], log(two, 0).read_text()[-3000:]
     rows = [(two / f"rows-{rank}.txt").read_text().splitlines() for rank in (0, 1)]
     assert len(rows[0]) == len(rows[1]) == 15, "three clusters in ten bins of time"
@@ -130,7 +130,7 @@ def test_if_a_process_dies_at_the_end_the_other_one_ends_too(who: int, trained: 
 
 def test_a_result_that_is_there_is_left_alone_by_all_processes(trained: Trained) -> None:
     run = trained(expert, train={"samples": 16, "log_every": 8})
-    made = run_job(expert(run))
+    made = train_job(expert(run))
     assert run_ranks(run, "--expert", "0", hook=full_disk) == [0, 0]
     assert Artifact(run, "experts/000/final").open(EXPERT).digest == made.digest
 

@@ -27,8 +27,9 @@ from atoll.experts.validation import condition_of, validate
 from atoll.nets import Condition, load_network, save_network
 from atoll.report import Options, report
 from atoll.report.gallery import choose
-from atoll.train import Job, run_job
+from atoll.train import build_task, resolve_job, train_job
 from atoll.train.distill import StudentTask
+from atoll.train.expected import DataShapes
 from atoll.train.tasks import RouterTask
 from shapes import write_run
 from train.conftest import Copy
@@ -131,7 +132,7 @@ def test_a_student_declares_its_teachers_and_pays_for_them(trained_experts: Path
 
 def test_student_targets_are_the_velocities_of_the_own_cluster_expert(trained_experts: Path) -> None:
     """Against every teacher evaluated on every sample, one by one."""
-    task = Job(trained_experts, config.load(trained_experts), "student").task()
+    task = build_task(resolve_job(trained_experts, config.load(trained_experts), "student"))
     assert isinstance(task, StudentTask)
     targets = task._targets(20, 30)  # across the border of two blocks of 24
     numbers = task.shards.order(np.arange(20, 50, dtype=np.uint64), task.seed)
@@ -150,7 +151,7 @@ def test_student_targets_are_the_velocities_of_the_own_cluster_expert(trained_ex
 
 def test_a_told_router_also_learns_to_answer_untold(trained_experts: Path) -> None:
     """Guidance asks it for the clusters of the null condition: a tenth of the samples must have taught it that."""
-    task = Job(trained_experts, config.load(trained_experts, {"router.told": "pooled"}), "router").task()
+    task = build_task(resolve_job(trained_experts, config.load(trained_experts, {"router.told": "pooled"}), "router"))
     assert isinstance(task, RouterTask)
     batch = task.shards.read(np.arange(len(task.shards)))
     for parameter in task.network.parameters():  # at the start, modulations are zero and pass nothing on
@@ -178,11 +179,11 @@ def test_high_resolution_fine_tuning_starts_from_another_expert(
     run = tmp_path / "large"
     prepare(run, write_run(run, shapes, data={"resolution": 64}, **TINY))
     init = trained_experts / "experts/000/final"
-    job = Job(run, config.load(run, {"train.init": str(init), "train.samples": "16"}), "expert", 0)
-    before = job.task().network.state_dict()
+    job = resolve_job(run, config.load(run, {"train.init_from": str(init), "train.samples": "16"}), "expert", expert=0)
+    before = build_task(job).network.state_dict()
     given = load_network(init).state_dict()
     assert all(torch.equal(before[key], given[key]) for key in given)
-    made = run_job(job)
+    made = train_job(job)
     assert made.content["latents"]["shape"] == [3, 64, 64]
     assert (
         made.content["compute"]["flops"] / 16 > 3 * declared(trained_experts, "experts/000")["compute"]["flops"] / 160
@@ -206,20 +207,20 @@ def test_experts_of_other_kinds_train_too(new_run: Copy) -> None:
     ("kind", "field", "needed"), [("UNetExpert", "num_class_embeds", 4), ("DiTExpert", "num_embeds_ada_norm", 3)]
 )
 def test_a_class_table_without_a_row_for_the_null_class_is_refused(
-    kind: str, field: str, needed: int, new_run: Copy
+    kind: str, field: str, needed: int, new_run: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last class of the data would be taken for the null class."""
+    of = DataShapes.of
+    monkeypatch.setattr(DataShapes, "of", lambda data: replace(of(data), labels=("a", "b", "c")))
     for rows in (needed, needed - 1):
         run = new_run(
             str(rows), only=[0], networks={0: {"_class_name": kind, field: rows}}, train={"condition": "label"}
         )
-        job = Job(run, config.load(run), "expert", 0)
-        job.__dict__["shapes"] = replace(job.shapes, labels=("a", "b", "c"))
         if rows == needed:
-            assert job.network.to_dict()[field] == needed
+            assert resolve_job(run, config.load(run), "expert", expert=0).network.to_dict()[field] == needed
         else:
             with pytest.raises(AtollError, match=f"{field} is {rows}, but 3 classes and the null class need {needed}"):
-                _ = job.network
+                resolve_job(run, config.load(run), "expert", expert=0)
 
 
 @pytest.mark.parametrize(
@@ -240,12 +241,12 @@ def test_a_network_that_does_not_fit_the_data_is_refused_by_its_key(
 ) -> None:
     run = new_run(only=[0], networks={0: network})
     with pytest.raises(AtollError, match=words):
-        _ = Job(run, config.load(run), "expert", 0).network
+        resolve_job(run, config.load(run), "expert", expert=0)
 
 
 def test_a_learned_variance_may_stand_beside_the_prediction(new_run: Copy) -> None:
     run = new_run(only=[0], networks={0: {"out_channels": 6}})
-    assert Job(run, config.load(run), "expert", 0).network.to_dict()["out_channels"] == 6
+    assert resolve_job(run, config.load(run), "expert", expert=0).network.to_dict()["out_channels"] == 6
 
 
 def test_a_pixart_trains_to_its_end(new_run: Copy) -> None:
@@ -280,7 +281,7 @@ def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, sha
         assert made["text"] is None
         assert made["held_out_loss"] is None
     settings = config.load(run, {"router.told": "auto"})
-    assert Job(run, settings, "router").told == {"label"}
+    assert resolve_job(run, settings, "router").conditioning == {"label"}
     assert "circle" in report(run, settings, Options(prompts=["circle"], steps=1)).read_text(encoding="utf-8")
     assert choose(run, 3, ["circle"])[0].label == shards.content.labels.index("circle")
     with pytest.raises(AtollError, match="told classes"):
@@ -289,7 +290,8 @@ def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, sha
 
 def test_a_router_is_told_the_caption_if_there_is(trained_experts: Path) -> None:
     for choice, told in (("auto", {"pooled"}), ("nothing", set())):
-        assert Job(trained_experts, config.load(trained_experts, {"router.told": choice}), "router").told == told
+        chosen = config.load(trained_experts, {"router.told": choice})
+        assert resolve_job(trained_experts, chosen, "router").conditioning == told
 
 
 def test_a_job_killed_between_its_commit_and_its_end_is_tidied_up(trained_experts: Path, tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ def test_a_student_of_other_teachers_is_another(trained_experts: Path, tmp_path:
 def test_each_process_asks_the_teachers_for_its_own_samples(
     trained_experts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = Job(trained_experts, config.load(trained_experts), "student").task()
+    task = build_task(resolve_job(trained_experts, config.load(trained_experts), "student"))
     assert isinstance(task, StudentTask)
     whole = task._compute(48)
     assert whole.isfinite().all()
@@ -379,7 +381,7 @@ def test_a_loss_that_is_not_a_number_stops_with_the_samples(new_run: Copy) -> No
     save_network(network, run / "bad")
     shutil.rmtree(run / "experts")
     (run / "log.txt").write_text("")
-    assert finish(run, "--expert", "0", "--train.init", str(run / "bad")) == 2
+    assert finish(run, "--expert", "0", "--train.init_from", str(run / "bad")) == 2
     log = (run / "log.txt").read_text()
     assert "the loss is not finite on samples" in log
     assert any(f"{kind}-0" in log for kind in ("circle", "square", "triangle"))
@@ -396,7 +398,7 @@ def test_a_loss_that_is_not_a_number_stops_with_the_samples(new_run: Copy) -> No
         (["--expert", "0", "--train.condition", "label"], "the data of .* has none"),
         (["--student"], "experts/000/final is not there"),
         (["--monolith", "--match-flops", "."], "no finished expert"),
-        (["--expert", "0", "--train.init", "nowhere"], "nowhere has no config.json"),
+        (["--expert", "0", "--train.init_from", "nowhere"], "nowhere has no config.json"),
         (["--expert", "0", "--train.batch", "10", "--train.accumulate", "3"], "not a multiple"),
     ],
 )
@@ -425,8 +427,8 @@ def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_samples(train
     """Hardly trained, its x0 near noise is worth little, and the fit finds that out."""
     found = declared(trained_experts, "experts/001")
     assert found["bridge"]["prediction_error"] > 0.01
-    job = Job(trained_experts, config.load(trained_experts), "expert", 1)
-    task = replace(job.task(), network=load_network(trained_experts / "experts/001/final").eval())
+    job = resolve_job(trained_experts, config.load(trained_experts), "expert", expert=1)
+    task = replace(build_task(job), network=load_network(trained_experts / "experts/001/final").eval())
     with torch.no_grad():
         velocity = task.objective.bridge().wrap(task.answer)
         plain = validate(velocity, task.held_out, seed=task.seed, conditioning=task.told)

@@ -22,7 +22,7 @@ from atoll.data.prepare import prepare
 from atoll.ensemble.loading import open_member
 from atoll.experts.expert import OpenExpert
 from atoll.nets import Condition
-from atoll.train import Job, run_job
+from atoll.train import build_task, resolve_job, train_job
 from atoll.train.tasks import ExpertTask
 from autoencoders import write_autoencoder
 from shapes import COLOURS, write_run
@@ -71,8 +71,8 @@ def release(tmp_path: Path) -> dict[str, Tensor]:
 def become_expert(run: Path, network: Path, objective: str, copy: Path) -> Path:
     """Make a converted network the expert of a copy of the run."""
     shutil.copytree(run, copy)
-    changes = {**FROZEN, "train.init": str(network), "experts.default": objective}
-    made = run_job(Job(copy, config.load(copy, changes), "expert", 0))
+    changes = {**FROZEN, "train.init_from": str(network), "experts.default": objective}
+    made = train_job(resolve_job(copy, config.load(copy, changes), "expert", expert=0))
     assert made.content["network"]["normalization"] == {"scaling_factor": SCALE, "shift_factor": 0.0}
     kept = json.loads((copy / "experts/000/final/config.json").read_text())
     assert kept == made.content["network"]
@@ -127,11 +127,11 @@ def test_a_run_that_normalizes_otherwise_refuses_a_converted_network(
     run, network = tmp_path / "run", tmp_path / "SiT"
     shutil.copytree(scaled, run)
     shutil.rmtree(run / "data/shards")
-    per_channel = {"latents.normalization": "per-channel", "train.init": str(network)}
+    per_channel = {"latents.normalization": "per-channel", "train.init_from": str(network)}
     words = r"SiT: this network was trained on latents normalized as z \* 0.18215.*set latents.normalization: scale"
 
     def described(run: Path, **changes: str) -> dict[str, Any]:
-        return Job(run, config.load(run, {**per_channel, **changes}), "expert", 0).network.to_dict()
+        return resolve_job(run, config.load(run, {**per_channel, **changes}), "expert", expert=0).network.to_dict()
 
     with pytest.raises(AtollError, match=words):  # not prepared
         described(run)
@@ -163,8 +163,8 @@ def test_the_bridge_of_an_expert_has_the_moments_of_its_data(tmp_path: Path, sha
     }
     settings = write_run(run, shapes, **changes)
     prepare(run, settings)
-    job = Job(run, settings, "expert", 0)
-    run_job(job)
+    job = resolve_job(run, settings, "expert", expert=0)
+    train_job(job)
     statistics = Shards.open(run, [0]).statistics
     mean, std = (torch.tensor(values)[:, None, None] for values in (statistics.data_mean, statistics.data_std))
     assert mean.min() > 0.3
@@ -172,7 +172,7 @@ def test_the_bridge_of_an_expert_has_the_moments_of_its_data(tmp_path: Path, sha
     bridge = member.declaration.bridge
     assert (bridge.data_mean, bridge.data_std) == (statistics.data_mean, statistics.data_std)
     assert bridge.prediction_error > 0.01
-    task = job.task()
+    task = build_task(job)
     assert isinstance(task, ExpertTask)
     assert task.calibrated(8).data_mean == statistics.data_mean
     # Hardly trained, it knows nothing of x0 at t = 0.999: its x0 there must be the mean of the data.

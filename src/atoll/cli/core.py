@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 from atoll.cli.verb import Overrides
 from atoll.core import config as configuration
 from atoll.core import layout
+from atoll.core.config_yaml import to_yaml
 from atoll.core.errors import AtollError
 from atoll.core.presets import NOTES, PRESETS
 
@@ -50,7 +51,7 @@ class Init:
         if file.exists() and not self.force:
             raise AtollError(f"{file} exists; edit it, or replace it with --force")
         self.folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(configuration.to_yaml(config, NOTES.get(self.preset)), encoding="utf-8")
+        file.write_text(to_yaml(config, NOTES.get(self.preset)), encoding="utf-8")
         print(f"wrote {file} from preset {self.preset!r}; check it with: atoll config {self.folder}")
 
 

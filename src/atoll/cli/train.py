@@ -3,13 +3,14 @@
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 from tyro.conf import Positional, arg
 
 from atoll.cli.verb import Overrides
 from atoll.core import config as configuration
 from atoll.core.errors import AtollError
+from atoll.core.layout import JobKind
 
 
 @dataclass
@@ -44,18 +45,20 @@ class Train:
             raise AtollError("say what to train: one of --expert K, --router, --monolith, --student")
         config = configuration.load(self.folder, self.overrides)
         from atoll.train.estimate import show_estimate, show_survey
-        from atoll.train.job import Job, run_job
+        from atoll.train.job import train_job
         from atoll.train.loop import REQUEUE, Requeue
+        from atoll.train.spec import resolve_job
 
         if not jobs:
             show_survey(self.folder, config, self.gpus, as_json=self.json)
             return
-        job = Job(self.folder, config, cast(Any, jobs[0]), self.expert, self.match_flops)
+        kind = cast(JobKind, jobs[0])
+        spec = resolve_job(self.folder, config, kind, expert=self.expert, match_flops=self.match_flops)
         if self.dry_run:
-            show_estimate(job, self.gpus, self.json)
+            show_estimate(spec, self.gpus, self.json)
             return
         try:
-            run_job(job)
+            train_job(spec)
         except Requeue as stop:
             print(f"atoll: {stop}", file=sys.stderr)
             sys.exit(REQUEUE)

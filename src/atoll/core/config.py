@@ -167,7 +167,9 @@ class Train(Section):
         "auto", description="what experts are told; auto is text if there is, else the label if there is"
     )
     condition_dropout: float = Field(0.1, ge=0, le=1, description="share of samples trained without, for guidance")
-    init: str | None = Field(None, description="folder of a network to start from, as atoll convert or train write it")
+    init_from: str | dict[ExpertKey, str] | None = Field(
+        None, description="folder of a network to start from, or {default: FOLDER, 3: FOLDER} by expert"
+    )
     checkpointing: bool = Field(False, description="compute activations twice to save memory")
     compile: bool = Field(False, description="torch.compile")
     parallel: Literal["ddp", "fsdp2"] = Field("ddp", description="how processes under torchrun share the work")
@@ -268,8 +270,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _numbers_are_of_experts(self) -> Self:
-        for section in ("experts", "networks"):
-            for key in getattr(self, section):
+        initial = self.train.init_from if isinstance(self.train.init_from, dict) else {}
+        for section, keys in (("experts", self.experts), ("networks", self.networks), ("train.init_from", initial)):
+            for key in keys:
                 if isinstance(key, int) and not 0 <= key < self.clusters.count:
                     last = self.clusters.count - 1
                     raise ValueError(f"{section}.{key}: there is no expert {key}; this run has experts 0 to {last}")
@@ -284,6 +287,13 @@ class Config(Section):
     def network(self, expert: int) -> NetworkChoice:
         """The network of one expert."""
         return self.networks.get(expert, self.networks["default"])
+
+    def init_from(self, expert: int | None) -> str | None:
+        """The folder of a network that an expert starts from; None for a fresh one, and for `expert` of other jobs."""
+        chosen = self.train.init_from
+        if not isinstance(chosen, dict):
+            return chosen
+        return chosen.get("default") if expert is None else chosen.get(expert, chosen.get("default"))
 
 
 def load(run: str | Path, overrides: Mapping[str, str] | None = None) -> Config:
@@ -357,44 +367,3 @@ def _section_in(annotation: object) -> type[BaseModel] | None:
     if get_origin(annotation) in (dict, Union, UnionType, Annotated):
         return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
     return None
-
-
-def to_yaml(config: Config, notes: Mapping[str, str] | None = None) -> str:
-    """The whole configuration with a comment for every key, as `atoll init` writes it; `notes` by dotted key."""
-    lines: list[str] = []
-    _write_section(config, lines, "", notes=notes or {})
-    return "\n".join(lines) + "\n"
-
-
-def _write_section(section: BaseModel, lines: list[str], above: str, *, notes: Mapping[str, str]) -> None:
-    indent = "  " if above else ""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        note = f" ({notes[above + name]})" if above + name in notes else ""
-        if isinstance(value, BaseModel):
-            if lines and not indent:
-                lines.append("")
-            lines.append(f"{indent}{name}:" + (f"  # {type(value).__doc__}" if not indent else ""))
-            _write_section(value, lines, f"{name}.", notes=notes)
-            continue
-        plain = section.model_dump(mode="json", include={name})[name]
-        if name == "experts":
-            plain = {key: _objective_name(objective) for key, objective in value.items()}
-        comment = f"  # {field.description}{note}" if field.description else ""
-        if isinstance(plain, dict) and plain:
-            lines.extend(["", f"{indent}{name}:{comment}"] if not indent else [f"{indent}{name}:{comment}"])
-            lines.extend(f"{indent}  {key}: {_inline(item)}" for key, item in plain.items())
-        else:
-            lines.append(f"{indent}{name}: {_inline(plain)}{comment}")
-
-
-def _inline(value: object) -> str:
-    """One value as YAML on one line."""
-    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("\n...\n").strip()
-
-
-def _objective_name(objective: Objective) -> object:
-    for name, known in NAMED_OBJECTIVES.items():
-        if known == objective:
-            return name
-    return objective.model_dump(mode="json", exclude_defaults=True)

@@ -195,7 +195,7 @@ _COMMON = {
     "train.warmup": _OURS,
     "train.weight_decay": _OURS,
     "train.clip": _OURS,
-    "train.init": "HDDM starts from a DiT checkpoint: atoll convert SRC DST --to flow-matching, and DST here",
+    "train.init_from": "HDDM starts from a DiT checkpoint: atoll convert SRC DST --to flow-matching, and DST here",
     "router.network": "DDM, Paris and HDDM: DiT-B/2",
     "data.held_out": _OURS,
 }
@@ -212,7 +212,7 @@ NOTES: dict[str, dict[str, str]] = {
     "imagenet256": {
         **_COMMON,
         **_DDM,
-        "latents.normalization": "our choice: as DiT, whose checkpoints can be train.init",
+        "latents.normalization": "our choice: as DiT, whose checkpoints can be train.init_from",
         "text.encoder": "our choice: class labels; DDM's FLOPs suggest that its network had text layers here too",
         "networks": "DDM: DiT-XL/2; AdaLN-Zero as in DiT is our choice",
         "train.samples": "DDM: 800,000 steps",

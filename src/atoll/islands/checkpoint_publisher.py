@@ -16,7 +16,7 @@ from atoll.core.signing import Signer
 from atoll.islands.leases import Lease, LeaseLost
 from atoll.islands.store import Store
 from atoll.islands.transfer import parts_of, proposal_key, signature_key, upload
-from atoll.train.job import Job
+from atoll.train.spec import TrainSpec
 
 _OBJECT = r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json|signatures/[0-9a-f]{64}\.publish\.json)"
 """The rest of a key below the name of a checkpoint, as `atoll.islands.transfer` makes it."""
@@ -29,7 +29,7 @@ class Reporter:
         self,
         store: Store,
         lease: Lease,
-        job: Job,
+        spec: TrainSpec,
         *,
         signer: Signer | None,
         every: float,
@@ -42,14 +42,14 @@ class Reporter:
         self._superseded = set(resumed)
         # Objects of different attempts never meet, so clearing up after one cannot hurt another.
         self.name = f"{layout.checkpoints(lease.job)}/{lease.record.nonce[:16]}"
-        self.outbox = job.run / lease.job / ".outbox"
+        self.outbox = spec.run / lease.job / ".outbox"
         self._pool = ThreadPoolExecutor(1)
         self._upload: Future[None] | None = None
         self._last = float("-inf")
         self._waiting: Artifact | None = None
         self._start: tuple[float, int] | None = None
         shutil.rmtree(self.outbox, ignore_errors=True)
-        lease.tell(total=job.settings.samples, rate=0.0)
+        lease.tell(total=spec.settings.samples, rate=0.0)
 
     def stepped(self, samples: int) -> bool:
         """News for the next renewal; a lost lease or a wish to leave stops the job."""

@@ -26,7 +26,7 @@ SHARED: Mapping[str, frozenset[str] | None] = {
     "text": None,
     "experts": None,
     "networks": None,
-    "train": frozenset(configuration.Train.model_fields) - {"init", "trackers", "workers"},
+    "train": frozenset(configuration.Train.model_fields) - {"init_from", "trackers", "workers"},
     "router": None,
     "student": None,
 }
@@ -54,12 +54,12 @@ _MAX_EMAS = 8
 def shared_part(config: Config) -> bytes:
     """Return the shared settings of a run as YAML, in one spelling for one configuration.
 
-    `train.init` is refused: others cannot read that folder, and would train from another start without a word.
+    `train.init_from` is refused: others cannot read that folder, and would train from another start without a word.
     """
-    if config.train.init is not None:
+    if config.train.init_from is not None:
         raise AtollError(
-            f"train.init is {config.train.init}, a folder of this machine, and contributors would start from another "
-            "network; share a run without it, or share the finished model with atoll export"
+            f"train.init_from is {config.train.init_from}, a folder of this machine, and contributors would start from "
+            "another network; share a run without it, or share the finished model with atoll export"
         )
     values = config.model_dump(mode="json", include=_included())
     for section, key in NAMES:

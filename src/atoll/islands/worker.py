@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 from zlib import crc32
 
+from atoll import flow
 from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
@@ -31,8 +32,9 @@ from atoll.islands.remote_run import open_config, settle
 from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
 from atoll.islands.transfer import commit, fetch, read_manifest, signature_key, upload
-from atoll.train.job import Job, run_job
+from atoll.train.job import train_job
 from atoll.train.loop import Requeue
+from atoll.train.spec import TrainSpec, made_from, resolve_job
 
 POLL_SECONDS = 5.0
 CHOSEN = (
@@ -131,11 +133,11 @@ class Worker:
     def _work(self, lease: Lease, expert: int) -> bool:
         """Train one expert and publish it; whether it is finished."""
         try:
-            job, resumed = self._job(lease, expert)
+            spec, resumed = self._job(lease, expert)
             reporter = Reporter(
                 self.store,
                 lease,
-                job,
+                spec,
                 signer=self.signer,
                 every=self.publish_every,
                 stop=self.stop,
@@ -143,13 +145,13 @@ class Worker:
             )
             send = True
             try:
-                manifest = run_job(job, reporter)
+                manifest = train_job(spec, reporter)
             except KeyboardInterrupt:
                 send = False
                 raise
             finally:
                 reporter.close(send)
-            self._publish(lease, job, manifest, expert=expert)
+            self._publish(lease, spec, manifest, expert=expert)
             self._over.add(expert)
             return True
         except Requeue:
@@ -177,7 +179,7 @@ class Worker:
         except LeaseLost as lost:
             print(lost, flush=True)
 
-    def _job(self, lease: Lease, expert: int) -> tuple[Job, set[str]]:
+    def _job(self, lease: Lease, expert: int) -> tuple[TrainSpec, set[str]]:
         """The job, with its data here and its last published checkpoint in place, and the keys of that checkpoint."""
         own = shard_files.name(expert)
         data = read_manifest(self.store, own)
@@ -187,64 +189,65 @@ class Worker:
         choice = dict(lease.record.choice)
         try:
             check_choice(choice)
-            job = self._job_of(expert, choice)
+            spec = self._job_of(expert, choice)
         except AtollError as error:
             print(f"{lease.job}: the settings of the worker before are not used: {error}", flush=True)
             lease.renew(choice=self._choice(expert), checkpoint=None, samples=0)
-            job = self._job_of(expert, self._choice(expert))
-        forget_other(job)
+            spec = self._job_of(expert, self._choice(expert))
+        forget_other(spec)
         pointer = lease.record.checkpoint
-        return job, set() if pointer is None else self._continue_from(pointer, job)
+        return spec, set() if pointer is None else self._continue_from(pointer, spec)
 
-    def _job_of(self, expert: int, choice: dict[str, str]) -> Job:
-        job = Job(self.folder, configuration.load(self.folder, {**LOCAL, **choice}), "expert", expert)
-        check_allowed(job, self.policy or Policy())
-        return job
+    def _job_of(self, expert: int, choice: dict[str, str]) -> TrainSpec:
+        config = configuration.load(self.folder, {**LOCAL, **choice})
+        spec = resolve_job(self.folder, config, "expert", expert=expert)
+        check_allowed(spec, self.policy or Policy())
+        return spec
 
-    def _continue_from(self, pointer: str, job: Job) -> set[str]:
+    def _continue_from(self, pointer: str, spec: TrainSpec) -> set[str]:
         """Fetch another worker's checkpoint, and return its keys; one that is not plainly good is passed over."""
         name, _, digest = pointer.partition("@")
         try:
             manifest = read_manifest(self.store, name, digest)
             if manifest is None:
                 raise Refused("it is no longer there")
-            check_checkpoint(manifest, job)
+            check_checkpoint(manifest, spec)
             key = signature_key(name, digest, "publish")
             signature = strict_json(self.store.read(key, 4096) or b"null", key)
             verify(self.policy, "publish", name, manifest=manifest, signature=signature)
-            samples = CHECKPOINT.parse(manifest, job.name).samples
-            target = Artifact(self.folder, layout.checkpoint(job.name, samples))
+            samples = CHECKPOINT.parse(manifest, spec.job).samples
+            target = Artifact(self.folder, layout.checkpoint(spec.job, samples))
             fetch(self.store, name, manifest, target=target)
             for file in manifest.files:
                 if file.endswith(".safetensors"):
                     safetensors_header(target.path(file))
-            print(f"{job.name}: going on from {samples:,} samples", flush=True)
+            print(f"{spec.job}: going on from {samples:,} samples", flush=True)
             return checkpoint_keys(name, manifest)
         except AtollError as error:
-            print(f"{job.name}: the published checkpoint is passed over: {error}", flush=True)
+            print(f"{spec.job}: the published checkpoint is passed over: {error}", flush=True)
             return set()
 
-    def _publish(self, lease: Lease, job: Job, manifest: Manifest, *, expert: int) -> None:
+    def _publish(self, lease: Lease, spec: TrainSpec, manifest: Manifest, *, expert: int) -> None:
         """Check the result as any other contribution, upload it, and commit it with the lease's last record."""
         data = Artifact(self.folder, shard_files.name(expert))
         offered = Contribution(expert, manifest, data.open(SHARDS), self.policy or Policy())
         check_declaration(offered)
-        check_files(offered, job.result)
-        check_loss(offered, job.result, data)
+        check_files(offered, spec.result)
+        check_loss(offered, spec.result, data)
         lease.check()
-        upload(self.store, job.result, manifest, name=job.result.name)
+        upload(self.store, spec.result, manifest, name=spec.result.name)
         if self.signer is not None:
-            key = signature_key(job.result.name, manifest.digest, "publish")
-            self.store.write(key, self.signer.sign("publish", job.result.name, manifest))
+            key = signature_key(spec.result.name, manifest.digest, "publish")
+            self.store.write(key, self.signer.sign("publish", spec.result.name, manifest))
         # Nobody needs the checkpoints of any attempt at this job once it is finished.
-        listed = self.store.entries(layout.checkpoints(job.name))
-        old = [entry.key for entry in listed if is_checkpoint_key(entry.key, job.name)]
-        news: dict[str, Any] = {"manifest": manifest.digest, "samples": job.settings.samples, "checkpoint": None}
+        listed = self.store.entries(layout.checkpoints(spec.job))
+        old = [entry.key for entry in listed if is_checkpoint_key(entry.key, spec.job)]
+        news: dict[str, Any] = {"manifest": manifest.digest, "samples": spec.settings.samples, "checkpoint": None}
         lease.end("proposed" if self._judged else "done", **news)
         if not self._judged:
-            commit(self.store, job.result.name, manifest)
+            commit(self.store, spec.result.name, manifest)
         self.store.delete(old)  # what came after the lease ended is another's
-        print(f"{job.name}: {'waits for admission' if self._judged else 'published'}", flush=True)
+        print(f"{spec.job}: {'waits for admission' if self._judged else 'published'}", flush=True)
 
 
 def check_choice(choice: dict[str, str]) -> None:
@@ -257,45 +260,44 @@ def check_choice(choice: dict[str, str]) -> None:
             )
 
 
-def check_allowed(job: Job, policy: Policy) -> None:
+def check_allowed(spec: TrainSpec, policy: Policy) -> None:
     """Refuse before training what would be refused after it."""
-    if policy.objectives is not None:
-        allowed = [configuration.NAMED_OBJECTIVES[name] for name in policy.objectives]
-        assert job.expert is not None
-        if job.config.objective(job.expert) not in allowed:
-            raise AtollError(f"the run's policy allows the objectives {', '.join(policy.objectives)} only")
-    kind = job.network.class_name
+    allowed = policy.objectives
+    if allowed is not None and spec.objective not in [flow.objective(name).spec for name in allowed]:
+        raise AtollError(f"the run's policy allows the objectives {', '.join(allowed)} only")
+    kind = spec.network.class_name
     if kind not in policy.networks:
         raise AtollError(f"the run's policy allows the networks {', '.join(policy.networks)} only, not {kind}")
-    if job.cost.parameters > policy.max_parameters:
+    if spec.cost.parameters > policy.max_parameters:
         raise AtollError(
-            f"the network has {job.cost.parameters:,} parameters; the run's policy allows {policy.max_parameters:,}"
+            f"the network has {spec.cost.parameters:,} parameters; the run's policy allows {policy.max_parameters:,}"
         )
 
 
-def check_checkpoint(manifest: Manifest, job: Job) -> None:
+def check_checkpoint(manifest: Manifest, spec: TrainSpec) -> None:
     """A checkpoint must be of this very job: made from the same data, network, objective and settings."""
     try:
-        samples = CHECKPOINT.parse(manifest, job.name).samples
+        samples = CHECKPOINT.parse(manifest, spec.job).samples
     except AtollError as error:
         raise Refused(f"it is no checkpoint of this job: {error}") from error
-    if samples > job.settings.samples:
+    if samples > spec.settings.samples:
         raise Refused("it is no checkpoint of this job: it has seen more samples than the job has")
-    if Manifest("", job.made_from, {}, {}).to_json() != Manifest("", manifest.made_from, {}, {}).to_json():
+    if Manifest("", made_from(spec), {}, {}).to_json() != Manifest("", manifest.made_from, {}, {}).to_json():
         raise Refused("it was made with other settings")
-    room = (4 + len(job.settings.ema)) * 4 * job.cost.parameters + (1 << 24)
+    room = (4 + len(spec.settings.ema)) * 4 * spec.cost.parameters + (1 << 24)
     if sum(entry.size for entry in manifest.files.values()) > room:
         raise Refused(f"it is larger than the {room:,} bytes that this network's state takes")
 
 
-def forget_other(job: Job) -> None:
+def forget_other(spec: TrainSpec) -> None:
     """Remove from this machine's copy what an earlier attempt made with other settings."""
-    folder = job.run / job.name
-    checkpoints = sorted((job.run / layout.checkpoints(job.name)).glob("[0-9]*")) if folder.is_dir() else []
+    inputs = made_from(spec)
+    folder = spec.run / spec.job
+    checkpoints = sorted((spec.run / layout.checkpoints(spec.job)).glob("[0-9]*")) if folder.is_dir() else []
     try:
-        job.result.check(EXPERT, {**job.made_from, "samples": job.settings.samples})
+        spec.result.check(EXPERT, {**inputs, "samples": spec.settings.samples})
         for path in checkpoints:
-            Artifact(job.run, layout.checkpoint(job.name, int(path.name))).check(CHECKPOINT, job.made_from)
+            Artifact(spec.run, layout.checkpoint(spec.job, int(path.name))).check(CHECKPOINT, inputs)
     except AtollError:
         shutil.rmtree(folder)
 

@@ -19,6 +19,7 @@ from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
+from atoll.core.config_yaml import to_yaml
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
 from atoll.core.metrics_file import last_line
@@ -108,7 +109,7 @@ def settle(run: Path, minutes: float) -> Config:
     file = run / CONFIG_FILE
     if not file.exists():
         run.mkdir(parents=True, exist_ok=True)
-        file.write_text(configuration.to_yaml(scaled(minutes)), encoding="utf-8")
+        file.write_text(to_yaml(scaled(minutes)), encoding="utf-8")
     config = configuration.load(run)
     if config.train.samples != scaled(minutes).train.samples:
         print(f"{file} is there: its {config.train.samples:,} samples for each expert count, not --minutes {minutes:g}")

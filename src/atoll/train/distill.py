@@ -5,7 +5,7 @@ Targets are computed for a block of samples at a time, expert after expert, so o
 is fixed by its position in the run, so a job that resumes in the middle of it computes the same targets again.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.core import layout
-from atoll.core.artifacts import Artifact
-from atoll.core.manifests import EXPERT, ExpertContent, NetworkContent
+from atoll.core.manifests import ExpertContent, NetworkContent
 from atoll.data.dataset import Batch
 from atoll.experts.expert import OpenExpert, open_expert
 from atoll.experts.validation import ALONE, Processes, condition_of, validate
+from atoll.train.spec import teachers
 from atoll.train.tasks import Forward, Losses, Task, drop, on_linear_path
 
 TEACHER_BATCH = 64
@@ -69,7 +69,7 @@ class StudentTask(Task):
         return ExpertContent(
             **dict(content) | {"held_out_loss": error.mean, "loss_by_time": error.by_time},
             objective=flow.Objective().spec,
-            teachers=tuple(teachers(self.run, self._experts())),
+            teachers=tuple(teachers(self.run, tuple(self._experts()))),
         )
 
     def _experts(self) -> range:
@@ -118,11 +118,6 @@ class StudentTask(Task):
         with torch.autocast(device.type, enabled=False):  # its bridge was calibrated in full precision
             answer = teacher.velocity(torch.cat(inputs), torch.cat(times), condition_of(batch, teacher.told))
         return answer.float().cpu()
-
-
-def teachers(run: Path, experts: Iterable[int]) -> list[str]:
-    """The hashes of the experts that a student learns from."""
-    return [Artifact(run, layout.final(layout.expert_job(expert))).open(EXPERT).digest for expert in experts]
 
 
 def _single(batch: Batch) -> Iterator[Batch]:

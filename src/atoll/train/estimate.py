@@ -17,7 +17,7 @@ from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.presets import PUBLISHED, Published
 from atoll.train.cost import measured_rate, training_bytes
-from atoll.train.job import Job
+from atoll.train.spec import TrainSpec, resolve_job
 
 UTILISATION = 0.5
 """Share of the matrix-product rate that training is assumed to reach."""
@@ -40,13 +40,13 @@ class JobCosts:
     """Memory of one process."""
 
     @classmethod
-    def of(cls, job: Job, gpus: int | None = None) -> Self:
+    def of(cls, spec: TrainSpec, gpus: int | None = None) -> Self:
         """Count the costs of a job on so many GPUs."""
-        settings, cost, world = job.settings, job.cost, _processes(gpus)
+        settings, cost, world = spec.settings, spec.cost, _processes(gpus)
         checkpointing = settings.checkpointing
         flops = cost.training_flops(checkpointing)
         return cls(
-            job=job.name,
+            job=spec.job,
             parameters=cost.parameters,
             samples=settings.samples,
             steps=settings.samples // settings.batch,
@@ -88,13 +88,13 @@ def _processes(gpus: int | None) -> int:
     return gpus or int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def estimate(job: Job, gpus: int | None = None) -> JobEstimate:
+def estimate(spec: TrainSpec, gpus: int | None = None) -> JobEstimate:
     """Estimate what the job would cost on this machine."""
-    costs = JobCosts.of(job, gpus)
-    rate = measured_rate(device(), getattr(torch, job.settings.precision))
+    costs = JobCosts.of(spec, gpus)
+    rate = measured_rate(device(), getattr(torch, spec.settings.precision))
     return JobEstimate(
         **vars(costs),
-        epochs=costs.samples / len(job.shards) if job.data is not None else None,
+        epochs=None if spec.data is None else costs.samples / spec.data.images,
         matmul_flops_per_second=rate,
         seconds=costs.flops / (rate * UTILISATION * _processes(gpus)),
     )
@@ -102,8 +102,8 @@ def estimate(job: Job, gpus: int | None = None) -> JobEstimate:
 
 def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts:
     """Count what all experts and the router of a run would cost."""
-    jobs = [Job(run, config, "expert", number) for number in range(config.clusters.count)]
-    costs = [JobCosts.of(job, gpus) for job in (*jobs, Job(run, config, "router"))]
+    specs = [resolve_job(run, config, "expert", expert=number) for number in range(config.clusters.count)]
+    costs = [JobCosts.of(spec, gpus) for spec in (*specs, resolve_job(run, config, "router"))]
     flops = sum(job.flops for job in costs)
     return RunCosts(
         jobs=costs,
@@ -114,13 +114,13 @@ def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts
     )
 
 
-def show_estimate(job: Job, gpus: int | None, as_json: bool) -> None:
+def show_estimate(spec: TrainSpec, gpus: int | None, as_json: bool) -> None:
     """Print the estimate of one job for a person or a program."""
-    found = estimate(job, gpus)
+    found = estimate(spec, gpus)
     if as_json:
         print(json.dumps(asdict(found)))
         return
-    table = Table("", "", title=f"{job.name}: what training would cost", show_header=False)
+    table = Table("", "", title=f"{spec.job}: what training would cost", show_header=False)
     epochs = "" if found.epochs is None else f", {found.epochs:.1f} epochs"
     table.add_row("parameters", f"{found.parameters:,}")
     table.add_row("samples", f"{found.samples:,} in {found.steps:,} steps{epochs}")
