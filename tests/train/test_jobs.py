@@ -190,6 +190,23 @@ def test_high_resolution_fine_tuning_starts_from_another_expert(
     )
 
 
+def test_experts_may_start_from_networks_of_their_own(trained_experts: Path) -> None:
+    """The key of an expert goes before the default; a router never starts from an expert."""
+    finals = {number: str(trained_experts / f"experts/00{number}/final") for number in (0, 1)}
+    settings = config.load(trained_experts, {"train.init_from": f"{{default: {finals[0]}, 1: {finals[1]}}}"})
+    for expert, start in ((0, 0), (1, 1), (2, 0)):
+        spec = resolve_job(trained_experts, settings, "expert", expert=expert)
+        assert spec.init_from == finals[start]
+        built, given = build_task(spec).network.state_dict(), load_network(finals[start]).state_dict()
+        assert all(torch.equal(built[key], given[key]) for key in given)
+    assert resolve_job(trained_experts, settings, "monolith").init_from == finals[0]
+    assert resolve_job(trained_experts, settings, "router").init_from is None
+    only = config.load(trained_experts, {"train.init_from": f"{{1: {finals[1]}}}"})
+    assert resolve_job(trained_experts, only, "expert", expert=0).init_from is None
+    with pytest.raises(AtollError, match=r"train.init_from.7: there is no expert 7"):
+        config.load(trained_experts, {"train.init_from": "{7: somewhere}"})
+
+
 def test_experts_of_other_kinds_train_too(new_run: Copy) -> None:
     """A diffusers UNet, told nothing, with its own objective."""
     unet = {
@@ -395,7 +412,7 @@ def test_a_loss_that_is_not_a_number_stops_with_the_samples(new_run: Copy) -> No
         (["--expert", "0", "--router"], "say what to train"),
         (["--expert", "3"], "there is no expert 3: this run has experts 0 to 2"),
         (["--expert", "0", "--networks.default", "DiT-XXL/2"], "unknown network size 'DiT-XXL/2'"),
-        (["--expert", "0", "--train.condition", "label"], "the data of .* has none"),
+        (["--expert", "0", "--train.condition", "label"], "conditioned on labels, but the data has none"),
         (["--student"], "experts/000/final is not there"),
         (["--monolith", "--match-flops", "."], "no finished expert"),
         (["--expert", "0", "--train.init_from", "nowhere"], "nowhere has no config.json"),
