@@ -231,7 +231,10 @@ def test_a_class_table_without_a_row_for_the_null_class_is_refused(
     monkeypatch.setattr(DataShapes, "of", lambda data: replace(of(data), labels=("a", "b", "c")))
     for rows in (needed, needed - 1):
         run = new_run(
-            str(rows), only=[0], networks={0: {"_class_name": kind, field: rows}}, train={"condition": "label"}
+            str(rows),
+            only=[0],
+            networks={0: {"_class_name": kind, field: rows, "in_channels": 3}},
+            train={"condition": "label"},
         )
         if rows == needed:
             assert resolve_job(run, config.load(run), "expert", expert=0).network.to_dict()[field] == needed
@@ -251,6 +254,7 @@ def test_a_class_table_without_a_row_for_the_null_class_is_refused(
             {"_class_name": "UNetExpert", "in_channels": 4},
             "networks.0: in_channels is 4, but the prepared data needs 3",
         ),
+        ({"_class_name": "DiTExpert", "num_layers": 1}, r"a DiTExpert does not take latents of shape \(3, 32, 32\)"),
     ],
 )
 def test_a_network_that_does_not_fit_the_data_is_refused_by_its_key(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from atoll.core.errors import AtollError, first_line
 from atoll.core.networks import DiffusersConfig, NetworkConfig, RouterConfig, read_network
 from atoll.nets import Condition, build
 from atoll.train.distributed import transformer_blocks
@@ -60,7 +61,11 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
         return tensor
 
     with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        network(x, at, condition)
+        try:
+            network(x, at, condition)
+        except (RuntimeError, ValueError) as error:
+            reason = first_line(error)
+            raise AtollError(f"a {config.class_name} does not take latents of shape {shape}: {reason}") from error
     parameters = sum(parameter.numel() for parameter in network.parameters())
     activations = sum(saved.values())
     checkpointed = sum(entering.values()) + activations // len(blocks) if blocks else activations
