@@ -54,8 +54,8 @@ def strict_json(data: bytes, what: str, limit: int = MAX_JSON) -> Any:
         raise Refused(f"{what} is not plain JSON: {error}") from error
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
             raise ValueError(f"the key {key[:80]!r} is there twice")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest, to_json
+from atoll.core.artifacts import Artifact, Inputs, Manifest, to_json
 from atoll.core.config import Clusters, Config
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, FEATURES, ClustersContent
@@ -48,7 +48,7 @@ def needs_features(clusters: Clusters, index: Index) -> bool:
     return clusters.method == "features" or len(index.labels) > clusters.count
 
 
-def made_from(config: Config, index: Index, run: Path) -> dict[str, Any]:
+def made_from(config: Config, index: Index, run: Path) -> Inputs:
     """What the partition is made from."""
     seen = Artifact(run, features.NAME).open(FEATURES).digest if needs_features(config.clusters, index) else None
     return {"ingest": index.manifest.digest, "features": seen, "clusters": config.clusters.model_dump()}

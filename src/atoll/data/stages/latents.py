@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, Inputs, Manifest
 from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError, unknown
@@ -171,7 +171,7 @@ def _folder(autoencoder: str) -> Path:
     return shipped.path() if autoencoder == "emoji" else folder_of(autoencoder)
 
 
-def made_from(config: Config, index: Manifest) -> dict[str, Any]:
+def made_from(config: Config, index: Manifest) -> Inputs:
     """What the latents are made from; the normalization is that of the shards, for latents are stored without."""
     settings = config.latents.model_dump(exclude={"normalization"})
     weights = None if config.latents.autoencoder == "pixels" else fingerprint(_folder(config.latents.autoencoder))
