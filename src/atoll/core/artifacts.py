@@ -30,7 +30,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.layout import MANIFEST_FILE
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ class Kind(Generic[T]):
         try:
             return self.content.model_validate(manifest.content)
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:3])
-            raise AtollError(f"{source} does not declare what a {self.name} must: {wrong}") from error
+            raise AtollError(f"{source} does not declare what a {self.name} must: {wrong_fields(error)}") from error
 
 
 @dataclass(frozen=True)

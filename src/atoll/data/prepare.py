@@ -217,9 +217,9 @@ def _summary(work: Preparation, stage: StageName, finished: bool) -> str:
 
 
 def _cluster_summary(artifact: Artifact) -> str:
-    report = artifact.read_json(clusters.REPORT)
-    parts = [f"sizes {report['sizes']['train']}", f"largest/mean {artifact.read(CLUSTERS).imbalance:.3f}"]
-    if found := report.get("separation"):
+    report = clusters.Report.model_validate(artifact.read_json(clusters.REPORT))
+    parts = [f"sizes {list(report.sizes['train'])}", f"largest/mean {report.imbalance:.3f}"]
+    if found := report.separation:
         parts += [
             f"{key} {found['clusters'][key]:.3f} (random {found['random'][key]:.3f})" for key in found["clusters"]
         ]

@@ -68,9 +68,18 @@ def partition(run: Path, config: Config, source: Source) -> Manifest:
     stage = Partition(artifact, index, settings, index.chunks(Artifact(run, features.NAME)))
     stage.assign()
     report = stage.report()
-    artifact.write(REPORT, to_json(report))
-    contact_sheets(artifact, index, source, examples=report["examples"])
-    return artifact.commit(ClustersContent(**{key: report[key] for key in ClustersContent.model_fields}))
+    artifact.write(REPORT, to_json(report.model_dump(exclude_none=True)))
+    contact_sheets(artifact, index, source, examples=report.examples)
+    return artifact.commit(ClustersContent(**report.model_dump(include=set(ClustersContent.model_fields))))
+
+
+class Report(ClustersContent):
+    """What report.json says of a partition."""
+
+    examples: list[list[str]]
+    """Ids of some training images of every cluster."""
+    separation: dict[str, dict[str, float]] | None = None
+    """How well the `clusters` keep apart, and a `random` partition (`kmeans.separation`); None without features."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +230,7 @@ class Partition:
                 ids = self.index.read(chunk, ["id"])["id"]
                 writer.write_table(pa.table([ids, *columns], schema=_SCHEMA))
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Sizes, imbalance and, where features were used, the separation beside that of a random partition."""
         sizes = {"train": np.zeros(self.settings.count, int), "held-out": np.zeros(self.settings.count, int)}
         fine = 0
@@ -230,16 +239,14 @@ class Partition:
             sizes["train"] += np.bincount(rows["coarse"][train], minlength=self.settings.count)
             sizes["held-out"] += np.bincount(rows["coarse"][~train], minlength=self.settings.count)
             fine = max(fine, int(rows["fine"].max()) + 1)
-        report: dict[str, Any] = {
-            "method": self.settings.method,
-            "sizes": {split: counts.tolist() for split, counts in sizes.items()},
-            "imbalance": float(sizes["train"].max() / sizes["train"].mean()),
-            "fine": fine,
-            "examples": self.examples(),
-        }
-        if needs_features(self.settings, self.index):
-            report["separation"] = self._separation()
-        return report
+        return Report(
+            method=self.settings.method,
+            sizes={split: tuple(counts.tolist()) for split, counts in sizes.items()},
+            imbalance=float(sizes["train"].max() / sizes["train"].mean()),
+            fine=fine,
+            examples=self.examples(),
+            separation=self._separation() if needs_features(self.settings, self.index) else None,
+        )
 
     def _separation(self) -> dict[str, dict[str, float]]:
         rows = self._sample(_REPORT_ROWS)
