@@ -222,7 +222,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         images = _as(made, output_type)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
-    def _integration(self, ensemble: Ensemble, scheduler_times: bool) -> dict[str, Any]:
+    def _integration(self, ensemble: Ensemble, scheduler_times: bool) -> dict[str, str | float]:
         """Plain Euler steps are made by Atoll's own solver, on even times; all others by the scheduler itself."""
         plain = FlowMatchEulerDiscreteScheduler(shift=self.scheduler.config.get("shift", 1.0))
         ours, known = _settings(self.scheduler), _settings(plain)
@@ -272,7 +272,8 @@ def _seed(seed: int | None, generator: torch.Generator | None) -> int:
     return int(torch.randint(2**31, (), generator=generator, device=generator.device))
 
 
-def _settings(scheduler: Any) -> dict[str, Any]:
+def _settings(scheduler: Any) -> dict[str, object]:
+    """Return the settings of a scheduler, whichever it has, to compare them."""
     return {key: value for key, value in dict(scheduler.config).items() if not key.startswith("_")}
 
 
