@@ -25,15 +25,7 @@ from atoll.core.manifests import PIPELINE, NetworkContent, PipelineContent
 from atoll.data.stages.latents import Codec, Pixel
 from atoll.data.stages.text import TextEncoder
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.folder import (
-    COMPONENTS,
-    PIPELINE_CLASS,
-    expert_names,
-    fetch,
-    forget_paths,
-    read_index,
-    refusal,
-)
+from atoll.ensemble.folder import COMPONENTS, PIPELINE_CLASS, ModelIndex, fetch, forget_paths, refusal
 from atoll.ensemble.folder import verify as verify_folder
 from atoll.ensemble.sampler import Samples
 from atoll.experts import stored
@@ -133,11 +125,11 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> "AtollPipeline":
         """Open a folder that `atoll export` or `save_pretrained` wrote, here or on the hub; every file is checked."""
         folder = fetch(pretrained_model_name_or_path)
-        index = read_index(folder)
-        if index.get("_class_name") != PIPELINE_CLASS:
+        index = ModelIndex.of(folder)
+        if not index.exported:
             raise refusal(folder, index)
         verify_folder(folder, index)
-        sized = _sized(len(expert_names(folder, index)))
+        sized = _sized(len(index.expert_names(folder)))
         if "device_map" not in options:
             options.setdefault("low_cpu_mem_usage", False)  # the other way needs accelerate
         if options.pop("trust_remote_code", False) or options.pop("custom_pipeline", None):
