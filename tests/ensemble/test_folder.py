@@ -108,6 +108,8 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (index(expert_1=["os", "system"]), r"expert_1 is a os.system, expected a ExpertModel"),
     (index(vae=["antigravity", "AutoencoderKL"]), r"has a component vae of \['antigravity'"),
     (index(safety_checker=["diffusers", "X"]), r"has a component safety_checker"),
+    (index(expert_1="ExpertModel"), r"model_index.json: components.expert_1: Input should be a valid tuple"),
+    (index(router=[7, None]), r"model_index.json: components.router.0: Input should be a valid string"),
     (without_expert_0, r"lists the experts \['expert_1', 'expert_2'\]; expected expert_0"),
     (lambda folder: (folder / "model_index.json").write_text("{"), r"model_index.json is not JSON"),
 ]  # fmt: skip

@@ -30,7 +30,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.layout import MANIFEST_FILE
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ _NOT_PORTABLE = {"\\", ":", "\0"}
 """Characters that separate folders, drives or streams on some system, or end a name in C."""
 FORMAT = 2
 """Of manifests. 1 had its fields under other names."""
+Inputs = Mapping[str, object]
+"""What an artifact is made from: settings and digests by name, which every kind chooses for itself. They are compared
+as JSON, so they must be plain values."""
 
 
 class Content(BaseModel):
@@ -50,8 +53,6 @@ class Content(BaseModel):
 
 
 T = TypeVar("T", bound=Content)
-Inputs = Mapping[str, Any]
-"""What an artifact is made from: plain values, compared as JSON."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,7 @@ class Kind(Generic[T]):
         try:
             return self.content.model_validate(manifest.content)
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:3])
-            raise AtollError(f"{source} does not declare what a {self.name} must: {wrong}") from error
+            raise AtollError(f"{source} does not declare what a {self.name} must: {wrong_fields(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,20 @@ def sha256_of(file: Path) -> str:
     """SHA-256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What an artifact is, or will be, made from. It is written before the first file."""
+
+    kind: str
+    version: int
+    made_from: Inputs
+
+    @classmethod
+    def of(cls, kind: Kind[Any], made_from: Inputs) -> "_Plan":
+        """Return the plan as it is read back from its file."""
+        return cls(kind.name, kind.version, json.loads(to_json(made_from)))
 
 
 @dataclass(frozen=True)
@@ -187,7 +201,7 @@ class Artifact:
 
     # Writing
 
-    def begin(self, kind: Kind[Any], made_from: Mapping[str, Any]) -> Manifest | None:
+    def begin(self, kind: Kind[Any], made_from: Inputs) -> Manifest | None:
         """Say what the artifact will be made from; the manifest if it is already there, None if work remains.
 
         Raises `AtollError` if the folder was made, or half made, from something else.
@@ -196,15 +210,14 @@ class Artifact:
             self.sweep()
             return self.manifest()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._create(_PLAN, _plan_of(kind, made_from)):
+        if self._create(_PLAN, to_json(vars(_Plan.of(kind, made_from)))):
             return None
         return self.manifest() if self.check(kind, made_from) else None
 
-    def check(self, kind: Kind[Any], made_from: Mapping[str, Any]) -> bool:
+    def check(self, kind: Kind[Any], made_from: Inputs) -> bool:
         """Whether the artifact is there and made from this. Raises `AtollError` if it is made from something else."""
-        now = json.loads(_plan_of(kind, made_from))
-        was = self._plan() or now
-        if changes := differences(was, now):
+        now = _Plan.of(kind, made_from)
+        if changes := differences(vars(self._plan() or now), vars(now)):
             raise AtollError(
                 f"{self.folder} is stale: {'; '.join(changes)}. Delete {self.folder}, or change the setting back"
             )
@@ -221,16 +234,15 @@ class Artifact:
         found = not self.begun and any(map(self._belongs, self.folder.rglob("*")))
         return found and not self.begun  # another job may have begun it in between
 
-    def _plan(self) -> dict[str, Any] | None:
+    def _plan(self) -> _Plan | None:
         """What the artifact is, or will be, made from; None if nobody has begun it."""
         try:
-            plan: dict[str, Any] = self.read_json(_PLAN)
-            return plan
+            return _Plan(**self.read_json(_PLAN))
         except FileNotFoundError:
             done = self.manifest()
-            if done is None:
-                return None
-            return {"kind": done.kind, "version": done.version, "made_from": done.made_from}
+            return None if done is None else _Plan(done.kind, done.version, done.made_from)
+        except (ValueError, TypeError) as error:
+            raise AtollError(f"{self.path(_PLAN)} is not a plan ({error}); delete {self.folder}") from error
 
     @contextmanager
     def writing(self, file: str) -> Iterator[Path]:
@@ -277,7 +289,7 @@ class Artifact:
         names = [name for name in names if name not in leave]
         files = {name: FileEntry(self.path(name).stat().st_size, sha256_of(self.path(name))) for name in names}
         plain = content.model_dump(mode="json") if isinstance(content, Content) else content
-        made = Manifest(plan["kind"], plan["made_from"], json.loads(to_json(plain)), files, plan["version"])
+        made = Manifest(plan.kind, plan.made_from, json.loads(to_json(plain)), files, plan.version)
         for name in names:  # the manifest must not reach the disk before what it vouches for
             _flush(self.path(name))
         if not self._create(MANIFEST_FILE, made.to_json()) and (self.manifest() or made).digest != made.digest:
@@ -317,10 +329,6 @@ class Artifact:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-
-
-def _plan_of(kind: Kind[Any], made_from: Mapping[str, Any]) -> bytes:
-    return to_json({"kind": kind.name, "version": kind.version, "made_from": made_from})
 
 
 def differences(was: Any, now: Any, key: str = "") -> list[str]:

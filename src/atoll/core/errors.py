@@ -2,6 +2,10 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class AtollError(Exception):
@@ -11,6 +15,11 @@ class AtollError(Exception):
 def first_line(error: BaseException) -> str:
     """What an error of a library says, without its details."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def wrong_fields(error: "ValidationError", limit: int = 3) -> str:
+    """Return what is wrong with a model, one phrase for each of its first wrong fields."""
+    return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:limit])
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

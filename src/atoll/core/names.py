@@ -1,6 +1,6 @@
 """The names people type for schedules, predictions and objectives. No torch here: the command line reads this."""
 
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from atoll.core.errors import unknown
 
@@ -15,7 +15,19 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
 SOLVERS: tuple[str, ...] = get_args(SolverName)
 
-OBJECTIVES: dict[str, dict[str, str | float]] = {
+
+class ObjectiveParts(TypedDict, total=False):
+    """The parts that a named objective sets."""
+
+    schedule: ScheduleName
+    prediction: Prediction
+    times: TimesName
+    time_mean: float
+    time_std: float
+    weighting: WeightingName
+
+
+OBJECTIVES: dict[str, ObjectiveParts] = {
     "flow-matching": {"schedule": "linear", "prediction": "velocity"},
     "flow-matching-logit-normal": {"schedule": "linear", "prediction": "velocity", "times": "logit-normal"},
     "ddpm": {"schedule": "cosine", "prediction": "epsilon"},

@@ -5,8 +5,11 @@ is marked as our choice. `PUBLISHED` has the figures that `atoll train RUN --dry
 """
 
 from dataclasses import dataclass
-from typing import Any
 
+from atoll.core.names import ObjectiveParts
+
+Settings = dict[str, object]
+"""A part of a configuration, as atoll.yaml has it: `config.resolve` checks every key and value."""
 EXPERTS = 8
 DDM_STEPS = 800_000
 """Optimizer steps of the DDM experiments: FID was published every 100,000 up to here."""
@@ -17,15 +20,16 @@ def half_life(decay: float, batch: int) -> float:
     return round(0.6931471805599453 / (1 - decay)) * float(batch)
 
 
-_PHOTOGRAPHS: dict[str, Any] = {
+_AUTOENCODER = {"autoencoder": "stabilityai/sd-vae-ft-mse"}
+_PHOTOGRAPHS: Settings = {
     "features": {"model": "facebook/dinov2-large"},
     "clusters": {"count": EXPERTS, "fine": 1024},
-    "latents": {"autoencoder": "stabilityai/sd-vae-ft-mse"},
+    "latents": _AUTOENCODER,
     "text": {"encoder": "openai/clip-vit-large-patch14", "max_tokens": 77},
 }
-_SCALED: dict[str, Any] = {**_PHOTOGRAPHS["latents"], "normalization": "scale"}
+_SCALED = {**_AUTOENCODER, "normalization": "scale"}
 """Latents as DiT and Paris had them, so that released networks can start, or join, an expert."""
-_TRAIN: dict[str, Any] = {
+_TRAIN: Settings = {
     "beta2": 0.999,
     "precision": "bfloat16",
     "condition_dropout": 0.1,
@@ -35,14 +39,14 @@ _TRAIN: dict[str, Any] = {
     "workers": 8,
 }
 
-_MIDDLE_TIMES: dict[str, Any] = {
+_MIDDLE_TIMES: ObjectiveParts = {
     "schedule": "linear",
     "prediction": "velocity",
     "times": "logit-normal",
     "time_mean": 0.4,
 }
 """Flow matching that trains most where a picture takes shape: what little training there is shows sooner."""
-_NOISY_TIMES: dict[str, Any] = {
+_NOISY_TIMES: ObjectiveParts = {
     "schedule": "cosine",
     "prediction": "epsilon",
     "times": "logit-normal",
@@ -50,7 +54,7 @@ _NOISY_TIMES: dict[str, Any] = {
 }
 """DDPM that trains most at high noise, where an error of epsilon counts many times as an error of the picture."""
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Settings] = {
     "emoji": {
         "features": {"resolution": 128},
         "clusters": {"count": 4},

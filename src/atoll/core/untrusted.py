@@ -6,11 +6,13 @@ Nothing here unpacks, imports or runs anything. Whatever is not plainly right is
 import json
 import math
 import re
-from pathlib import PurePosixPath
-from typing import Any, NoReturn
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atoll.core.artifacts import FORMAT, FileEntry, Manifest
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.layout import MANIFEST_FILE
 
 MAX_JSON = 4 << 20
@@ -35,6 +37,22 @@ class Refused(AtollError):  # noqa: N818 - a verdict, not an error of the progra
     """A contribution is not taken; the message is the reason."""
 
 
+class Foreign(BaseModel):
+    """The fields that Atoll needs of a JSON file that another library wrote; all others are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Read the file; a wrong field is refused by name."""
+        try:
+            return cls.model_validate(json.loads(file.read_text(encoding="utf-8")))
+        except ValidationError as error:
+            raise AtollError(f"{file}: {wrong_fields(error)}") from error
+        except ValueError as error:
+            raise AtollError(f"{file} is not JSON ({error}); copy the folder again") from error
+
+
 def strict_json(data: bytes, what: str, limit: int = MAX_JSON) -> Any:
     """JSON of bounded size and depth, without repeated keys and without numbers that are none."""
     if len(data) > limit:
@@ -54,8 +72,8 @@ def strict_json(data: bytes, what: str, limit: int = MAX_JSON) -> Any:
         raise Refused(f"{what} is not plain JSON: {error}") from error
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
             raise ValueError(f"the key {key[:80]!r} is there twice")

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from atoll.core.artifacts import Artifact, Kind
+from atoll.core.artifacts import Artifact, Inputs, Kind
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, FEATURES, INGEST, LATENTS, SHARDS, TEXT
@@ -55,7 +55,7 @@ class Preparation:
         return ingest.open_configured(self.config.data)
 
     @cached_property
-    def _ingest_inputs(self) -> dict[str, Any]:
+    def _ingest_inputs(self) -> Inputs:
         return ingest.made_from(self.config, self.source)
 
     @property
@@ -70,7 +70,7 @@ class Preparation:
         module = {"ingest": ingest, "features": features, "clusters": clusters, "latents": latents, "text": text}[stage]
         return [(Artifact(self.run, module.NAME), KINDS[stage])]
 
-    def inputs(self, stage: StageName) -> list[dict[str, Any]]:
+    def inputs(self, stage: StageName) -> list[Inputs]:
         """What each artifact of a stage is made from; the stages before it must be done."""
         config = self.config
         if stage == "ingest":
@@ -175,7 +175,7 @@ class Preparation:
         return "to do"
 
 
-def _is_made(artifact: Artifact, kind: Kind[Any], inputs: dict[str, Any]) -> bool:
+def _is_made(artifact: Artifact, kind: Kind[Any], inputs: Inputs) -> bool:
     if artifact.orphaned:
         raise AtollError(f"{artifact.folder} has files but nothing says what they are made from; delete it")
     return artifact.check(kind, inputs)
@@ -217,9 +217,9 @@ def _summary(work: Preparation, stage: StageName, finished: bool) -> str:
 
 
 def _cluster_summary(artifact: Artifact) -> str:
-    report = artifact.read_json(clusters.REPORT)
-    parts = [f"sizes {report['sizes']['train']}", f"largest/mean {artifact.read(CLUSTERS).imbalance:.3f}"]
-    if found := report.get("separation"):
+    report = clusters.Report.model_validate(artifact.read_json(clusters.REPORT))
+    parts = [f"sizes {list(report.sizes['train'])}", f"largest/mean {report.imbalance:.3f}"]
+    if found := report.separation:
         parts += [
             f"{key} {found['clusters'][key]:.3f} (random {found['random'][key]:.3f})" for key in found["clusters"]
         ]

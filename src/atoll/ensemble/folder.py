@@ -5,12 +5,15 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import Field, model_validator
 
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE
+from atoll.core.untrusted import Foreign
 from atoll.data.pretrained import folder_of
 from atoll.data.stages.latents import Codec, Pixel, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
@@ -34,6 +37,55 @@ PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+class ModelIndex(Foreign):
+    """The model_index.json of a folder: the class of its pipeline and, of an exported one, of its components."""
+
+    class_name: str | None = Field(None, alias="_class_name")
+    components: dict[str, tuple[str | None, str | None]] = Field(default_factory=dict)
+    """Library and class by the component's name; both are None for a component that is left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, values: object) -> object:
+        """Find the components among the other keys. Those of other pipelines are not read: they follow no one rule."""
+        if not isinstance(values, dict):
+            return {}
+        kind = values.get("_class_name")
+        named = [name for name in values if kind == PIPELINE_CLASS and not name.startswith("_")]
+        return {"_class_name": kind, "components": {name: values[name] for name in named}}
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Read it from its folder; empty if there is none."""
+        file = folder / INDEX_FILE
+        return cls.read(file) if file.is_file() else cls()
+
+    @property
+    def exported(self) -> bool:
+        """Whether Atoll wrote the folder."""
+        return self.class_name == PIPELINE_CLASS
+
+    @property
+    def has_router(self) -> bool:
+        """Whether it lists a router."""
+        return self.components.get("router", (None, None))[0] is not None
+
+    def expert_names(self, folder: Path) -> list[str]:
+        """expert_0, expert_1, … as it lists them, after checking the class of every component."""
+        names = [name for name in self.components if re.fullmatch(r"expert_\d+", name)]
+        expected = [f"expert_{number}" for number in range(len(names))]
+        if not names or set(names) != set(expected):
+            raise AtollError(f"{folder / INDEX_FILE} lists the experts {sorted(names)}; expected expert_0, expert_1, …")
+        classes = dict.fromkeys(expected, EXPERT_CLASS) | ({"router": ROUTER_CLASS} if self.has_router else {})
+        for name, (library, kind) in self.components.items():
+            if name in classes and (library, kind) != (COMPONENTS, classes[name]):
+                raise AtollError(f"{folder / INDEX_FILE}: {name} is a {library}.{kind}, expected a {classes[name]}")
+            if name not in classes and (name not in LIBRARIES or library not in (None, LIBRARIES[name])):
+                found = [library, kind]
+                raise AtollError(f"{folder / INDEX_FILE} has a component {name} of {found}, which no export has")
+        return expected
+
+
 def is_folder(source: str | Path) -> bool:
     """Whether this is a pipeline's folder, or could be the name of one on the hub."""
     path = Path(source).expanduser()
@@ -52,8 +104,8 @@ def load_folder(
 ) -> Ensemble:
     """Open a folder as one model; `model` is `experts`, or `expert:K` for one of them."""
     folder = fetch(source)
-    index = read_index(folder)
-    if index.get("_class_name") == PIPELINE_CLASS:
+    index = ModelIndex.of(folder)
+    if index.exported:
         verify(folder, index)
         return _exported(folder, index, model, placement=placement, resident=resident, routing=routing)
     if Paris.recognises(folder):
@@ -67,49 +119,19 @@ def load_folder(
     raise refusal(folder, index)
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """The content of model_index.json; empty if there is none."""
-    file = folder / INDEX_FILE
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise AtollError(f"{file} is not JSON ({error}); copy the folder again") from error
-    return values if isinstance(values, dict) else {}
-
-
-def refusal(folder: Path, index: dict[str, Any]) -> AtollError:
+def refusal(folder: Path, index: ModelIndex) -> AtollError:
     """Why a folder is not an ensemble."""
     if (folder / "expert_0").is_dir():
         weights_of(folder / "expert_0")
         return AtollError(f"{folder / 'expert_0'} holds neither an expert of Atoll nor one of the Paris release")
-    kind = index.get("_class_name", "nothing that Atoll knows")
+    kind = index.class_name or "nothing that Atoll knows"
     return AtollError(
         f"{folder} holds {kind}, not experts with a router; open it with diffusers, or bring its network in with: "
         f"atoll convert {folder} DST"
     )
 
 
-def expert_names(folder: Path, index: dict[str, Any]) -> list[str]:
-    """expert_0, expert_1, … as model_index.json lists them, each of the right class."""
-    names = [name for name in index if re.fullmatch(r"expert_\d+", name)]
-    expected = [f"expert_{number}" for number in range(len(names))]
-    if not names or set(names) != set(expected):
-        raise AtollError(f"{folder / INDEX_FILE} lists the experts {sorted(names)}; expected expert_0, expert_1, …")
-    classes = dict.fromkeys(expected, EXPERT_CLASS)
-    if has_router(index):
-        classes["router"] = ROUTER_CLASS
-    for name, kind in classes.items():
-        if list(index[name]) != [COMPONENTS, kind]:
-            raise AtollError(f"{folder / INDEX_FILE}: {name} is a {'.'.join(map(str, index[name]))}, expected a {kind}")
-    for name in [name for name in index if name not in classes and not name.startswith("_")]:
-        if name not in LIBRARIES or index[name][0] not in (None, LIBRARIES[name]):
-            raise AtollError(f"{folder / INDEX_FILE} has a component {name} of {index[name]}, which no export has")
-    return expected
-
-
-def verify(folder: Path, index: dict[str, Any]) -> None:
+def verify(folder: Path, index: ModelIndex) -> None:
     """Check that all files are there, as they were when the folder was written, and fit the declared networks."""
     artifact = Artifact(folder.parent, folder.name)
     if artifact.manifest() is None:
@@ -117,13 +139,8 @@ def verify(folder: Path, index: dict[str, Any]) -> None:
             f"{folder} has no {MANIFEST_FILE}: its export was not finished, or it was copied in part; copy it again"
         )
     artifact.open(PIPELINE, verify=True)
-    for name in [*expert_names(folder, index), *(["router"] if has_router(index) else [])]:
+    for name in [*index.expert_names(folder), *(["router"] if index.has_router else [])]:
         Stored.open(folder / name)
-
-
-def has_router(index: dict[str, Any]) -> bool:
-    """Whether model_index.json lists a router."""
-    return index.get("router", [None])[0] is not None
 
 
 def forget_paths(folder: Path) -> None:
@@ -158,12 +175,12 @@ class FolderModels(Models):
 
 
 def _exported(
-    folder: Path, index: dict[str, Any], model: str, *, placement: Placement, resident: int | None, routing: str
+    folder: Path, index: ModelIndex, model: str, *, placement: Placement, resident: int | None, routing: str
 ) -> Ensemble:
-    members = [Stored.open(folder / name).member() for name in expert_names(folder, index)]
+    members = [Stored.open(folder / name).member() for name in index.expert_names(folder)]
     chosen = _chosen(members, model, folder)
     router = None
-    if len(chosen) > 1 and has_router(index):
+    if len(chosen) > 1 and index.has_router:
         stored = Stored.open(folder / "router")
         placed = Placement(placement.device, placement.dtype, None, placement.compile).put(stored.network())
         assert isinstance(placed, Router)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import model_validator
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -23,8 +24,8 @@ from atoll import flow
 from atoll.convert import Layout, layout, read_weights
 from atoll.core.errors import AtollError
 from atoll.core.manifests import LatentSpec, TextSpec
-from atoll.core.networks import LatentScale
-from atoll.data.stages.latents import Codec, Pixel, Statistics, open_codec
+from atoll.core.untrusted import Foreign
+from atoll.data.stages.latents import AutoencoderConfig, Codec, Pixel, Statistics, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
 from atoll.ensemble.sampler import Models
 from atoll.experts.expert import Declaration
@@ -73,6 +74,18 @@ class ParisModels(Models):
         return self.text_encoder([""])[0][0]
 
 
+class _TextConfig(Foreign):
+    """The config.json of CLIP's text encoder, or of a whole CLIP, which has the same fields under `text_config`."""
+
+    max_position_embeddings: int
+    hidden_size: int
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inner(cls, values: object) -> object:
+        return values.get("text_config", values) if isinstance(values, dict) else values
+
+
 @dataclass(frozen=True)
 class Paris:
     """A folder in the layout of the release."""
@@ -88,7 +101,7 @@ class Paris:
     @cached_property
     def models(self) -> ParisModels:
         """Text encoder and autoencoder, opened when needed."""
-        return ParisModels(self._declaration(0, _config(layout("paris"), self._expert(0))), self.folder)
+        return ParisModels(self._declaration("expert_0", (0,), _config(layout("paris"), self._expert(0))), self.folder)
 
     def members(self) -> list[Member]:
         """The experts, in order."""
@@ -104,7 +117,7 @@ class Paris:
         assert isinstance(config, RouterConfig)
         network = _filled(Router(config), known, file, config=config)
         assert isinstance(network, Router)
-        about = self._declaration(None, config)
+        about = self._declaration("router", tuple(range(config.experts)), config)
         experts = len(self.members())
         if config.experts != experts:
             raise AtollError(f"{file} chooses among {config.experts} experts, but {self.folder} has {experts}")
@@ -120,8 +133,7 @@ class Paris:
 
     def _member(self, number: int) -> Member:
         file = self._expert(number)
-        config = _config(layout("paris"), file)
-        about = self._declaration(number, config)
+        about = self._declaration(f"expert_{number}", (number,), _config(layout("paris"), file))
         return Member(about, partial(self._network, number), file.stat().st_size, file)
 
     def _network(self, number: int) -> nn.Module:
@@ -132,34 +144,32 @@ class Paris:
         network.null_text = nn.Parameter(self.models.null_text)
         return network
 
-    def _declaration(self, number: int | None, network: DiTConfig | RouterConfig) -> Declaration:
-        """What the release tells of an expert, or of the router."""
-        text = self._read("text_encoder")
-        channels, size = network.channels, network.size
-        scale = LatentScale.of_autoencoder(self._read("vae"), self.folder / "vae" / CONFIG_FILE)
+    def _declaration(self, name: str, clusters: tuple[int, ...], config: DiTConfig | RouterConfig) -> Declaration:
+        """Return what the release says of an expert, or of the router."""
+        text = _TextConfig.read(self._file("text_encoder"))
+        autoencoder = self._file("vae")
+        router = isinstance(config, RouterConfig)
         return Declaration(
-            name="router" if number is None else f"expert_{number}",
-            clusters=tuple(range(network.experts)) if isinstance(network, RouterConfig) else (number or 0,),
-            network=network,
-            told=frozenset() if number is None else frozenset({"text"}),
-            statistics=Statistics.of_scale(scale, channels),
-            latents=LatentSpec(autoencoder="vae", shape=(channels, size, size)),
+            name=name,
+            clusters=clusters,
+            network=config,
+            told=frozenset() if router else frozenset({"text"}),
+            statistics=Statistics.of_scale(AutoencoderConfig.read(autoencoder).scale(autoencoder), config.channels),
+            latents=LatentSpec(autoencoder="vae", shape=(config.channels, config.size, config.size)),
             text=TextSpec(
-                encoder="text_encoder", max_tokens=text["max_position_embeddings"], dimensions=text["hidden_size"]
+                encoder="text_encoder", max_tokens=text.max_position_embeddings, dimensions=text.hidden_size
             ),
             labels=(),
             bridge=flow.Objective().bridge(),
         )  # fmt: skip
 
-    def _read(self, part: str) -> dict[str, Any]:
+    def _file(self, part: str) -> Path:
         file = self.folder / part / CONFIG_FILE
         if not file.is_file():
             raise AtollError(
                 f"{file} is missing; the Paris release has vae, text_encoder and tokenizer beside its experts"
             )
-        values = json.loads(file.read_text(encoding="utf-8"))
-        inner: dict[str, Any] = values.get("text_config", values)
-        return inner
+        return file
 
 
 class _Lazy(Mapping[str, Tensor]):

@@ -54,7 +54,7 @@ class Plan:
         """All parts together."""
         return sum(self.parts.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, int | dict[str, int]]:
         """As plain values."""
         return {**asdict(self), "total": self.total}
 

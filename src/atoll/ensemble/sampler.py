@@ -129,11 +129,11 @@ class Samples:
     settings: Settings
     trace: Trace | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, list[str | None] | dict[str, object]]:
         """What was asked for, as plain values."""
         return {"prompts": self.told, "settings": asdict(self.settings)}
 
-    def metadata(self, number: int) -> dict[str, Any]:
+    def metadata(self, number: int) -> dict[str, object]:
         """Everything needed to make one of the pictures again."""
         return {"prompt": self.told[number], "number": number, **asdict(self.settings)}
 

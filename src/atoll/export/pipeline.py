@@ -25,15 +25,7 @@ from atoll.core.manifests import PIPELINE, NetworkContent, PipelineContent
 from atoll.data.stages.latents import Codec, Pixel
 from atoll.data.stages.text import TextEncoder
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.folder import (
-    COMPONENTS,
-    PIPELINE_CLASS,
-    expert_names,
-    fetch,
-    forget_paths,
-    read_index,
-    refusal,
-)
+from atoll.ensemble.folder import COMPONENTS, PIPELINE_CLASS, ModelIndex, fetch, forget_paths, refusal
 from atoll.ensemble.folder import verify as verify_folder
 from atoll.ensemble.sampler import Samples
 from atoll.experts import stored
@@ -133,11 +125,11 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> "AtollPipeline":
         """Open a folder that `atoll export` or `save_pretrained` wrote, here or on the hub; every file is checked."""
         folder = fetch(pretrained_model_name_or_path)
-        index = read_index(folder)
-        if index.get("_class_name") != PIPELINE_CLASS:
+        index = ModelIndex.of(folder)
+        if not index.exported:
             raise refusal(folder, index)
         verify_folder(folder, index)
-        sized = _sized(len(expert_names(folder, index)))
+        sized = _sized(len(index.expert_names(folder)))
         if "device_map" not in options:
             options.setdefault("low_cpu_mem_usage", False)  # the other way needs accelerate
         if options.pop("trust_remote_code", False) or options.pop("custom_pipeline", None):
@@ -222,7 +214,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         images = _as(made, output_type)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
-    def _integration(self, ensemble: Ensemble, scheduler_times: bool) -> dict[str, Any]:
+    def _integration(self, ensemble: Ensemble, scheduler_times: bool) -> dict[str, str | float]:
         """Plain Euler steps are made by Atoll's own solver, on even times; all others by the scheduler itself."""
         plain = FlowMatchEulerDiscreteScheduler(shift=self.scheduler.config.get("shift", 1.0))
         ours, known = _settings(self.scheduler), _settings(plain)
@@ -272,7 +264,8 @@ def _seed(seed: int | None, generator: torch.Generator | None) -> int:
     return int(torch.randint(2**31, (), generator=generator, device=generator.device))
 
 
-def _settings(scheduler: Any) -> dict[str, Any]:
+def _settings(scheduler: Any) -> dict[str, object]:
+    """Return the settings of a scheduler, whichever it has, to compare them."""
     return {key: value for key, value in dict(scheduler.config).items() if not key.startswith("_")}
 
 

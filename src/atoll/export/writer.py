@@ -110,11 +110,9 @@ def _components(
     if isinstance(codec, Codec):
         codec.network.save_pretrained(folder / "vae", safe_serialization=True)
     yield "vae", ["diffusers", type(codec.network).__name__] if isinstance(codec, Codec) else [None, None]
-    parts: dict[str, Any] = {"text_encoder": None, "tokenizer": None}
-    if ensemble.told & {"text", "pooled"}:
-        encoder = ensemble.models.text_encoder
-        parts = {"text_encoder": encoder.network, "tokenizer": encoder.tokenizer}
-    for name, part in parts.items():
+    encoder = ensemble.models.text_encoder if ensemble.told & {"text", "pooled"} else None
+    parts = (None, None) if encoder is None else (encoder.network, encoder.tokenizer)
+    for name, part in zip(("text_encoder", "tokenizer"), parts, strict=True):
         if part is not None:
             part.save_pretrained(folder / name)
         yield name, [None, None] if part is None else ["transformers", type(part).__name__]

@@ -29,7 +29,7 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, SHARDS, BridgeSpec, ShardsContent
 from atoll.core.networks import read_network
-from atoll.core.policy import Policy
+from atoll.core.policy import Policy, Role
 from atoll.core.signing import verify
 from atoll.core.untrusted import Refused, check_bounded, strict_json
 from atoll.data.dataset import Shards
@@ -110,15 +110,15 @@ def review(store: Store, expert: int, digest: str | None, *, policy: Policy | No
         raise
 
 
-def check_signatures(store: Store, offered: Contribution, roles: tuple[str, ...]) -> dict[str, Any]:
+def check_signatures(store: Store, offered: Contribution, roles: tuple[Role, ...]) -> dict[Role, object]:
     """The signatures over a manifest, each by someone whom the policy gives that role."""
-    found = {}
+    found: dict[Role, object] = {}
     for role in roles:
         key = signature_key(offered.name, offered.manifest.digest, role)
         data = store.read(key, 4096)
         found[role] = None if data is None else strict_json(data, key)
         try:
-            verify(offered.policy, role, offered.name, manifest=offered.manifest, signature=found[role])  # type: ignore[arg-type]
+            verify(offered.policy, role, offered.name, manifest=offered.manifest, signature=found[role])
         except AtollError as error:
             raise Refused(str(error)) from error
     return {role: value for role, value in found.items() if value is not None}

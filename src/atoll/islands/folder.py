@@ -13,19 +13,34 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 from uuid import uuid4
 
 from obstore.exceptions import AlreadyExistsError
 
 from atoll.core.untrusted import Refused
 
-Meta = dict[str, Any]
-Metas = list[Meta]
 Data = bytes
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _MAX_DEPTH = 16
 """Folders below one another that are listed; the keys of a run have at most six parts."""
+
+
+class Meta(TypedDict):
+    """What a store knows of an object, by the names that obstore has."""
+
+    path: str
+    size: int
+    last_modified: datetime
+
+
+Metas = list[Meta]
+
+
+class Range(TypedDict):
+    """Where the bytes that are wanted begin and end."""
+
+    range: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -89,10 +104,10 @@ class Folder:
         except FileExistsError as error:
             raise AlreadyExistsError(f"{self.prefix}: {name} is there") from error
 
-    def get(self, key: str, *, options: dict[str, Any] | None = None) -> Found:
+    def get(self, key: str, *, options: Range | None = None) -> Found:
         """Find an object, and the range of its bytes that is wanted."""
         meta = self.head(key)
-        start, end = (options or {}).get("range", (0, meta["size"]))
+        start, end = options["range"] if options else (0, meta["size"])
         return Found(self, key, meta, start, end)
 
     def head(self, key: str) -> Meta:

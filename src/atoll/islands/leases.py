@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypedDict, Unpack
 from uuid import uuid4
 
 from pydantic import Field, ValidationError, field_validator
@@ -31,7 +31,7 @@ from pydantic import Field, ValidationError, field_validator
 from atoll.core import layout
 from atoll.core.artifacts import to_json
 from atoll.core.config import Section
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.untrusted import Refused, strict_json
 from atoll.islands.store import Entry, Store
 
@@ -94,6 +94,19 @@ class Record(Section):
     @classmethod
     def _fit_for_a_terminal(cls, text: str) -> str:
         return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+class News(TypedDict, total=False):
+    """The fields of a record that its holder changes; those left out stay as they are."""
+
+    samples: int
+    total: int
+    rate: float
+    choice: dict[str, str]
+    checkpoint: str | None
+    manifest: str | None
+    why: str
+    failures: int
 
 
 class LeaseLost(Exception):  # noqa: N818 - not an error: someone else goes on
@@ -182,8 +195,7 @@ def _record(**values: Any) -> Record:
     try:
         return Record.model_validate(values | {"why": str(values.get("why", ""))[:MAX_WHY]})
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise AtollError(f"this cannot be written into a lease: {wrong[:MAX_WHY]}") from error
+        raise AtollError(f"this cannot be written into a lease: {wrong_fields(error)[:MAX_WHY]}") from error
 
 
 class Lease:
@@ -192,7 +204,7 @@ class Lease:
     def __init__(self, store: Store, job: str, record: Record, *, since: float) -> None:
         self.store, self.job, self.record = store, job, record
         self._deadline = since + record.duration
-        self._news: dict[str, Any] = {}
+        self._news: News = {}
         self._lost = ""
         self._renewing, self._telling = threading.Lock(), threading.Lock()
         self._wake = threading.Event()
@@ -255,21 +267,21 @@ class Lease:
         if self.lost:
             raise LeaseLost(f"{self.job}: {self._lost or 'the lease ran out before it could be renewed'}")
 
-    def tell(self, **news: Any) -> None:
+    def tell(self, **news: Unpack[News]) -> None:
         """News for the next renewal, as fields of the record."""
         with self._telling:
             self._news |= news
 
-    def renew(self, **news: Any) -> None:
+    def renew(self, **news: Unpack[News]) -> None:
         """Create the next epoch's record, with all news; raises `LeaseLost` if someone else has."""
         self._next("held", news)
 
-    def end(self, state: State, **news: Any) -> None:
+    def end(self, state: State, **news: Unpack[News]) -> None:
         """Give the job up, finished or not. This record is the commit: it succeeds only for whoever holds the lease."""
         self._next(state, news)
         self._wake.set()
 
-    def _next(self, state: State, news: dict[str, Any]) -> None:
+    def _next(self, state: State, news: News) -> None:
         with self._renewing:
             if self._over:  # a renewal that waited while the lease was ended must not bring it back
                 raise LeaseLost(f"{self.job}: the lease has ended")

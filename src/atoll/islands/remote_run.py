@@ -200,7 +200,7 @@ def _bring_expert(store: Store, run: Path, expert: int, *, policy: Policy | None
     return "fetched"
 
 
-def _place(run: Path, artifact: Artifact, target: Artifact, *, signatures: dict[str, object]) -> None:
+def _place(run: Path, artifact: Artifact, target: Artifact, *, signatures: dict[Role, object]) -> None:
     if target.folder.exists():
         raise AtollError(f"{target.folder} is there and is not what the store has; move it away, or pull elsewhere")
     target.folder.parent.mkdir(parents=True, exist_ok=True)

@@ -139,5 +139,5 @@ def _check_ema(value: Any, where: str) -> None:
         _check_number(half_life, "samples", where)
 
 
-def _included() -> dict[str, Any]:
+def _included() -> dict[str, bool | set[str]]:
     return {section: True if keys is None else set(keys) for section, keys in SHARED.items()}

@@ -23,12 +23,12 @@ from obstore.store import MemoryStore, from_url
 
 from atoll.core.errors import AtollError, first_line
 from atoll.core.untrusted import Refused
-from atoll.islands.folder import Folder
+from atoll.islands.folder import Folder, Meta
 
 Answer = TypeVar("Answer")
 ATTEMPTS = 6
 """How often a request is tried, on top of what obstore tries by itself."""
-_MEMORY: dict[str, Any] = {}
+_MEMORY: dict[str, MemoryStore] = {}
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _path_of(url: str) -> Path:
     return Path(url2pathname(parts.path))
 
 
-def _entry(meta: Any) -> Entry:
+def _entry(meta: Meta) -> Entry:
     return Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
 

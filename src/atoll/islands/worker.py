@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Unpack
 from zlib import crc32
 
 from atoll import flow
@@ -27,7 +27,7 @@ from atoll.core.untrusted import Refused, strict_json
 from atoll.data.stages import shards as shard_files
 from atoll.islands.admission import Contribution, check_declaration, check_files, check_loss
 from atoll.islands.checkpoint_publisher import Reporter, checkpoint_keys, is_checkpoint_key
-from atoll.islands.leases import DURATION, Lease, LeaseLost, Seen, State, survey
+from atoll.islands.leases import DURATION, Lease, LeaseLost, News, Seen, State, survey
 from atoll.islands.remote_run import open_config, settle
 from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
@@ -172,7 +172,7 @@ class Worker:
             self._end(lease, "failed", why=str(error), failures=lease.record.failures + 1)
         return False
 
-    def _end(self, lease: Lease, state: State, **news: Any) -> None:
+    def _end(self, lease: Lease, state: State, **news: Unpack[News]) -> None:
         """Give the lease up, if it is still ours."""
         try:
             lease.end(state, **news)
@@ -242,8 +242,8 @@ class Worker:
         # Nobody needs the checkpoints of any attempt at this job once it is finished.
         listed = self.store.entries(layout.checkpoints(spec.job))
         old = [entry.key for entry in listed if is_checkpoint_key(entry.key, spec.job)]
-        news: dict[str, Any] = {"manifest": manifest.digest, "samples": spec.settings.samples, "checkpoint": None}
-        lease.end("proposed" if self._judged else "done", **news)
+        state: State = "proposed" if self._judged else "done"
+        lease.end(state, manifest=manifest.digest, samples=spec.settings.samples, checkpoint=None)
         if not self._judged:
             commit(self.store, spec.result.name, manifest)
         self.store.delete(old)  # what came after the lease ended is another's

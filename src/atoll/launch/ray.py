@@ -12,12 +12,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from atoll.core.errors import AtollError
 from atoll.launch.base import AGAIN, NODE, TICKET, Setting, as_shell
 from atoll.launch.plan import Group
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 _NAMESPACE = "atoll"
 _POLL_SECONDS = 1.0
@@ -135,7 +138,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._tasks: dict[str, Task] = {}
-        self._refs: dict[str, Any] = {}
+        self._refs: dict[str, ObjectRef] = {}
 
     def submit(self, tasks: Sequence[Task]) -> None:
         """Submit tasks; Ray holds back those whose needs have not ended, and drops them if a need fails."""
@@ -223,8 +226,8 @@ def free_endpoint() -> str:
         return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
 
-def as_options(bundle: Mapping[str, float]) -> dict[str, Any]:
+def as_options(bundle: Mapping[str, float]) -> dict[str, float | dict[str, float]]:
     """A bundle of resources as the options of a task."""
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    known: dict[str, Any] = {named[key]: value for key, value in bundle.items() if key in named}
+    known = {named[key]: value for key, value in bundle.items() if key in named}
     return {**known, "resources": {key: value for key, value in bundle.items() if key not in named}}

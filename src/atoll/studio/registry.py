@@ -187,7 +187,7 @@ def _summary(edition: Edition, batch: int) -> str:
     ensemble = edition.ensemble
     missing = f"; not there yet: {', '.join(ensemble.missing)}" if ensemble.missing else ""
     networks = f"{len(ensemble.members)} network{'s' if len(ensemble.members) > 1 else ''}"
-    memory = ensemble.plan(batch).to_dict()["total"] / 1e6
+    memory = ensemble.plan(batch).total / 1e6
     return f"{networks}, about {memory:,.0f} MB for {batch} pictures at once{missing}"
 
 

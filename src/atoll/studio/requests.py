@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from PIL import Image
 from starlette.requests import Request
@@ -19,7 +18,19 @@ from atoll.core.errors import AtollError
 from atoll.ensemble import Ensemble, Settings
 from atoll.ensemble.images import to_png
 from atoll.studio.registry import Edition, Models, check_routing
-from atoll.studio.schemas import ImagesAnswer, ImagesRequest, Picture, RefusalError
+from atoll.studio.schemas import (
+    DoneEvent,
+    FailedEvent,
+    ImageEvent,
+    ImagesAnswer,
+    ImageSettings,
+    ImagesRequest,
+    Picture,
+    QueuedEvent,
+    RefusalError,
+    StepEvent,
+    StreamEvent,
+)
 from atoll.studio.work import CANCELLED, DONE, Ask, Ended, Event, Painted, Queued, Stepped, Ticket
 
 HEARTBEAT = 10.0
@@ -161,22 +172,25 @@ async def _sent(ticket: Ticket, mailbox: Mailbox) -> AsyncIterator[bytes]:
 def _block(ticket: Ticket, event: Event) -> bytes:
     """An event as its lines in the stream."""
     name, values = _named(ticket, event)
-    return f"event: {name}\ndata: {json.dumps({'id': ticket.id, **values})}\n\n".encode()
+    return f"event: {name}\ndata: {json.dumps(values.model_dump(exclude_unset=True))}\n\n".encode()
 
 
-def _named(ticket: Ticket, event: Event) -> tuple[str, dict[str, Any]]:
+def _named(ticket: Ticket, event: Event) -> tuple[str, StreamEvent]:
+    id = ticket.id
     if isinstance(event, Queued):
-        return "queued", {"position": event.position, "experts": expert_numbers(ticket.edition.ensemble)}
+        return "queued", QueuedEvent(id=id, position=event.position, experts=expert_numbers(ticket.edition.ensemble))
     if isinstance(event, Stepped):
         previews = {"previews": [_base64(image) for image in event.previews]} if event.previews else {}
-        progress = {"step": event.step, "steps": ticket.ask.settings.steps, "t": event.t}
-        return "step", {**progress, "weights": _rounded(event.weights), **previews}
+        steps, weights = ticket.ask.settings.steps, _rounded(event.weights)
+        return "step", StepEvent(id=id, step=event.step, steps=steps, t=event.t, weights=weights, **previews)
     if isinstance(event, Painted):
         picture = _base64(event.image, event.settings)
-        return "image", {"index": event.index, "png": picture, "settings": event.settings}
+        return "image", ImageEvent(id=id, index=event.index, png=picture, settings=event.settings)
     if event.status == DONE:
-        return "done", {"seconds": round(event.seconds, 3)}
-    return ("cancelled", {}) if event.status == CANCELLED else ("failed", {"message": event.message})
+        return "done", DoneEvent(id=id, seconds=round(event.seconds, 3))
+    if event.status == CANCELLED:
+        return "cancelled", StreamEvent(id=id)
+    return "failed", FailedEvent(id=id, message=event.message)
 
 
 async def collected(ticket: Ticket, mailbox: Mailbox, request: Request) -> ImagesAnswer:
@@ -205,8 +219,8 @@ def _answer(ticket: Ticket, painted: list[Painted]) -> ImagesAnswer:
     return ImagesAnswer(id=ticket.id, images=pictures, experts=experts, weights=weights, times=ticket.times[:-1])
 
 
-def _base64(image: Image.Image, settings: dict[str, Any] | None = None) -> str:
-    return base64.b64encode(to_png(image, settings)).decode("ascii")
+def _base64(image: Image.Image, settings: ImageSettings | None = None) -> str:
+    return base64.b64encode(to_png(image, None if settings is None else settings.model_dump())).decode("ascii")
 
 
 def _rounded(weights: list[list[float]]) -> list[list[float]]:

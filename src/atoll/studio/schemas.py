@@ -206,11 +206,32 @@ class IslandsAnswer(BaseModel):
     why: str | None = None
 
 
+class ImageSettings(BaseModel):
+    """Everything needed to make an image again. The PNG carries it too."""
+
+    model_config = ConfigDict(frozen=True)
+
+    prompt: str | None
+    label: str | int | None
+    number: int
+    model: str
+    cluster: int | None
+    routing: str
+    steps: int
+    guidance: float
+    guidance_interval: tuple[float, float]
+    rescale: float
+    solver: str
+    shift: float
+    scheduler_times: bool
+    seed: int
+
+
 class Picture(BaseModel):
-    """A PNG in base64, and everything needed to make it again, which the PNG also carries."""
+    """A PNG in base64, and how it was made."""
 
     png: str
-    settings: dict[str, str | int | float | list[float] | None]
+    settings: ImageSettings
 
 
 class ImagesAnswer(BaseModel):
@@ -222,3 +243,49 @@ class ImagesAnswer(BaseModel):
     """Their numbers, in the order of the weights."""
     weights: list[list[list[float]]]
     times: list[float]
+
+
+class StreamEvent(BaseModel):
+    """The data of a server-sent event. This one is `cancelled`."""
+
+    id: str
+    """Of the request."""
+
+
+class QueuedEvent(StreamEvent):
+    """`queued`: the request waits behind so many others."""
+
+    position: int
+    experts: list[int]
+    """Their numbers, in the order of the weights."""
+
+
+class StepEvent(StreamEvent):
+    """`step`: all images of the request have made a step."""
+
+    step: int
+    steps: int
+    t: float
+    weights: list[list[float]]
+    """By image and expert."""
+    previews: list[str] | None = None
+
+
+class ImageEvent(StreamEvent):
+    """`image`: one is finished."""
+
+    index: int
+    png: str
+    settings: ImageSettings
+
+
+class DoneEvent(StreamEvent):
+    """`done`: all are finished."""
+
+    seconds: float
+
+
+class FailedEvent(StreamEvent):
+    """`failed`: the request ended early."""
+
+    message: str

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from PIL import Image
@@ -13,6 +13,7 @@ from torch import Tensor
 from atoll.ensemble import Settings
 from atoll.flow.solvers import solver_times
 from atoll.studio.condition_cache import Seat
+from atoll.studio.schemas import ImageSettings
 
 if TYPE_CHECKING:
     from atoll.studio.registry import Edition
@@ -55,7 +56,7 @@ class Painted:
 
     index: int
     image: Image.Image
-    settings: dict[str, Any]
+    settings: ImageSettings
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,13 @@ class Ticket:
         for picture in self.pictures:
             picture.x, picture.estimate = picture.x.new_empty(0), None
 
-    def described(self, number: int) -> dict[str, Any]:
+    def described(self, number: int) -> ImageSettings:
         """Everything needed to make one of its pictures again."""
         ask = self.ask
-        given = {"prompt": ask.prompt, "label": ask.label, "number": number, "model": self.edition.model}
-        return {**given, "cluster": ask.cluster, **asdict(ask.settings)}
+        return ImageSettings(
+            prompt=ask.prompt, label=ask.label, number=number, model=self.edition.model, cluster=ask.cluster,
+            **asdict(ask.settings),
+        )  # fmt: skip
 
 
 def choose(tickets: Sequence[Ticket], places: int) -> list[Picture]:

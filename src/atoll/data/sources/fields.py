@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from atoll.core.errors import AtollError, unknown
 from atoll.data.images import SUFFIXES, BadPicture
@@ -14,9 +13,11 @@ LABELS = ("label", "class", "cls", "label_name", "class_name")
 IDS = ("id", "key", "__key__", "image_id", "file_name", "filename", "path")
 
 
-def make_sample(
-    id: str, row: Mapping[str, Any], read: Callable[[], bytes], *, options: Options, label: str | None = None
-) -> Sample:
+Row = Mapping[str, object]
+"""What a user's table, JSON file or metadata says of one image: any columns by name, with values of any type."""
+
+
+def make_sample(id: str, row: Row, read: Callable[[], bytes], *, options: Options, label: str | None = None) -> Sample:
     """A sample from its row; one that `read` refuses if the row is bad. `label` is for rows that name no class."""
     try:
         caption_name = pick(row, options.caption, CAPTIONS)
@@ -34,7 +35,7 @@ def make_sample(
     return Sample(id, caption, label, attributes, split_of(caption or id, options.held_out), read)
 
 
-def pick(row: Mapping[str, Any], wanted: str | None, usual: Iterable[str]) -> str | None:
+def pick(row: Row, wanted: str | None, usual: Iterable[str]) -> str | None:
     """The name to take: the wanted one, which has to be there, or the first of the usual ones that is."""
     if wanted is None:
         return next((name for name in usual if name in row), None)

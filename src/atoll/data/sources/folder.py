@@ -3,7 +3,7 @@
 import csv
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Any
 from atoll.core.errors import AtollError
 from atoll.data.images import SUFFIXES, BadPicture
 from atoll.data.sources.base import Options, Sample, bad_sample, digest
-from atoll.data.sources.fields import CAPTIONS, as_text, key_of, make_sample
+from atoll.data.sources.fields import CAPTIONS, Row, as_text, key_of, make_sample
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 
-Rows = dict[str, tuple[str, dict[str, Any]]]
+Rows = dict[str, tuple[str, Row]]
 """By the picture's path below the root: the file of metadata that has it, and its row."""
 
 
@@ -25,7 +25,7 @@ class _Entry:
     """A picture's file and what is known of it."""
 
     file: Path
-    row: Mapping[str, Any]
+    row: Row
     caption_file: Path | None
 
 
@@ -178,7 +178,7 @@ def _read(file: str) -> bytes:
         raise BadPicture(f"cannot be read: {error.strerror}") from error
 
 
-def _read_metadata(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_metadata(file: Path) -> Iterator[tuple[str, Row]]:
     """Name and row of every picture. Bytes that are not UTF-8 stay as surrogates, so that just their row is refused."""
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         rows: Iterator[Any] = csv.DictReader(lines) if file.suffix == ".csv" else _json_lines(file, lines)

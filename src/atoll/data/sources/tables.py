@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from atoll.core.errors import AtollError, first_line
 from atoll.data.images import BadPicture
 from atoll.data.sources.base import Options, Sample, digest
-from atoll.data.sources.fields import IDS, Ids, fingerprint_of, key_of, make_sample, pick_column
+from atoll.data.sources.fields import IDS, Ids, Row, fingerprint_of, key_of, make_sample, pick_column
 
 _DAMAGE = (OSError, pa.ArrowException)  # what pyarrow raises on damaged files
 IMAGES = ("image", "img", "picture", "image_bytes", "jpg", "jpeg", "png", "webp", "bytes")
@@ -60,7 +60,7 @@ class Columns:
             classes=_class_names(schema),
         )
 
-    def row(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def row(self, values: Row) -> Row:
         """A row without the picture and the id, class numbers as names."""
         row = {name: value for name, value in values.items() if name not in self.hidden}
         for name, classes in self.classes.items():
@@ -86,9 +86,7 @@ def _class_names(schema: pa.Schema) -> dict[str, list[str]]:
     return {name: kind["names"] for name, kind in features.items() if isinstance(kind, dict) and "names" in kind}
 
 
-def _table_sample(
-    values: Mapping[str, Any], columns: Columns, ids: Ids, *, read: Callable[[], bytes], options: Options
-) -> Sample:
+def _table_sample(values: Row, columns: Columns, ids: Ids, *, read: Callable[[], bytes], options: Options) -> Sample:
     """The sample of a row; of the picture, `values` hold the path at most."""
     row = columns.row(values)
     name = values[columns.id] if columns.id is not None else values[columns.image]
@@ -96,7 +94,7 @@ def _table_sample(
     return make_sample(ids.unique(key, digest(repr(row))[:8]), row, read, options=options)
 
 
-def _rows(table: pa.Table, columns: Columns) -> Iterator[dict[str, Any]]:
+def _rows(table: pa.Table, columns: Columns) -> Iterator[Row]:
     """Rows with the picture's path, if there is one, in place of the picture."""
     rows = table.select(columns.others).to_pylist() if columns.others else [{}] * len(table)
     paths: list[Any] = [None] * len(table)
@@ -106,7 +104,7 @@ def _rows(table: pa.Table, columns: Columns) -> Iterator[dict[str, Any]]:
         yield {**row, columns.image: path}
 
 
-def _row_hash(row: Mapping[str, Any], read: Callable[[], bytes]) -> str:
+def _row_hash(row: Row, read: Callable[[], bytes]) -> str:
     try:
         data = read()
     except BadPicture as bad:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from atoll.data.images import SUFFIXES, BadPicture
 from atoll.data.sources.base import Options, Sample, bad_sample
-from atoll.data.sources.fields import Ids, as_text, fingerprint_of, make_sample
+from atoll.data.sources.fields import Ids, Row, as_text, fingerprint_of, make_sample
 
 _SURPLUS = "a second picture of the key {key!r}: keys end at the first dot; rename it without further dots"
 
@@ -79,9 +79,9 @@ class TarSource:
         return make_sample(id, row, partial(_read, str(file), *group.members[group.pictures[0]]), options=self.options)
 
 
-def _row(file: Path, group: _Group) -> dict[str, Any]:
+def _row(file: Path, group: _Group) -> Row:
     """What KEY.json, KEY.txt and KEY.cls say; text files win over JSON."""
-    row: dict[str, Any] = {}
+    row: dict[str, object] = {}
     if "json" in group.members:
         try:
             row = json.loads(_read(str(file), *group.members["json"]))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest, to_json
+from atoll.core.artifacts import Artifact, Inputs, Manifest, to_json
 from atoll.core.config import Clusters, Config
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, FEATURES, ClustersContent
@@ -48,7 +48,7 @@ def needs_features(clusters: Clusters, index: Index) -> bool:
     return clusters.method == "features" or len(index.labels) > clusters.count
 
 
-def made_from(config: Config, index: Index, run: Path) -> dict[str, Any]:
+def made_from(config: Config, index: Index, run: Path) -> Inputs:
     """What the partition is made from."""
     seen = Artifact(run, features.NAME).open(FEATURES).digest if needs_features(config.clusters, index) else None
     return {"ingest": index.manifest.digest, "features": seen, "clusters": config.clusters.model_dump()}
@@ -68,9 +68,18 @@ def partition(run: Path, config: Config, source: Source) -> Manifest:
     stage = Partition(artifact, index, settings, index.chunks(Artifact(run, features.NAME)))
     stage.assign()
     report = stage.report()
-    artifact.write(REPORT, to_json(report))
-    contact_sheets(artifact, index, source, examples=report["examples"])
-    return artifact.commit(ClustersContent(**{key: report[key] for key in ClustersContent.model_fields}))
+    artifact.write(REPORT, to_json(report.model_dump(exclude_none=True)))
+    contact_sheets(artifact, index, source, examples=report.examples)
+    return artifact.commit(ClustersContent(**report.model_dump(include=set(ClustersContent.model_fields))))
+
+
+class Report(ClustersContent):
+    """What report.json says of a partition."""
+
+    examples: list[list[str]]
+    """Ids of some training images of every cluster."""
+    separation: dict[str, dict[str, float]] | None = None
+    """How well the `clusters` keep apart, and a `random` partition (`kmeans.separation`); None without features."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +230,7 @@ class Partition:
                 ids = self.index.read(chunk, ["id"])["id"]
                 writer.write_table(pa.table([ids, *columns], schema=_SCHEMA))
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Sizes, imbalance and, where features were used, the separation beside that of a random partition."""
         sizes = {"train": np.zeros(self.settings.count, int), "held-out": np.zeros(self.settings.count, int)}
         fine = 0
@@ -230,16 +239,14 @@ class Partition:
             sizes["train"] += np.bincount(rows["coarse"][train], minlength=self.settings.count)
             sizes["held-out"] += np.bincount(rows["coarse"][~train], minlength=self.settings.count)
             fine = max(fine, int(rows["fine"].max()) + 1)
-        report: dict[str, Any] = {
-            "method": self.settings.method,
-            "sizes": {split: counts.tolist() for split, counts in sizes.items()},
-            "imbalance": float(sizes["train"].max() / sizes["train"].mean()),
-            "fine": fine,
-            "examples": self.examples(),
-        }
-        if needs_features(self.settings, self.index):
-            report["separation"] = self._separation()
-        return report
+        return Report(
+            method=self.settings.method,
+            sizes={split: tuple(counts.tolist()) for split, counts in sizes.items()},
+            imbalance=float(sizes["train"].max() / sizes["train"].mean()),
+            fine=fine,
+            examples=self.examples(),
+            separation=self._separation() if needs_features(self.settings, self.index) else None,
+        )
 
     def _separation(self) -> dict[str, dict[str, float]]:
         rows = self._sample(_REPORT_ROWS)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, Inputs, Manifest
 from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError
@@ -112,7 +112,7 @@ def _three(values: list[float], scale: float) -> tuple[float, float, float]:
     return red * scale, green * scale, blue * scale
 
 
-def made_from(config: Config, index: Manifest) -> dict[str, Any]:
+def made_from(config: Config, index: Manifest) -> Inputs:
     """What the features are made from."""
     model = config.features.model
     weights = efficientnet.weights_file() if model == "efficientnet-lite0" else folder_of(model)

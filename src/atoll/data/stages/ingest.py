@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, Inputs, Manifest
 from atoll.core.config import Config, Data
 from atoll.core.errors import AtollError
 from atoll.core.manifests import INGEST, IngestContent
@@ -52,7 +52,7 @@ def open_configured(data: Data) -> Source:
     return open_source(data.source, options)
 
 
-def made_from(config: Config, source: Source) -> dict[str, Any]:
+def made_from(config: Config, source: Source) -> Inputs:
     """What the index is made from."""
     reading = {"kind", "image", "caption", "label", "id", "split", "held_out", "resolution", "chunk"}
     return {"source": source.kind, **config.data.model_dump(include=reading), "fingerprint": source.fingerprint}

@@ -5,23 +5,24 @@ samples. From them, or from the autoencoder's own factors (`latents.normalizatio
 that training and sampling normalise with, so that all experts share one space.
 """
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, Inputs, Manifest
 from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import LATENTS, ChannelStatistics, LatentsContent
 from atoll.core.networks import LatentScale
+from atoll.core.untrusted import Foreign
 from atoll.data import autoencoder as shipped
 from atoll.data.chunks import Chunks, Share
 from atoll.data.pretrained import fingerprint, folder_of, repeatable
@@ -61,7 +62,7 @@ class Statistics:
         )
 
     @property
-    def bridge_options(self) -> dict[str, Any]:
+    def bridge_options(self) -> dict[str, float | tuple[float, ...]]:
         """Return what a bridge must be given of the data (`flow.Bridge`)."""
         return {"data_mean": self.data_mean, "data_std": self.data_std}
 
@@ -85,9 +86,21 @@ class Statistics:
 
     def declared(self) -> ChannelStatistics:
         """Return the statistics for a manifest; moments of 0 and 1 are left out."""
-        moments = {"data_mean": self.data_mean, "data_std": self.data_std}
-        given = {name: value for name, value in moments.items() if isinstance(value, tuple)}
+        given = {name: value for name, value in self.bridge_options.items() if isinstance(value, tuple)}
         return ChannelStatistics(mean=self.mean, std=self.std, **given)
+
+
+class AutoencoderConfig(Foreign):
+    """The config.json of a diffusers autoencoder."""
+
+    class_name: str | None = Field(None, alias="_class_name")
+    scaling_factor: float | None = None
+    shift_factor: float | None = None
+
+    def scale(self, source: Path) -> LatentScale:
+        """Return its scaling and shift factor; `source` names the file in errors."""
+        # A factor that is missing has the default of its class. A factor of null has none.
+        return LatentScale.of_autoencoder(self.model_dump(by_alias=True, exclude_unset=True), source)
 
 
 class Codec:
@@ -136,11 +149,11 @@ def open_codec(autoencoder: str) -> Codec | Pixel:
     if autoencoder == "pixels":
         return Pixel()
     folder = _folder(autoencoder)
-    name = _settings(folder)["_class_name"]
+    name = _settings(folder).class_name
     import diffusers
 
     options = {"use_safetensors": True, "low_cpu_mem_usage": False}
-    return Codec(getattr(diffusers, name).from_pretrained(folder, **options, trust_remote_code=False))
+    return Codec(getattr(diffusers, str(name)).from_pretrained(folder, **options, trust_remote_code=False))
 
 
 def scale_of(autoencoder: str) -> LatentScale:
@@ -148,7 +161,7 @@ def scale_of(autoencoder: str) -> LatentScale:
     if autoencoder == "pixels":
         return LatentScale(1.0)
     folder = _folder(autoencoder)
-    return LatentScale.of_autoencoder(_settings(folder), folder / "config.json")
+    return _settings(folder).scale(folder / "config.json")
 
 
 def normalization(config: Config, measured: Statistics) -> Statistics:
@@ -157,13 +170,13 @@ def normalization(config: Config, measured: Statistics) -> Statistics:
     return measured.under(scale_of(config.latents.autoencoder)) if by_scale else measured
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _settings(folder: Path) -> AutoencoderConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise AtollError(f"{folder} has no config.json; expected a diffusers autoencoder: {' or '.join(_CLASSES)}")
-    settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if settings.get("_class_name") not in _CLASSES:
-        raise AtollError(f"{file}: {unknown('autoencoder class', settings.get('_class_name'), _CLASSES)}")
+    settings = AutoencoderConfig.read(file)
+    if settings.class_name not in _CLASSES:
+        raise AtollError(f"{file}: {unknown('autoencoder class', settings.class_name, _CLASSES)}")
     return settings
 
 
@@ -171,7 +184,7 @@ def _folder(autoencoder: str) -> Path:
     return shipped.path() if autoencoder == "emoji" else folder_of(autoencoder)
 
 
-def made_from(config: Config, index: Manifest) -> dict[str, Any]:
+def made_from(config: Config, index: Manifest) -> Inputs:
     """What the latents are made from; the normalization is that of the shards, for latents are stored without."""
     settings = config.latents.model_dump(exclude={"normalization"})
     weights = None if config.latents.autoencoder == "pixels" else fingerprint(_folder(config.latents.autoencoder))

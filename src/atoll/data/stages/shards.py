@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, Inputs, Manifest
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, LATENTS, SHARDS, TEXT, LatentSpec, ShardsContent, TextSpec
@@ -40,7 +40,7 @@ def name(cluster: int) -> str:
     return layout.shards(cluster)
 
 
-def made_from(run: Path, config: Config) -> dict[str, Any]:
+def made_from(run: Path, config: Config) -> Inputs:
     """What the shards are made from."""
     text_used = text.needed(config, Index.open(run).manifest)
     by_scale = config.latents.normalization == "scale"

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, Inputs, Manifest
 from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError, first_line
@@ -97,7 +97,7 @@ def needed(config: Config, index: Manifest) -> bool:
     return config.text.encoder != "none" and INGEST.parse(index, layout.INGEST).captions > 0
 
 
-def made_from(config: Config, index: Manifest) -> dict[str, Any]:
+def made_from(config: Config, index: Manifest) -> Inputs:
     """What the text states are made from."""
     return {"ingest": index.digest, **config.text.model_dump(), "weights": fingerprint(_folder(config.text.encoder))}
 
