@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.evaluate.diagnostics import Answers, calibration_error, error_matrix, mean_angle, report, router_figures
+from atoll.evaluate.diagnostics import Answers, calibration_error, error_matrix, mean_angle, report, router_metrics
 from atoll.evaluate.generated import shares
 from atoll.evaluate.trajectories import nearest
 
@@ -31,15 +31,15 @@ def test_calibration_error_of_known_routers() -> None:
     assert calibration_error(torch.empty(0), torch.empty(0)) is None
 
 
-def test_router_figures_by_time() -> None:
+def test_router_metrics_by_time() -> None:
     t = torch.tensor([0.05, 0.05, 0.95, 0.95])
     p = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.75, 0.25]])
-    found = router_figures(p, torch.tensor([0, 1, 1, 0]), t)
-    assert found["accuracy"]["mean"] == 0.75
-    assert found["accuracy"]["by_time"][0] == 1
-    assert found["accuracy"]["by_time"][9] == 0.5
-    assert found["accuracy"]["by_time"][4] is None
-    assert found["cross_entropy"]["by_time"][9] == pytest.approx((math.log(2) - math.log(0.75)) / 2)
+    found = router_metrics(p, torch.tensor([0, 1, 1, 0]), t)
+    assert found.accuracy.mean == 0.75
+    assert found.accuracy.by_time[0] == 1
+    assert found.accuracy.by_time[9] == 0.5
+    assert found.accuracy.by_time[4] is None
+    assert found.cross_entropy.by_time[9] == pytest.approx((math.log(2) - math.log(0.75)) / 2)
 
 
 def answers(column: list[int]) -> Answers:
@@ -55,20 +55,20 @@ def answers(column: list[int]) -> Answers:
 
 def test_errors_of_experts_on_clusters() -> None:
     found = error_matrix(answers([0, 1, 1]))
-    assert found["mean"] == [[1.0, 3.0], [None, None], [3.5, 2.5]]
-    assert found["by_time"][1] == [[1.0, 3.0], [None, None], [5.0, 1.0]]
+    assert found.mean == ((1.0, 3.0), (None, None), (3.5, 2.5))
+    assert found.by_time[1] == ((1.0, 3.0), (None, None), (5.0, 1.0))
 
 
 def test_the_report_leaves_samples_of_missing_experts_out_where_they_mean_nothing() -> None:
     whole, partial = report(answers([0, 1, 1])), report(answers([0, -1, -1]))
-    assert whole["own_cluster_error"]["mean"] == pytest.approx(2.0)
-    assert whole["other_clusters_error"]["mean"] == pytest.approx(10 / 3)
-    assert whole["router"]["accuracy"]["mean"] == pytest.approx(2 / 3)
-    assert whole["router_choice"]["is_best_share"]["mean"] == pytest.approx(1 / 3)
-    assert whole["router_choice"]["chosen_error"]["mean"] == pytest.approx(10 / 3)
-    assert partial["own_cluster_error"]["mean"] == 1.0
-    assert partial["router"]["accuracy"]["mean"] == 1.0
-    assert partial["velocity_error"] == whole["velocity_error"]
+    assert whole.own_cluster_error.mean == pytest.approx(2.0)
+    assert whole.other_clusters_error.mean == pytest.approx(10 / 3)
+    assert whole.router.accuracy.mean == pytest.approx(2 / 3)
+    assert whole.router_choice.is_best_share.mean == pytest.approx(1 / 3)
+    assert whole.router_choice.chosen_error.mean == pytest.approx(10 / 3)
+    assert partial.own_cluster_error.mean == 1.0
+    assert partial.router.accuracy.mean == 1.0
+    assert partial.velocity_error == whole.velocity_error
 
 
 def test_distance_to_the_nearest_of_a_cluster() -> None:

@@ -11,15 +11,18 @@ import torch
 
 from atoll import cli
 from atoll.core import config as configuration
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, sha256_of
 from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS
 from atoll.ensemble import Settings, load
 from atoll.evaluate import Options, diagnostics, evaluate
+from atoll.evaluate.cache import cached
 from atoll.evaluate.distances import Gaussian, frechet, kernel_distance
 from atoll.evaluate.features import of_reference, of_samples
 from atoll.evaluate.generated import draw, prompts_of
 from atoll.evaluate.models import Subject, subjects
+from atoll.evaluate.results import EvaluationResult, Spread
 
 EXTRACTOR = "efficientnet-lite0"
 SMALL = ["--samples", "12", "--steps", "3", "--references", "24", "--extractors", EXTRACTOR, "--diversity", "2", "2"]
@@ -79,9 +82,9 @@ def test_what_samples_cost_is_counted(trained: Path, answer: dict[str, Any]) -> 
 
 def test_costs_follow_solver_and_guidance(trained: Path) -> None:
     subject = Subject(trained, "monolith")
-    assert subject.sampling(Settings(steps=3, solver="heun", guidance=1.0), 1.0)["network_evaluations"] == 5
+    assert subject.sampling(Settings(steps=3, solver="heun", guidance=1.0), 1.0).network_evaluations == 5
     late = Settings(steps=4, guidance=3.0, guidance_interval=(0.0, 0.5))  # at 1, 0.75, 0.5 and 0.25
-    assert subject.sampling(late, 1.0)["network_evaluations"] == 4 + 2
+    assert subject.sampling(late, 1.0).network_evaluations == 4 + 2
 
 
 def test_what_is_kept_is_of_these_prompts_and_this_router(trained: Path, tmp_path: Path) -> None:
@@ -90,11 +93,11 @@ def test_what_is_kept_is_of_these_prompts_and_this_router(trained: Path, tmp_pat
     how |= {"skip": ("metrics", "diversity"), "settings": Settings(steps=2)}
     shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
     held, seen = (evaluate(tmp_path / "run", config, Options(**how, prompts=split)) for split in ("held-out", "train"))
-    paths = [answer["models"][0]["trajectory"]["refinement"] for answer in (held, seen)]
+    paths = [answer.models[0].trajectory.refinement for answer in (held, seen)]
     assert paths[0] != paths[1]
-    assert "router" in held["diagnostics"]["experts"]
+    assert held.diagnostics.experts.router is not None
     shutil.rmtree(tmp_path / "run/router")
-    assert "router" not in evaluate(tmp_path / "run", config, Options(**how))["diagnostics"]["experts"]
+    assert evaluate(tmp_path / "run", config, Options(**how)).diagnostics.experts.router is None
 
 
 def test_expert_use_sums_to_one_at_every_time(answer: dict[str, Any]) -> None:
@@ -188,7 +191,7 @@ def test_mixed_answers_are_the_ensembles_own_velocity(trained: Path) -> None:
     own = answers.errors.gather(1, answers.cluster[:, None])[:, 0]
     assert own.allclose(answers.routed["oracle"])
     assert answers.nearest is not None
-    accuracy = diagnostics.report(answers)["nearest"]["accuracy"]["mean"]
+    accuracy = diagnostics.report(answers).nearest.accuracy.mean
     assert accuracy == pytest.approx((answers.nearest.argmax(1) == answers.column).double().mean().item())
 
 
@@ -237,6 +240,37 @@ def test_parts_can_be_left_out(trained: Path) -> None:
     options = Options(
         models=("expert:1",), settings=Settings(steps=2), followed=2, skip=("metrics", "diversity", "diagnostics")
     )
-    (model,) = evaluate(trained, config, options)["models"]
-    assert model["label"] == "expert:1"
+    result = evaluate(trained, config, options)
+    assert EvaluationResult.read(trained) == result
+    assert result.models[0].label == "expert:1"
+    (model,) = json.loads((trained / layout.LATEST_EVALUATION).read_text())["models"]
     assert set(model) == {"model", "routing", "label", "training", "trajectory"}
+
+
+def test_a_stored_result_of_another_form_is_computed_anew(tmp_path: Path) -> None:
+    computed: list[Spread] = []
+
+    def compute() -> Spread:
+        computed.append(Spread.of(torch.tensor([1.0, 3.0])))
+        return computed[-1]
+
+    def find() -> Spread:
+        return cached(tmp_path, "figures", "spread", made_from={}, result=Spread, compute=compute)
+
+    found = find()
+    assert (find(), len(computed)) == (found, 1)
+    (file,) = tmp_path.rglob("figures.json")
+    text = file.read_bytes()
+    for other in ({"mean": 2.0}, {**json.loads(text), "median": 2.0}):
+        file.write_text(json.dumps(other))
+        assert find() == found
+        assert file.read_bytes() == text
+    assert (find(), len(computed)) == (found, 3)
+
+
+def test_an_evaluation_of_another_form_is_refused_with_its_command(tmp_path: Path) -> None:
+    assert EvaluationResult.read(tmp_path) is None
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / layout.LATEST_EVALUATION).write_text('{"models": []}')
+    with pytest.raises(AtollError, match=f"another version of Atoll; .*atoll evaluate {tmp_path}"):
+        EvaluationResult.read(tmp_path)

@@ -13,6 +13,7 @@ from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.ensemble import Settings
 from atoll.evaluate import Options, diagnostics, evaluate
+from atoll.evaluate.results import Diagnostics
 from atoll.experts.validation import IMAGES
 from train.conftest import merge
 from train.posterior import give_posterior
@@ -22,11 +23,13 @@ ROUNDING = 1e-5
 """Relative. The ensemble evaluates an expert in other batches than its training does."""
 
 
-def diagnose(run: Path, **options: Any) -> dict[str, Any]:
+def diagnose(run: Path, **options: Any) -> Diagnostics:
     settings = Settings(steps=2, seed=5)  # the seed of sampling has no part in validation
     skip = ("metrics", "diversity", "trajectories")
     chosen = Options(routings=("top-1", "oracle"), settings=settings, skip=skip, **options)
-    return evaluate(run, configuration.load(run), chosen)["diagnostics"]
+    found = evaluate(run, configuration.load(run), chosen).diagnostics
+    assert found is not None
+    return found
 
 
 def declared(run: Path, job: str) -> dict[str, Any]:
@@ -37,26 +40,26 @@ def declared(run: Path, job: str) -> dict[str, Any]:
 
 def test_the_held_out_error_of_a_manifest_is_the_one_that_evaluate_reports(trained: Path) -> None:
     found = diagnose(trained)
-    matrix = found["experts"]["expert_on_cluster"]
+    matrix = found.experts.expert_on_cluster
     for expert in range(3):
         content = declared(trained, f"experts/{expert:03d}")
-        assert matrix["mean"][expert][expert] == pytest.approx(content["held_out_loss"], rel=ROUNDING)
-        by_time = [table[expert][expert] for table in matrix["by_time"]]
+        assert matrix.mean[expert][expert] == pytest.approx(content["held_out_loss"], rel=ROUNDING)
+        by_time = [table[expert][expert] for table in matrix.by_time]
         assert by_time == pytest.approx(content["loss_by_time"], rel=ROUNDING)
     for model in ("monolith", "student"):
         content = declared(trained, model)
-        assert found["dense"][model]["mean"] == pytest.approx(content["held_out_loss"], rel=ROUNDING)
-        assert found["dense"][model]["by_time"] == pytest.approx(content["loss_by_time"], rel=ROUNDING)
+        assert found.dense[model].mean == pytest.approx(content["held_out_loss"], rel=ROUNDING)
+        assert found.dense[model].by_time == pytest.approx(content["loss_by_time"], rel=ROUNDING)
     router = declared(trained, "router")
-    assert found["experts"]["router"]["cross_entropy"]["mean"] == pytest.approx(router["held_out_loss"], rel=ROUNDING)
-    assert found["experts"]["router"]["accuracy"]["by_time"] == pytest.approx(router["accuracy_by_time"])
+    assert found.experts.router.cross_entropy.mean == pytest.approx(router["held_out_loss"], rel=ROUNDING)
+    assert found.experts.router.accuracy.by_time == pytest.approx(router["accuracy_by_time"])
 
 
 def test_fewer_images_are_another_number(trained: Path) -> None:
     """`--held-out` is the number of images of each cluster, so it may leave the definition of training."""
     found = diagnose(trained, held_out=2)
-    assert found["protocol"]["held_out_samples"] == 6
-    own = found["experts"]["expert_on_cluster"]["mean"][0][0]
+    assert found.protocol.held_out_samples == 6
+    own = found.experts.expert_on_cluster.mean[0][0]
     assert own != pytest.approx(declared(trained, "experts/000")["held_out_loss"], rel=1e-3)
 
 
@@ -82,5 +85,5 @@ def test_the_two_agree_where_latents_are_samples_of_a_posterior(prepared: Path, 
     values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
     (tmp_path / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     assert cli.main(["train", str(tmp_path), "--expert", "0", "--train.samples", "16"]) == 0
-    found = diagnose(tmp_path)["experts"]["expert_on_cluster"]
-    assert found["mean"][0][0] == pytest.approx(declared(tmp_path, "experts/000")["held_out_loss"], rel=ROUNDING)
+    found = diagnose(tmp_path).experts.expert_on_cluster
+    assert found.mean[0][0] == pytest.approx(declared(tmp_path, "experts/000")["held_out_loss"], rel=ROUNDING)

@@ -71,6 +71,7 @@ class Evaluate:
         config = configuration.load(self.folder, self.overrides)
         from atoll.ensemble import Settings
         from atoll.evaluate import Options, evaluate
+        from atoll.evaluate.results import plain
         from atoll.evaluate.table import show
 
         settings = Settings(steps=self.steps, guidance=self.guidance, solver=self.solver, seed=self.seed)
@@ -80,11 +81,11 @@ class Evaluate:
             self.allow_few, self.prompts,
         )  # fmt: skip
         with redirect_stdout(sys.stderr):
-            answer = evaluate(self.folder, config, options)
+            result = evaluate(self.folder, config, options)
         if self.json:
-            print(json.dumps(answer))
+            print(json.dumps(plain(result)))
         else:
-            show(answer)
+            show(result)
 
 
 @dataclass

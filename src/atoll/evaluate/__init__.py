@@ -1,4 +1,4 @@
-"""Figures with their protocol, and diagnostics of an ensemble."""
+"""Metrics with their protocol, and diagnostics of an ensemble."""
 
 from atoll.evaluate.evaluation import Options, evaluate
 

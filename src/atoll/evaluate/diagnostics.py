@@ -7,9 +7,8 @@ experts and samples whatever the routings.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +16,15 @@ from torch import Tensor
 from atoll.core.progress import progress
 from atoll.data.dataset import Batch, Shards
 from atoll.ensemble import Ensemble
-from atoll.experts.validation import TIME_BINS, ValidationSet, by_time, condition_of, validate, velocity_errors
+from atoll.evaluate.results import ErrorMatrix, ExpertDiagnostics, Matrix, RouterChoice, RouterMetrics
+from atoll.experts.validation import TIME_BINS, Summary, ValidationSet, condition_of, validate, velocity_errors
 from atoll.flow import rng
 from atoll.nets import Condition
 
 DRAW_STREAM = 34
 CALIBRATION_BINS = 15
 FORM = 3
-"""Of the figures: those that were stored in another form are computed anew."""
+"""The version of the definitions: metrics that were stored under another one have the same fields and other meaning."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def mean_angle(velocities: Tensor) -> Tensor:
     return torch.rad2deg(torch.arccos(cosines[:, first, second].clamp(-1, 1))).mean(1)
 
 
-def dense_error(model: Ensemble, shards: Shards, limit: int, *, seed: int, name: str) -> dict[str, Any]:
+def dense_error(model: Ensemble, shards: Shards, limit: int, *, seed: int, name: str) -> Summary:
     """Held-out error of a dense model (monolith, student) on the very same noisy samples."""
     with progress(f"held-out error of {name}", len(ValidationSet(shards, seed, limit))) as bar:
 
@@ -153,66 +153,55 @@ def dense_error(model: Ensemble, shards: Shards, limit: int, *, seed: int, name:
             bar.update(len(t))
             return model.velocity(x, t, condition)
 
-        found = validate(velocity, shards, seed=seed, conditioning=model.told, limit=limit, device=model.device)
-    return asdict(found)
+        return validate(velocity, shards, seed=seed, conditioning=model.told, limit=limit, device=model.device)
 
 
-def summary(values: Tensor, t: Tensor) -> dict[str, Any]:
-    """Mean, and mean in each bin of time."""
-    return {"mean": values.double().mean().item(), "by_time": by_time(values, t)}
-
-
-def report(answers: Answers) -> dict[str, Any]:
-    """All figures that follow from the answers."""
-    experts = answers.errors.shape[1]
-    figures: dict[str, Any] = {
-        "velocity_error": {routing: summary(error, answers.t) for routing, error in answers.routed.items()},
-        "expert_on_cluster": error_matrix(answers),
-        "disagreement_degrees": summary(answers.angles, answers.t),
-    }
+def report(answers: Answers) -> ExpertDiagnostics:
+    """Return all metrics that follow from the answers."""
     here = answers.column >= 0
     column, t, errors = answers.column[here], answers.t[here], answers.errors[here]
-    if experts > 1:
-        own = errors.gather(1, column[:, None])[:, 0]
-        figures["own_cluster_error"] = summary(own, t)
-        figures["other_clusters_error"] = summary((errors.sum(1) - own) / (experts - 1), t)
-    if answers.probabilities is not None and answers.chosen_angles is not None:
-        p = answers.probabilities[here]
-        figures["disagreement_of_top_2_degrees"] = summary(answers.chosen_angles, answers.t)
-        figures["router"] = router_figures(p, column, t)
-        figures["router_choice"] = selection(p, errors, t)
-    if answers.nearest is not None:
-        figures["nearest"] = router_figures(answers.nearest[here], column, t)
-    return figures
+    own, others = errors.gather(1, column[:, None])[:, 0], errors.shape[1] - 1
+    p, top_2, nearest = answers.probabilities, answers.chosen_angles, answers.nearest
+    return ExpertDiagnostics(
+        velocity_error={routing: Summary.of(error, answers.t) for routing, error in answers.routed.items()},
+        expert_on_cluster=error_matrix(answers),
+        disagreement_degrees=Summary.of(answers.angles, answers.t),
+        own_cluster_error=Summary.of(own, t) if others else None,
+        other_clusters_error=Summary.of((errors.sum(1) - own) / others, t) if others else None,
+        disagreement_of_top_2_degrees=None if top_2 is None else Summary.of(top_2, answers.t),
+        router=None if p is None else router_metrics(p[here], column, t),
+        router_choice=None if p is None else selection(p[here], errors, t),
+        nearest=None if nearest is None else router_metrics(nearest[here], column, t),
+    )
 
 
-def error_matrix(answers: Answers) -> dict[str, Any]:
-    """Error of each expert (column) on each cluster (row), whole and by time; None where nothing is held out."""
+def error_matrix(answers: Answers) -> ErrorMatrix:
+    """Return the error of each expert (column) on each cluster (row), in all and by time."""
     clusters = int(answers.cluster.max()) + 1
     bins = (answers.t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
 
-    def rows(keep: Tensor) -> list[list[float | None]]:
+    def rows(keep: Tensor) -> Matrix:
         means = [answers.errors[keep & (answers.cluster == cluster)].double().mean(0) for cluster in range(clusters)]
-        return [[None if value != value else value for value in row.tolist()] for row in means]
+        return tuple(tuple(None if value != value else value for value in row.tolist()) for row in means)
 
     every = torch.ones_like(bins, dtype=torch.bool)
-    by_time = [rows(bins == number) for number in range(TIME_BINS)]
-    return {"experts": list(answers.numbers), "mean": rows(every), "by_time": by_time}
+    by_time = tuple(rows(bins == number) for number in range(TIME_BINS))
+    return ErrorMatrix(experts=answers.numbers, mean=rows(every), by_time=by_time)
 
 
-def router_figures(p: Tensor, column: Tensor, t: Tensor) -> dict[str, Any]:
-    """Accuracy, cross-entropy, confidence and calibration error of the router, whole and by time."""
+def router_metrics(p: Tensor, column: Tensor, t: Tensor) -> RouterMetrics:
+    """Return accuracy, cross-entropy, confidence and calibration error of probabilities (rows, experts)."""
     confidence, guess = p.max(1)
     hit = (guess == column).float()
     loss = -p.gather(1, column[:, None])[:, 0].clamp(min=1e-12).log()
     bins = (t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
-    by_bin = [calibration_error(confidence[bins == number], hit[bins == number]) for number in range(TIME_BINS)]
-    return {
-        "accuracy": summary(hit, t),
-        "cross_entropy": summary(loss, t),
-        "confidence": summary(confidence, t),
-        "calibration_error": {"mean": calibration_error(confidence, hit), "by_time": by_bin},
-    }
+    by_bin = tuple(calibration_error(confidence[bins == number], hit[bins == number]) for number in range(TIME_BINS))
+    return RouterMetrics(
+        accuracy=Summary.of(hit, t),
+        cross_entropy=Summary.of(loss, t),
+        confidence=Summary.of(confidence, t),
+        calibration_error=Summary(calibration_error(confidence, hit), by_bin),
+    )
 
 
 def calibration_error(confidence: Tensor, hit: Tensor) -> float | None:
@@ -224,13 +213,15 @@ def calibration_error(confidence: Tensor, hit: Tensor) -> float | None:
     return (gaps.abs().sum() / len(hit)).item()
 
 
-def selection(p: Tensor, errors: Tensor, t: Tensor) -> dict[str, Any]:
+def selection(p: Tensor, errors: Tensor, t: Tensor) -> RouterChoice:
     """How often the router's first choice is the expert of least error, and the errors of chosen and other experts."""
     chosen = p.argmax(1)
     error = errors.gather(1, chosen[:, None])[:, 0]
     others = (errors.sum(1) - error) / max(1, errors.shape[1] - 1)
     best = (chosen == errors.argmin(1)).float()
-    return {"is_best_share": summary(best, t), "chosen_error": summary(error, t), "others_error": summary(others, t)}
+    return RouterChoice(
+        is_best_share=Summary.of(best, t), chosen_error=Summary.of(error, t), others_error=Summary.of(others, t)
+    )
 
 
 def held_out(run: Path, clusters: int) -> Shards:

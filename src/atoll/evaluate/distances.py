@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atoll.evaluate.results import Coverage, KernelDistance
+
 _BLOCK = 2048
 
 
@@ -42,18 +44,6 @@ def frechet(a: Gaussian, b: Gaussian) -> float:
     return max(0.0, float(distance))
 
 
-@dataclass(frozen=True)
-class KernelDistance:
-    """KID: the squared maximum mean discrepancy, its standard error, and the same over subsets as it is published."""
-
-    value: float
-    standard_error: float
-    subsets: int
-    subset_size: int
-    subset_mean: float
-    subset_std: float
-
-
 def kernel_distance(x: Tensor, y: Tensor, *, subsets: int = 100, size: int = 1000, seed: int = 0) -> KernelDistance:
     """KID of two sets of features: unbiased, so it may be below 0 for sets that are alike.
 
@@ -71,8 +61,14 @@ def kernel_distance(x: Tensor, y: Tensor, *, subsets: int = 100, size: int = 100
         rows = torch.randperm(len(x), generator=generator)[:size], torch.randperm(len(y), generator=generator)[:size]
         draws.append(_mmd(x[rows[0]], y[rows[1]])[0])
     spread = torch.tensor(draws, dtype=torch.float64)
-    std = spread.std(correction=0).item()
-    return KernelDistance(value, error, subsets, size, spread.mean().item(), std)
+    return KernelDistance(
+        value=value,
+        standard_error=error,
+        subsets=subsets,
+        subset_size=size,
+        subset_mean=spread.mean().item(),
+        subset_std=spread.std(correction=0).item(),
+    )
 
 
 def _kernel_sums(a: Tensor, b: Tensor) -> Tensor:
@@ -91,17 +87,6 @@ def _mmd(x: Tensor, y: Tensor) -> tuple[float, float]:
     value = xx.mean() + yy.mean() - xy.mean() - yx.mean()
     variance = 4 * (xx - xy).var() / m + 4 * (yy - yx).var() / n
     return value.item(), variance.sqrt().item()
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Precision and recall of Kynkäänniemi et al. (2019); density and coverage of Naeem et al. (2020)."""
-
-    precision: float
-    recall: float
-    density: float
-    coverage: float
-    neighbours: int
 
 
 def precision_recall(real: Tensor, made: Tensor, *, neighbours: int = 3) -> Coverage:
@@ -124,11 +109,11 @@ def precision_recall(real: Tensor, made: Tensor, *, neighbours: int = 3) -> Cove
         reached |= in_real.any(0)
         recalled |= (distance <= radius_made[start : start + _BLOCK, None]).any(0)
     return Coverage(
-        torch.cat(precise).double().mean().item(),
-        recalled.double().mean().item(),
-        inside / (neighbours * len(made)),
-        reached.double().mean().item(),
-        neighbours,
+        precision=torch.cat(precise).double().mean().item(),
+        recall=recalled.double().mean().item(),
+        density=inside / (neighbours * len(made)),
+        coverage=reached.double().mean().item(),
+        neighbours=neighbours,
     )
 
 
@@ -136,23 +121,6 @@ def _radii(features: Tensor, neighbours: int) -> Tensor:
     """Distance of every sample to its k-th nearest neighbour; its distance to itself is the nearest and not counted."""
     nearest = [torch.cdist(rows, features).kthvalue(neighbours + 1).values for rows in torch.split(features, _BLOCK)]
     return torch.cat(nearest)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A mean over independent items (such as prompts), their standard deviation, and the error of the mean."""
-
-    mean: float
-    std: float
-    standard_error: float
-    items: int
-
-    @classmethod
-    def of(cls, values: Tensor) -> "Spread":
-        """Of one number for each item."""
-        values = values.double()
-        std = values.std().item() if len(values) > 1 else 0.0
-        return cls(values.mean().item(), std, std / len(values) ** 0.5, len(values))
 
 
 def pairwise_mean(distances: Tensor) -> Tensor:

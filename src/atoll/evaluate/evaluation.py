@@ -1,14 +1,13 @@
 """`atoll evaluate RUN`: draw samples of every model that is there, take their figures, and diagnose the ensemble.
 
 Everything that takes time is an artifact below `RUN/evaluation`, so the same command continues, and other settings
-add to what is there. The answer is one tree of plain values; `RUN/evaluation/latest.json` keeps the last one.
+add to what is there. `RUN/evaluation/latest.json` keeps the last result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
@@ -17,12 +16,25 @@ from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import SHARDS
 from atoll.ensemble import Settings
 from atoll.evaluate import diagnostics, metrics, trajectories
-from atoll.evaluate.cache import ROOM, figures
+from atoll.evaluate.cache import ROOM, cached
 from atoll.evaluate.extractors import open_alignment
-from atoll.evaluate.features import FeatureSet, Split, of_reference, of_samples
+from atoll.evaluate.features import Reference, of_reference
 from atoll.evaluate.generated import Prompts, Samples, draw, prompts_of
 from atoll.evaluate.models import Subject, subjects
-from atoll.experts.validation import IMAGES, TIME_BINS, ValidationSet
+from atoll.evaluate.results import (
+    Diagnostics,
+    DiagnosticsProtocol,
+    EvaluationResult,
+    ExpertDiagnostics,
+    ExpertUse,
+    MemoryPlan,
+    ModelResult,
+    SamplingCost,
+    Split,
+    Trajectory,
+    plain,
+)
+from atoll.experts.validation import IMAGES, TIME_BINS, Summary, ValidationSet
 
 PARTS = ("metrics", "diversity", "diagnostics", "trajectories")
 LATEST = "latest.json"
@@ -74,23 +86,22 @@ class Options:
         return part not in self.skip
 
 
-def evaluate(run: Path, config: Config, options: Options) -> dict[str, Any]:
-    """All figures of a run under some options; what is there is not computed again."""
+def evaluate(run: Path, config: Config, options: Options) -> EvaluationResult:
+    """Measure the models of a run under some options; what is there is not computed again."""
     work = Evaluation(run, config, options)
     found = subjects(run, options.models, options.routings if config.clusters.count > 1 else ("top-1",))
     references = work.references() if options.does("metrics") else {}
     if options.does("metrics") and not options.allow_few:
         for reference in references.values():
             metrics.check_enough(options.samples, reference)
-    answer: dict[str, Any] = {
-        "run": str(run),
-        "prompts": options.prompts,
-        "models": [work.model(subject, references) for subject in found],
-    }
-    if options.does("diagnostics"):
-        answer["diagnostics"] = work.diagnose(found)
-    Artifact(run, ROOM).write(LATEST, to_json(answer))
-    return answer
+    result = EvaluationResult(
+        run=str(run),
+        prompts=options.prompts,
+        models=tuple(work.model(subject, references) for subject in found),
+        diagnostics=work.diagnose(found) if options.does("diagnostics") else None,
+    )
+    Artifact(run, ROOM).write(LATEST, to_json(plain(result)))
+    return result
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,7 @@ class Evaluation:
     config: Config
     options: Options
 
-    def references(self) -> dict[str, FeatureSet]:
+    def references(self) -> dict[str, Reference]:
         """Features of real pictures, through each network."""
         how = self.options
         return {
@@ -117,31 +128,36 @@ class Evaluation:
         """How a subject is sampled."""
         return Settings(**{**asdict(self.options.settings), "routing": subject.routing or "top-1"})
 
-    def model(self, subject: Subject, references: dict[str, FeatureSet]) -> dict[str, Any]:
-        """All figures of one model."""
-        how = self.options
-        answer: dict[str, Any] = {"model": subject.model, "routing": subject.routing, "label": subject.label}
-        answer["training"] = {**subject.training(), "estimated_bytes": subject.training_bytes(self.config)}
+    def model(self, subject: Subject, references: dict[str, Reference]) -> ModelResult:
+        """Measure one model."""
+        how, samples, repeated = self.options, None, None
+        compared, aligned, spread = {}, None, None
         if how.does("metrics"):
             samples = self._draw(subject, self.prompts(how.samples), "samples")
-            answer["metrics"] = {
-                name: metrics.against_reference(
-                    self.run, of_samples(self.run, samples, name), reference, label=f"{subject.label} {Path(name).name}"
-                )
+            compared = {
+                name: metrics.against_reference(self.run, samples, reference, vision=name)
                 for name, reference in references.items()
             }
             if how.clip is not None:
-                answer["alignment"] = metrics.alignment(self.run, samples, _opened_alignment(how.clip))
-            answer |= self._use(subject, samples)
+                aligned = metrics.alignment(self.run, samples, _opened_alignment(how.clip))
         if how.does("diversity"):
             prompts, seeds = how.diversity
-            samples = self._draw(subject, self.prompts(prompts).repeated(prompts, seeds), "diversity")
-            answer["diversity"] = metrics.diversity(self.run, samples, seeds, vision=how.extractors[0], lpips=how.lpips)
-            if "sampling" not in answer:
-                answer |= self._use(subject, samples)
-        if how.does("trajectories"):
-            answer["trajectory"] = self._trajectory(subject)
-        return answer
+            repeated = self._draw(subject, self.prompts(prompts).repeated(prompts, seeds), "diversity")
+            spread = metrics.diversity(self.run, repeated, seeds, vision=how.extractors[0], lpips=how.lpips)
+        drawn = samples or repeated
+        use, cost = self._use(subject, drawn) if drawn else (None, None)
+        return ModelResult(
+            model=subject.model,
+            routing=subject.routing,
+            label=subject.label,
+            training=subject.training(self.config),
+            metrics=compared,
+            alignment=aligned,
+            diversity=spread,
+            expert_use=use,
+            sampling=cost,
+            trajectory=self._trajectory(subject) if how.does("trajectories") else None,
+        )
 
     def _draw(self, subject: Subject, prompts: Prompts, what: str) -> Samples:
         return draw(
@@ -153,51 +169,51 @@ class Evaluation:
             resident=self.options.resident,
         )
 
-    def _use(self, subject: Subject, samples: Samples) -> dict[str, Any]:
-        """Which experts worked, and what a picture cost."""
+    def _use(self, subject: Subject, samples: Samples) -> tuple[ExpertUse | None, SamplingCost]:
+        """Return which experts ran, and what an image cost."""
         use = trajectories.expert_use(samples)
-        active = 1.0 if use is None else use["mean_active"]
-        cost = subject.sampling(self.settings(subject), active)
-        measured = {"seconds": samples.seconds / len(samples), **self._memory(subject, len(samples))}
-        return {"expert_use": use, "sampling": {**cost, **measured}}
+        cost = subject.sampling(self.settings(subject), 1.0 if use is None else use.mean_active)
+        memory, seconds = self._memory(subject, len(samples)), samples.seconds / len(samples)
+        return use, SamplingCost(**dict(cost), **dict(memory), seconds=seconds)
 
-    def _memory(self, subject: Subject, samples: int) -> dict[str, Any]:
-        """The memory that sampling plans with."""
+    def _memory(self, subject: Subject, samples: int) -> MemoryPlan:
         batch, guided = min(self.options.batch, samples), self.options.settings.guidance != 1
-        told = {"networks": subject.digests, "batch": batch, "guided": guided, "resident": self.options.resident}
+        made_from = {"networks": subject.digests, "batch": batch, "guided": guided, "resident": self.options.resident}
 
-        def compute() -> dict[str, Any]:
-            return {"bytes": subject.open(self.options.resident).plan(batch, guided=guided).total}
+        def compute() -> MemoryPlan:
+            return MemoryPlan(bytes=subject.open(self.options.resident).plan(batch, guided=guided).total)
 
-        return figures(self.run, "plans", subject.model, made_from=told, compute=compute)
+        return cached(self.run, "plans", subject.model, made_from=made_from, result=MemoryPlan, compute=compute)
 
-    def _trajectory(self, subject: Subject) -> dict[str, Any]:
+    def _trajectory(self, subject: Subject) -> Trajectory:
         settings, prompts = self.settings(subject), self.prompts(self.options.followed)
-        told = {"settings": asdict(settings), "prompts": asdict(prompts), "networks": subject.digests}
-        data = Artifact(self.run, layout.shards(0)).read(SHARDS).fingerprint
+        made_from = {
+            "settings": asdict(settings),
+            "prompts": asdict(prompts),
+            "networks": subject.digests,
+            "data": Artifact(self.run, layout.shards(0)).read(SHARDS).fingerprint,
+        }
 
-        def compute() -> dict[str, Any]:
+        def compute() -> Trajectory:
             clusters = trajectories.bank(self.run, self.config.clusters.count)
             return trajectories.follow(
                 subject.open(self.options.resident), prompts, settings, clusters=clusters, what=subject.label
             )
 
-        return figures(self.run, "trajectories", subject.label, made_from={**told, "data": data}, compute=compute)
+        return cached(self.run, "trajectories", subject.label, made_from=made_from, result=Trajectory, compute=compute)
 
-    def diagnose(self, found: Sequence[Subject]) -> dict[str, Any]:
-        """Errors on the same held-out samples: of every expert, of their mixtures, and of the dense models."""
-        how = self.options
+    def diagnose(self, found: Sequence[Subject]) -> Diagnostics:
+        """Measure errors on the same held-out images: of every expert, of their mixtures, and of the dense models."""
+        how, experts = self.options, None
         shards = diagnostics.held_out(self.run, self.config.clusters.count)
         if not len(shards):
             raise AtollError(f"{self.run} has no held-out sample; raise data.held_out, or --skip diagnostics")
         data = [artifact.open(SHARDS).digest for artifact in shards.artifacts]
         # The seed of training, not of sampling: it is the one that training and admission validate with.
         seed = self.config.train.seed
-        each = min(how.held_out, max(map(len, shards.cluster_ranges().values())))
-        told: dict[str, Any] = {"data": data, "samples": each, "seed": seed, "form": diagnostics.FORM}
+        limit = min(how.held_out, max(map(len, shards.cluster_ranges().values())))
+        made_from = {"data": data, "samples": limit, "seed": seed, "form": diagnostics.FORM}
         routings = [subject.routing for subject in found if subject.routing is not None]
-        images = ValidationSet(shards, seed, each).images
-        answer: dict[str, Any] = {"protocol": {"held_out_samples": images, "seed": seed, "time_bins": TIME_BINS}}
         if routings:
             group = Subject(self.run, "experts", routings[0])
             digests = sorted({digest for subject in found if subject.routing for digest in subject.digests})
@@ -206,31 +222,35 @@ class Evaluation:
             ).manifest()  # it is measured whether or not a routing asks it
             digests += [router.digest] if router and router.digest not in digests else []
 
-            def asked() -> dict[str, Any]:
+            def ask() -> ExpertDiagnostics:
                 model = group.open(how.resident)
-                return diagnostics.report(
-                    diagnostics.ask(model, shards, routings, limit=told["samples"], seed=told["seed"])
-                )
+                return diagnostics.report(diagnostics.ask(model, shards, routings, limit=limit, seed=seed))
 
-            made_from = {**told, "networks": digests, "routings": routings}
-            answer["experts"] = figures(self.run, "diagnostics", "experts", made_from=made_from, compute=asked)
-        answer["dense"] = {
-            subject.model: figures(
+            experts = cached(
+                self.run,
+                "diagnostics",
+                "experts",
+                made_from={**made_from, "networks": digests, "routings": routings},
+                result=ExpertDiagnostics,
+                compute=ask,
+            )
+
+        def dense(subject: Subject) -> Summary:
+            return cached(
                 self.run,
                 "diagnostics",
                 subject.model,
-                made_from={**told, "networks": subject.digests},
-                compute=self._dense(subject, told),
+                made_from={**made_from, "networks": subject.digests},
+                result=Summary,
+                compute=lambda: diagnostics.dense_error(subject.open(), shards, limit, seed=seed, name=subject.model),
             )
-            for subject in found
-            if subject.routing is None and not subject.model.startswith("expert:")
-        }
-        return answer
 
-    def _dense(self, subject: Subject, told: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-        shards = diagnostics.held_out(self.run, self.config.clusters.count)
-        return lambda: diagnostics.dense_error(
-            subject.open(), shards, told["samples"], seed=told["seed"], name=subject.model
+        images = ValidationSet(shards, seed, limit).images
+        alone = [one for one in found if one.routing is None and not one.model.startswith("expert:")]
+        return Diagnostics(
+            protocol=DiagnosticsProtocol(held_out_samples=images, seed=seed, time_bins=TIME_BINS),
+            experts=experts,
+            dense={subject.model: dense(subject) for subject in alone},
         )
 
 

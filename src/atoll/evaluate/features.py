@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from atoll.evaluate.cache import keyed
 from atoll.evaluate.distances import Gaussian
 from atoll.evaluate.extractors import BATCH, open_vision, weights_of
 from atoll.evaluate.generated import CHUNK, Samples
+from atoll.evaluate.results import ReferenceSpec, Split, VisionProtocol
 
 
 class FeaturesContent(Content):
@@ -31,13 +32,12 @@ class FeaturesContent(Content):
 
     rows: int
     dimensions: int
-    protocol: dict[str, str]
+    protocol: VisionProtocol
 
 
 FEATURES = Kind("evaluation features", FeaturesContent)
 _STATISTICS = "statistics.safetensors"
 
-Split = Literal["train", "held-out"]
 opened = cache(open_vision)
 """Vision networks, each opened once."""
 
@@ -47,8 +47,11 @@ class FeatureSet:
     """Features of some pictures through one network, in the run."""
 
     artifact: Artifact
-    protocol: dict[str, Any]
-    """What the pictures are, and what they were seen through."""
+
+    @cached_property
+    def content(self) -> FeaturesContent:
+        """Return the shape of the features, and how they were taken."""
+        return self.artifact.read(FEATURES)
 
     @cached_property
     def features(self) -> Tensor:
@@ -68,7 +71,14 @@ class FeatureSet:
         return self.artifact.open(FEATURES).digest
 
     def __len__(self) -> int:
-        return self.artifact.read(FEATURES).rows
+        return self.content.rows
+
+
+@dataclass(frozen=True)
+class Reference(FeatureSet):
+    """Features of real images."""
+
+    about: ReferenceSpec
 
 
 def of_samples(run: Path, samples: Samples, vision: str) -> FeatureSet:
@@ -82,15 +92,15 @@ def of_samples(run: Path, samples: Samples, vision: str) -> FeatureSet:
         encoded = ((c, len(p), {"features": opened(vision)(p)}) for c, p in enumerate(samples.chunks()) if c in todo)
         chunks.fill(f"features of {samples.label}", missing, encoded)
         _commit(artifact, chunks, opened(vision))
-    return FeatureSet(artifact, {**samples.protocol, **artifact.read(FEATURES).protocol})
+    return FeatureSet(artifact)
 
 
-def of_reference(run: Path, config: Config, split: Split, *, count: int, vision: str) -> FeatureSet:
+def of_reference(run: Path, config: Config, split: Split, *, count: int, vision: str) -> Reference:
     """Features of real pictures of a split: `count` of them, always the same, or all if there are fewer."""
     index = Index.open(run)
     rows = _chosen(index, split, count)
-    about = {"split": split, "pictures": len(rows), "resolution": config.data.resolution}
-    made_from = {"ingest": index.manifest.digest, **about, "extractor": vision, "weights": weights_of(vision)}
+    about = ReferenceSpec(split=split, pictures=len(rows), resolution=config.data.resolution)
+    made_from = {"ingest": index.manifest.digest, **dict(about), "extractor": vision, "weights": weights_of(vision)}
     artifact = keyed(run, "reference", f"{split}-{len(rows)}-{_short(vision)}", made_from=made_from)
     if artifact.begin(FEATURES, made_from) is None:
         chunks = Chunks(artifact, len(rows), CHUNK)
@@ -100,9 +110,7 @@ def of_reference(run: Path, config: Config, split: Split, *, count: int, vision:
         encoded = _encoded(pictures, opened(vision), chunks, missing=missing)
         chunks.fill(f"reference ({split}, {_short(vision)})", missing, encoded)
         _commit(artifact, chunks, opened(vision))
-    manifest = artifact.open(FEATURES)
-    reference = {"reference": about, "reference_fingerprint": manifest.digest}
-    return FeatureSet(artifact, {**reference, **artifact.read(FEATURES).protocol})
+    return Reference(artifact, about)
 
 
 def _commit(artifact: Artifact, chunks: Chunks, vision: Vision) -> None:
@@ -110,7 +118,8 @@ def _commit(artifact: Artifact, chunks: Chunks, vision: Vision) -> None:
     files = [artifact.path(chunks.file(chunk)) for chunk in range(chunks.count)]
     gaussian = Gaussian.of(torch.cat([load_file(file)["features"] for file in files]))
     artifact.write_tensors(_STATISTICS, {"mean": gaussian.mean, "root": gaussian.root})
-    artifact.commit(FeaturesContent(rows=chunks.rows, dimensions=len(gaussian.mean), protocol=vision.protocol))
+    protocol = VisionProtocol(**vision.protocol)
+    artifact.commit(FeaturesContent(rows=chunks.rows, dimensions=len(gaussian.mean), protocol=protocol))
 
 
 def _chosen(index: Index, split: Split, count: int) -> "np.ndarray[Any, Any]":

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from atoll.ensemble import Ensemble, Settings
 from atoll.ensemble import Samples as Generated
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.models import Subject
+from atoll.evaluate.results import SampleProtocol, Split
 from atoll.flow import rng
 
 
@@ -71,9 +71,7 @@ class Prompts:
         return Prompts(captions, labels, [self.clusters[row] for row in rows])
 
 
-def prompts_of(
-    run: Path, clusters: int, count: int, *, seed: int = 0, split: Literal["train", "held-out"] = "held-out"
-) -> Prompts:
+def prompts_of(run: Path, clusters: int, count: int, *, seed: int = 0, split: Split = "held-out") -> Prompts:
     """Prompts of samples of a split, as many of each cluster as its share of the training data asks for.
 
     Where a cluster has fewer than that they are taken in turn again; noise differs from sample to sample. A cluster
@@ -133,10 +131,12 @@ class Samples:
         return self.artifact.open(SAMPLES).digest
 
     @property
-    def protocol(self) -> dict[str, Any]:
-        """How the pictures were made, to be written beside every figure."""
+    def protocol(self) -> SampleProtocol:
+        """Return how the images were made, to be written beside every metric."""
         made_from = self.artifact.open(SAMPLES).made_from
-        return {"model": made_from["model"], "samples": len(self), **made_from["settings"], "set": self.artifact.name}
+        return SampleProtocol(
+            model=made_from["model"], samples=len(self), set=self.artifact.name, **made_from["settings"]
+        )
 
     def __len__(self) -> int:
         return len(self.prompts)

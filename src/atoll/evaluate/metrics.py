@@ -1,58 +1,63 @@
 """Figures of merit of a set of samples, each with the protocol that gave it."""
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
-from atoll.data.vision.lpips import Perceptual, open_perceptual
-from atoll.evaluate.cache import figures
-from atoll.evaluate.distances import Gaussian, Spread, frechet, kernel_distance, pairwise_mean, precision_recall
+from atoll.data.vision.lpips import open_perceptual
+from atoll.evaluate import results
+from atoll.evaluate.cache import cached
+from atoll.evaluate.distances import Gaussian, frechet, kernel_distance, pairwise_mean, precision_recall
 from atoll.evaluate.extractors import Alignment
-from atoll.evaluate.features import FEATURES, FeatureSet, opened
+from atoll.evaluate.features import FeatureSet, Reference, of_samples, opened
 from atoll.evaluate.generated import Samples
+from atoll.evaluate.results import Baseline, Distances, Diversity, Frechet, Kid, Metrics, PrecisionRecall, Spread
 
 KID_LEAST, NEIGHBOURS_LEAST = 100, 500
 """Samples below which KID's error, or the holes between neighbours, drown what is measured."""
 _ERROR = "samples and reference are finite: compare with `floor`, what real pictures get against other real ones"
 
 
-def check_enough(samples: int, reference: FeatureSet) -> None:
+def check_enough(samples: int, reference: Reference) -> None:
     """Refuse numbers of pictures too small for the figures to mean what people take them to mean."""
-    dimensions = reference.artifact.read(FEATURES).dimensions
+    dimensions = reference.content.dimensions
     least = {"the Frechet distance": dimensions + 1, "KID": KID_LEAST, "precision and recall": NEIGHBOURS_LEAST}
     lacking = [f"{name} needs {count:,}" for name, count in least.items() if min(samples, len(reference)) < count]
     if lacking:
         raise AtollError(
             f"{samples:,} samples against {len(reference):,} real pictures are too few for unbiased figures through "
-            f"{reference.protocol['extractor']} ({dimensions} dimensions): {', '.join(lacking)} on both sides. Raise "
-            "--samples, take --reference train, use a network of fewer dimensions, or say --allow-few"
+            f"{reference.content.protocol.extractor} ({dimensions} dimensions): {', '.join(lacking)} on both sides. "
+            "Raise --samples, take --reference train, use a network of fewer dimensions, or say --allow-few"
         )
 
 
-def against_reference(run: Path, made: FeatureSet, reference: FeatureSet, *, label: str) -> dict[str, Any]:
-    """Frechet distance, KID, precision and recall of samples against real pictures."""
+def against_reference(run: Path, samples: Samples, reference: Reference, *, vision: str) -> Metrics:
+    """Return Frechet distance, KID, precision and recall of samples against real images."""
+    made, label = of_samples(run, samples, vision), f"{samples.label} {Path(vision).name}"
     made_from = {"samples": made.digest, "reference": reference.digest}
 
-    def compute() -> dict[str, Any]:
+    def compute() -> Distances:
         count = min(len(made), len(reference))
         kid = kernel_distance(made.features, reference.features)
         near = precision_recall(_first(reference, count), made.features[:count])
-        return {
-            "frechet": {"value": frechet(made.gaussian, reference.gaussian), "note": _ERROR},
-            "kid": {**asdict(kid), "note": "unbiased; standard_error is that of value"},
-            "precision_recall": {**asdict(near), "pictures_of_each": count},
-            "floor": floor(reference, len(made)),
-        }
+        return Distances(
+            frechet=Frechet(value=frechet(made.gaussian, reference.gaussian), note=_ERROR),
+            kid=Kid(**dict(kid), note="unbiased; standard_error is that of value"),
+            precision_recall=PrecisionRecall(**dict(near), pictures_of_each=count),
+            floor=floor(reference, len(made)),
+        )
 
-    return {
-        **figures(run, "figures", label, made_from=made_from, compute=compute),
-        "protocol": {**made.protocol, **reference.protocol},
-    }
+    found = cached(run, "figures", label, made_from=made_from, result=Distances, compute=compute)
+    protocol = results.MetricsProtocol(
+        **dict(samples.protocol),
+        **dict(reference.content.protocol),
+        reference=reference.about,
+        reference_fingerprint=reference.digest,
+    )
+    return Metrics(**dict(found), protocol=protocol)
 
 
 def _first(reference: FeatureSet, count: int) -> torch.Tensor:
@@ -61,27 +66,27 @@ def _first(reference: FeatureSet, count: int) -> torch.Tensor:
     return reference.features[rows]
 
 
-def floor(reference: FeatureSet, samples: int) -> dict[str, Any]:
+def floor(reference: FeatureSet, samples: int) -> Baseline:
     """What real pictures get against real pictures: the small-sample bias of the Frechet distance, and KID's noise."""
     count = min(samples, len(reference) // 2)
     order = torch.randperm(len(reference), generator=torch.Generator().manual_seed(1))
     part, rest = reference.features[order[:count]], reference.features[order[count:]]
     kid = kernel_distance(part, rest, subsets=1)
-    return {
-        "frechet": frechet(Gaussian.of(part), Gaussian.of(rest)),
-        "kid": kid.value,
-        "kid_standard_error": kid.standard_error,
-        "real_pictures": count,
-        "against_real_pictures": len(reference) - count,
-    }
+    return Baseline(
+        frechet=frechet(Gaussian.of(part), Gaussian.of(rest)),
+        kid=kid.value,
+        kid_standard_error=kid.standard_error,
+        real_pictures=count,
+        against_real_pictures=len(reference) - count,
+    )
 
 
-def diversity(run: Path, samples: Samples, seeds: int, *, vision: str, lpips: Path | None) -> dict[str, Any]:
+def diversity(run: Path, samples: Samples, seeds: int, *, vision: str, lpips: Path | None) -> Diversity:
     """Mean distance between pictures of one prompt, over prompts. `samples` has each prompt `seeds` times in a row."""
     distance = open_perceptual(opened(vision), lpips)
     made_from = {"samples": samples.digest, "seeds": seeds, "distance": distance.name, "weights": distance.weights}
 
-    def compute() -> dict[str, Any]:
+    def compute() -> Spread:
         pictures = np.concatenate(list(samples.chunks()))
         groups = pictures.reshape(-1, seeds, *pictures.shape[1:])
         distances = []
@@ -89,30 +94,33 @@ def diversity(run: Path, samples: Samples, seeds: int, *, vision: str, lpips: Pa
             for group in groups:
                 distances.append(distance(group))
                 bar.update(seeds)
-        return asdict(Spread.of(pairwise_mean(torch.stack(distances))))
+        return Spread.of(pairwise_mean(torch.stack(distances)))
 
-    answer = figures(run, "figures", f"{samples.label} diversity", made_from=made_from, compute=compute)
-    return {**answer, "protocol": {**samples.protocol, **_protocol(distance), "seeds_per_prompt": seeds}}
+    label = f"{samples.label} diversity"
+    found = cached(run, "figures", label, made_from=made_from, result=Spread, compute=compute)
+    protocol = results.DiversityProtocol(
+        **dict(samples.protocol), distance=distance.name, weights_sha256=distance.weights, seeds_per_prompt=seeds
+    )
+    return Diversity(**dict(found), protocol=protocol)
 
 
-def _protocol(distance: Perceptual) -> dict[str, str]:
-    return {"distance": distance.name, "weights_sha256": distance.weights}
-
-
-def alignment(run: Path, samples: Samples, model: Alignment) -> dict[str, Any]:
+def alignment(run: Path, samples: Samples, model: Alignment) -> results.Alignment:
     """Mean cosine between pictures and their prompts in an image-text model."""
     captions = samples.prompts.captions
     if captions is None:
         raise AtollError("text alignment needs prompts; this run has classes only")
     made_from = {"samples": samples.digest, "model": model.name, "weights": model.weights}
 
-    def compute() -> dict[str, Any]:
+    def compute() -> Spread:
         scores, start = [], 0
         for chunk in samples.chunks():
             scores.append(model(chunk, captions[start : start + len(chunk)]))
             start += len(chunk)
-        return asdict(Spread.of(torch.cat(scores)))
+        return Spread.of(torch.cat(scores))
 
-    answer = figures(run, "figures", f"{samples.label} alignment", made_from=made_from, compute=compute)
-    about = {"image_text_model": model.name, "weights_sha256": model.weights}
-    return {**answer, "protocol": {**samples.protocol, **about}}
+    label = f"{samples.label} alignment"
+    found = cached(run, "figures", label, made_from=made_from, result=Spread, compute=compute)
+    protocol = results.AlignmentProtocol(
+        **dict(samples.protocol), image_text_model=model.name, weights_sha256=model.weights
+    )
+    return results.Alignment(**dict(found), protocol=protocol)

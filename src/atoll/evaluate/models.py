@@ -12,6 +12,7 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import EXPERT, ROUTER, ComputeSpec, NetworkContent
 from atoll.ensemble import Ensemble, Settings, load, parse
+from atoll.evaluate.results import ForwardCost, TrainingCost
 from atoll.train.cost import Cost, cost, training_bytes
 
 KINDS = (*layout.MODELS, "singles")
@@ -52,34 +53,31 @@ class Subject:
         router = Artifact(self.run, layout.final(layout.ROUTER)).manifest()
         return _opened(self.run, self.model, resident, _networks=frozenset({*self.digests, router and router.digest}))
 
-    def training(self) -> dict[str, Any]:
-        """What its networks cost in training, from their manifests."""
+    def training(self, config: Config) -> TrainingCost:
+        """Return what its networks cost in training, from their manifests, with an estimate of the memory."""
         spent = [content.compute for content in self._contents() if content.compute]
         totals = {key: sum(getattr(one, key) for one in spent) for key in ComputeSpec.model_fields}
-        return {**totals, "longest_job_seconds": max(one.seconds for one in spent)}
-
-    def training_bytes(self, config: Config) -> int:
-        """Estimated memory of the largest of its training jobs, on one process."""
         settings = config.train
         micro, half = settings.batch // settings.accumulate, settings.precision != "float32"
         sizes = [
             training_bytes(one, micro, len(settings.ema), half=half, checkpointing=settings.checkpointing)
             for one in self._costs().values()
         ]
-        return max(sizes)
+        longest = max(one.seconds for one in spent)
+        return TrainingCost(**totals, longest_job_seconds=longest, estimated_bytes=max(sizes))
 
-    def sampling(self, settings: Settings, active: float) -> dict[str, Any]:
+    def sampling(self, settings: Settings, active: float) -> ForwardCost:
         """Forward FLOPs for one picture, with `active` experts at an evaluation on average; bytes of all weights."""
         costs = self._costs()
         experts = [one.forward_flops for name, one in costs.items() if name != "router"]
         guided = [self._told and settings.guidance_at(t) != 1 for t in settings.evaluated_at]
         answers = active * (len(guided) + sum(guided))
         asked = self._router_answers(settings, guided) * costs["router"].forward_flops if "router" in costs else 0
-        return {
-            "network_evaluations": answers,
-            "flops": asked + answers * sum(experts) / len(experts),
-            "weights_bytes": sum(entry.size for part in self.parts for entry in part.open(_kind(part)).files.values()),
-        }
+        return ForwardCost(
+            network_evaluations=answers,
+            flops=asked + answers * sum(experts) / len(experts),
+            weights_bytes=sum(entry.size for part in self.parts for entry in part.open(_kind(part)).files.values()),
+        )
 
     @property
     def _told(self) -> bool:

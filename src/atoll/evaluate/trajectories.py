@@ -1,7 +1,7 @@
 """The way from noise to a picture: who leads, how near the estimate is to their data, what finer steps change."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from atoll.core.progress import progress
 from atoll.data.dataset import Shards
 from atoll.ensemble import Ensemble, Memory, Settings
 from atoll.evaluate.generated import Prompts, Samples
+from atoll.evaluate.results import ExpertUse, Trajectory
 from atoll.flow import rng
 
 NOISE_STREAM = 35
@@ -39,35 +40,25 @@ def nearest(x0: Tensor, clusters: list[Tensor]) -> Tensor:
 
 @dataclass
 class _Record:
-    """What was seen at each evaluation."""
+    """The fields of a `Trajectory` that grow with each evaluation."""
 
     t: list[float] = field(default_factory=list)
-    chosen: list[float] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)
-    closest: list[float] = field(default_factory=list)
+    distance_to_chosen_cluster: list[float] = field(default_factory=list)
+    distance_to_other_clusters: list[float] = field(default_factory=list)
+    chosen_is_closest_share: list[float] = field(default_factory=list)
 
     def add(self, t: float, distances: Tensor, lead: Tensor) -> None:
         """Distances (samples, clusters) of the estimates, and the cluster of each sample's leading expert."""
         mine = distances.gather(1, lead[:, None])[:, 0]
         self.t.append(t)
-        self.chosen.append(mine.mean().item())
-        self.others.append(((distances.sum(1) - mine) / (distances.shape[1] - 1)).mean().item())
-        self.closest.append((distances.argmin(1) == lead).float().mean().item())
-
-    def figures(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "t": self.t,
-            "distance_to_chosen_cluster": self.chosen,
-            "distance_to_other_clusters": self.others,
-            "chosen_is_closest_share": self.closest,
-        }
+        others = (distances.sum(1) - mine) / (distances.shape[1] - 1)
+        self.distance_to_chosen_cluster.append(mine.mean().item())
+        self.distance_to_other_clusters.append(others.mean().item())
+        self.chosen_is_closest_share.append((distances.argmin(1) == lead).float().mean().item())
 
 
 @torch.no_grad()
-def follow(
-    model: Ensemble, prompts: Prompts, settings: Settings, *, clusters: list[Tensor], what: str
-) -> dict[str, Any]:
+def follow(model: Ensemble, prompts: Prompts, settings: Settings, *, clusters: list[Tensor], what: str) -> Trajectory:
     """Sample with N and with 2 N steps from the same noise.
 
     `refinement` is the mean over samples of |x_N - x_2N| / |x_2N|, the relative change of the final latent; the
@@ -84,13 +75,13 @@ def follow(
             model, prompts, settings, noise=noise, steps=2 * settings.steps, bar=bar, record=None, clusters=clusters
         )
     change = (coarse - fine).flatten(1).norm(dim=1) / fine.flatten(1).norm(dim=1)
-    answer = {
-        "refinement": change.mean().item(),
-        "refinement_std": change.std().item() if len(change) > 1 else 0.0,
-        "samples": len(prompts),
-        "steps": [settings.steps, 2 * settings.steps],
-    }
-    return {**answer, **(record.figures() if record.t else {})}
+    return Trajectory(
+        refinement=change.mean().item(),
+        refinement_std=change.std().item() if len(change) > 1 else 0.0,
+        samples=len(prompts),
+        steps=(settings.steps, 2 * settings.steps),
+        **(asdict(record) if record.t else {}),
+    )
 
 
 def _solve(
@@ -139,17 +130,16 @@ def _solve(
     )
 
 
-def expert_use(samples: Samples) -> dict[str, Any] | None:
+def expert_use(samples: Samples) -> ExpertUse | None:
     """Mean weight of each expert, share of samples it leads, and number of experts that run, by time; None if dense."""
     use = samples.use()
     if use is None:
         return None
-    lead = use["lead"].mean(0)
-    return {
-        "t": use["t"].tolist(),
-        "weight": use["weights"].tolist(),
-        "lead_share": use["lead"].tolist(),
-        "active": use["active"].tolist(),
-        "mean_lead_share": lead.tolist(),
-        "mean_active": use["active"].mean().item(),
-    }
+    return ExpertUse(
+        t=use["t"].tolist(),
+        weight=use["weights"].tolist(),
+        lead_share=use["lead"].tolist(),
+        active=use["active"].tolist(),
+        mean_lead_share=use["lead"].mean(0).tolist(),
+        mean_active=use["active"].mean().item(),
+    )

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.ensemble import Settings, parse
 from atoll.evaluate.models import Subject, finished, subjects
+from atoll.evaluate.results import EvaluationResult
 from atoll.report.data import Findings
 from atoll.report.gallery import Showcase, choose
 from atoll.report.page import page
@@ -35,9 +35,10 @@ def report(run: Path, config: Config, options: Options | None = None, *, out: Pa
     options, findings = options or Options(), Findings(run, config)
     if not findings.experts:
         raise AtollError(f"{run} has no finished expert to report on; train with: atoll train {run} --expert K")
-    answer = findings.figures
-    settings = _settings(answer, options)
-    shown = _subjects(run, options.routings or _routings(answer))
+    evaluation = findings.evaluation
+    settings = _settings(evaluation, options)
+    measured = [model.routing for model in evaluation.models if model.routing] if evaluation else []
+    shown = _subjects(run, options.routings or measured or ROUTINGS)
     routings = [subject.routing for subject in shown if subject.routing]
     settings = replace(settings, routing=routings[0] if routings else "top-1")
     showcase = Showcase(choose(run, config.clusters.count, options.prompts), settings)
@@ -61,16 +62,9 @@ def _subjects(run: Path, routings: Sequence[str]) -> list[Subject]:
     return found + [Subject(run, name) for name in ("monolith", "student") if name in there]
 
 
-def _settings(answer: dict[str, Any] | None, options: Options) -> Settings:
-    """As the last evaluation sampled, unless told otherwise."""
-    told: dict[str, Any] = {}
-    for model in (answer or {}).get("models", []):
-        for found in [*model.get("metrics", {}).values(), *([model["diversity"]] if "diversity" in model else [])]:
-            told = told or {key: found["protocol"][key] for key in ("steps", "guidance", "solver", "seed")}
+def _settings(evaluation: EvaluationResult | None, options: Options) -> Settings:
+    """Return the settings of the last evaluation, unless the options say otherwise."""
+    protocol = evaluation and evaluation.protocol
+    last = {key: getattr(protocol, key) for key in ("steps", "guidance", "solver", "seed")} if protocol else {}
     wanted = {"steps": options.steps, "guidance": options.guidance, "seed": options.seed}
-    return Settings(**{**told, **{key: value for key, value in wanted.items() if value is not None}})
-
-
-def _routings(answer: dict[str, Any] | None) -> tuple[str, ...]:
-    found = [model["routing"] for model in (answer or {}).get("models", []) if model["routing"]]
-    return tuple(found) or ROUTINGS
+    return Settings(**last | {key: value for key, value in wanted.items() if value is not None})

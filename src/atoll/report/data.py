@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -22,9 +21,8 @@ from atoll.core.metrics_file import MetricsLine, read_lines
 from atoll.core.version import __version__
 from atoll.data.dataset import Shards
 from atoll.data.stages import clusters, ingest
-from atoll.evaluate.cache import ROOM
-from atoll.evaluate.evaluation import LATEST
 from atoll.evaluate.models import finished
+from atoll.evaluate.results import EvaluationResult
 
 LABELS_LOOKED_AT = 512
 
@@ -124,10 +122,9 @@ class Findings:
         return " and ".join(f"{name} ({number / count:.0%})" for name, number in common) or None
 
     @cached_property
-    def figures(self) -> dict[str, Any] | None:
-        """What the last `atoll evaluate` found."""
-        file = self.run / ROOM / LATEST
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    def evaluation(self) -> EvaluationResult | None:
+        """Return the last evaluation."""
+        return EvaluationResult.read(self.run)
 
     @cached_property
     def pictures(self) -> int | None:

@@ -4,10 +4,9 @@ Each model's pictures are an artifact below `RUN/evaluation/showcase`, so the sa
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,10 +23,11 @@ from atoll.ensemble import Settings, parse
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.generated import Prompts
 from atoll.evaluate.models import Subject
+from atoll.evaluate.results import Split
 
 GALLERY = Kind("showcase", Content)
 FILE = "pictures.safetensors"
-SPLITS: tuple[Literal["train", "held-out"], ...] = ("train", "held-out")
+SPLITS: tuple[Split, ...] = ("train", "held-out")
 _codec = cache(open_codec)
 OF_EACH = {"train": 2, "held-out": 1}
 """Examples of each cluster, if nobody says which."""
@@ -110,8 +110,8 @@ class Showcase:
 
     def strip(self, subject: Subject) -> Strip:
         """The pictures of one model, drawn now or before."""
-        settings = asdict(self.settings) | {"routing": subject.routing or "top-1"}
-        made_from = {"networks": subject.digests, "settings": settings, "prompts": asdict(self.prompts)}
+        settings = replace(self.settings, routing=subject.routing or "top-1")
+        made_from = {"networks": subject.digests, "settings": asdict(settings), "prompts": asdict(self.prompts)}
         artifact = keyed(subject.run, "showcase", subject.label, made_from=made_from)
         if artifact.begin(GALLERY, made_from) is None:
             print(f"pictures of {subject.label}", flush=True)
@@ -121,14 +121,14 @@ class Showcase:
         pictures = [Image.fromarray(picture) for picture in stored["pictures"].numpy()]
         return Strip(subject, pictures, stored.get("t"), stored.get("probabilities"))
 
-    def _draw(self, subject: Subject, settings: dict[str, Any]) -> dict[str, Tensor]:
+    def _draw(self, subject: Subject, settings: Settings) -> dict[str, Tensor]:
         told, clusters = self.prompts, self.prompts.clusters
         if subject.model.startswith("expert:"):
             # All experts are open already: the oracle is told that every picture belongs to this one's cluster.
             number = int(subject.model.removeprefix("expert:"))
-            subject, settings = Subject(subject.run, "experts", "oracle"), settings | {"routing": "oracle"}
+            subject, settings = Subject(subject.run, "experts", "oracle"), replace(settings, routing="oracle")
             clusters = [number] * len(told)
-        model, rules = subject.open(), parse(settings["routing"]).rules
+        model, rules = subject.open(), parse(settings.routing).rules
         labels = told.labels if "label" in model.told else None
         captions = told.captions if model.told & {"text", "pooled"} else None
         if captions is None and labels is None and any(example.real is None for example in self.examples):
@@ -136,7 +136,7 @@ class Showcase:
             raise AtollError(f"--prompts: the model is told {told_of}, and these are none; leave them out")
         routed = subject.model == "experts" and len(model.experts) > 1
         made = model.generate(
-            captions, labels, len(told), clusters=clusters if routed else None, trace=routed, **settings
+            captions, labels, len(told), clusters=clusters if routed else None, trace=routed, **asdict(settings)
         )
         found = {"pictures": torch.from_numpy(np.stack([np.asarray(image) for image in made.images]))}
         if made.trace is not None and all(rule.source == "router" and rule.name != "drawn" for rule in rules):

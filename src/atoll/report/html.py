@@ -57,11 +57,11 @@ Path = Sequence[str | int]
 
 
 def lookup(tree: Any, path: Path) -> Any:
-    """The value at a path of keys and positions; None if it is not there."""
+    """Return the value at a path of fields, keys and positions; None if it is not there."""
     for step in path:
         try:
-            tree = tree[step]
-        except (KeyError, IndexError, TypeError):
+            tree = tree[step] if hasattr(tree, "__getitem__") else getattr(tree, str(step))
+        except (KeyError, IndexError, TypeError, AttributeError):
             return None
     return tree
 

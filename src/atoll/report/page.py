@@ -8,6 +8,7 @@ from importlib import resources
 
 from atoll.core.layout import CONFIG_FILE
 from atoll.ensemble import Settings
+from atoll.evaluate.results import EvaluationResult, plain
 from atoll.report import images, numbers
 from atoll.report.data import Findings, machine
 from atoll.report.gallery import Example, Strip
@@ -77,7 +78,7 @@ def measured(findings: Findings, settings: Settings) -> str:
     commands += [f"atoll train {run} --router"] if findings.job("router") else []
     commands += [f"atoll train {run} --monolith --match-flops {run}"] if findings.job("monolith") else []
     commands += [f"atoll train {run} --student"] if findings.job("student") else []
-    commands += [evaluate_command(findings, run)] if findings.figures else []
+    commands += [evaluate_command(findings.evaluation, run)] if findings.evaluation else []
     commands += [f"atoll report {run}"]
     when = (
         f"This page was made on {date.today().isoformat()} on {machine()}. "
@@ -96,35 +97,30 @@ def measured(findings: Findings, settings: Settings) -> str:
         tag("p", escape(f"{how} {makers}")),
         tag("pre", escape("\n".join(commands)), tabindex="0"),
         tag("details", tag("summary", f"Settings of the run ({CONFIG_FILE})"), tag("pre", escape(yaml), tabindex="0")),
-        _raw(findings),
+        _raw(findings.evaluation) if findings.evaluation else "",
     )
 
 
-def _raw(findings: Findings) -> str:
-    if findings.figures is None:
-        return ""
-    text = json.dumps(findings.figures, indent=1)
+def _raw(evaluation: EvaluationResult) -> str:
+    text = json.dumps(plain(evaluation), indent=1, sort_keys=True)
     return tag("details", tag("summary", "All figures as JSON"), tag("pre", escape(text), tabindex="0"))
 
 
-def evaluate_command(findings: Findings, run: str) -> str:
-    """The command that gives the figures of the page."""
-    assert findings.figures is not None
-    models = findings.figures["models"]
+def evaluate_command(evaluation: EvaluationResult, run: str) -> str:
+    """Return the command that gives the metrics of the page."""
     parts = [f"atoll evaluate {run}"]
-    told = next((found["protocol"] for model in models for found in model.get("metrics", {}).values()), None)
-    if told:
-        how = f"--steps {told['steps']} --guidance {told['guidance']:g} --seed {told['seed']} --solver {told['solver']}"
-        how += f" --reference {told['reference']['split']} --references {told['reference']['pictures']}"
-        parts.append(f"--samples {told['samples']} {how} --extractors {' '.join(numbers.extractors(findings.figures))}")
-    spread = next((model["diversity"]["protocol"] for model in models if "diversity" in model), None)
-    if spread:
-        seeds = spread["seeds_per_prompt"]
-        parts.append(f"--diversity {spread['samples'] // seeds} {seeds}")
-    parts.append(f"--models {' '.join(dict.fromkeys(model['model'] for model in models))}")
-    if routings := [model["routing"] for model in models if model["routing"]]:
+    if evaluation.metrics:
+        used = evaluation.metrics[0].protocol
+        how = f"--steps {used.steps} --guidance {used.guidance:g} --seed {used.seed} --solver {used.solver}"
+        how += f" --reference {used.reference.split} --references {used.reference.pictures}"
+        parts.append(f"--samples {used.samples} {how} --extractors {' '.join(evaluation.extractors)}")
+    if spread := evaluation.diversity:
+        seeds = spread.protocol.seeds_per_prompt
+        parts.append(f"--diversity {spread.protocol.samples // seeds} {seeds}")
+    parts.append(f"--models {' '.join(dict.fromkeys(model.model for model in evaluation.models))}")
+    if routings := [model.routing for model in evaluation.models if model.routing]:
         parts.append(f"--routings {' '.join(routings)}")
-    if findings.figures.get("prompts") == "train":
+    if evaluation.prompts == "train":
         parts.append("--prompts train")
     return " ".join([*parts, "--allow-few"])
 
