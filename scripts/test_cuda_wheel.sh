@@ -40,4 +40,4 @@ trap 'rm -rf "$run"' EXIT
 # The shortest demo: its fixed part is counted as four minutes.
 "$python" -m atoll.cli demo --minutes 4.1 --run "$run/demo"
 "$python" -m atoll.cli sample "$run/demo" "red heart" --steps 2
-"$python" -m pytest tests/flow tests/nets tests/train tests/data/test_models.py tests/ensemble/test_sampling.py
+"$python" -m pytest tests/flow tests/nets tests/convert tests/experts tests/train tests/data/test_pretrained.py tests/ensemble/test_sampling.py

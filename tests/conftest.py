@@ -1,11 +1,16 @@
 """Fixtures shared by all tests."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from ensemble.runs import write_run as write_networks
 from shapes import write_run, write_shapes
+from train.conftest import merge
+from train.workers import TINY
 
 # Tests run in two workers on two cores: one thread each, or they wait for one another.
 torch.set_num_threads(1)
@@ -23,4 +28,51 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
 
     run = tmp_path_factory.mktemp("prepared") / "run"
     prepare(run, write_run(run, shapes))
+    return run
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three experts of three objectives and two sizes, told text. Tests must not change it."""
+    return write_networks(tmp_path_factory.mktemp("ensemble") / "run")
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
+    """The export of `run`, with a text encoder. Tests must not change it."""
+    from atoll.export.writer import export
+
+    folder = tmp_path_factory.mktemp("exported") / "pipeline"
+    export(run, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def told_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `run`, told classes: no text encoder, so its export is small. Tests must not change it."""
+    return write_networks(tmp_path_factory.mktemp("told") / "run", told=("label",))
+
+
+@pytest.fixture(scope="session")
+def told_export(tmp_path_factory: pytest.TempPathFactory, told_run: Path) -> Path:
+    """The export of `told_run`. Tests must not change it."""
+    from atoll.export.writer import export
+
+    folder = tmp_path_factory.mktemp("told export") / "pipeline"
+    export(told_run, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run with everything trained. Tests add to its `evaluation` folder and change nothing else."""
+    from atoll import cli
+
+    run = tmp_path_factory.mktemp("evaluated") / "run"
+    shutil.copytree(prepared / "data", run / "data")
+    values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
+    values["experts"] = {"default": "flow-matching", 1: "ddpm"}
+    (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    for job in (["--expert", "0"], ["--expert", "1"], ["--expert", "2"], ["--router"], ["--monolith"], ["--student"]):
+        assert cli.main(["train", str(run), *job]) == 0
     return run

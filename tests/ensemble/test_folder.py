@@ -29,8 +29,8 @@ from atoll.experts.expert_cache import Member
 from atoll.export.pipeline import AtollPipeline
 from atoll.flow import rng
 from atoll.nets import Condition
+from convert.paris_release import Paris
 from ensemble.runs import declared_by, write_network
-from paris_release import Paris
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

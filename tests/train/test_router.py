@@ -11,8 +11,9 @@ from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import ROUTER
 from atoll.data.prepare import prepare
+from atoll.experts.validation import by_time
 from atoll.nets import load_network
-from atoll.train.tasks import best_temperature, by_time
+from atoll.train.tasks import best_temperature
 from shapes import write_run
 from train.conftest import Copy
 from train.workers import TINY, finish, metrics

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import atoll
-import dit_release
 from atoll import flow
 from atoll.convert.convert import convert
 from atoll.core import config
@@ -25,6 +24,7 @@ from atoll.nets import Condition
 from atoll.train import build_task, resolve_job, train_job
 from atoll.train.tasks import ExpertTask
 from autoencoders import write_autoencoder
+from convert import dit_release
 from shapes import COLOURS, write_run
 from train.workers import TINY
 

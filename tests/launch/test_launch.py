@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from islands import slurm
-from islands.engines import ENGINES, Local, Watch, attempts, ranks, trainers, wait_until
+from launch import slurm
+from launch.engines import ENGINES, Local, Watch, attempts, ranks, trainers, wait_until
 from train.conftest import merge
 from train.workers import TINY, assert_same_weights, finish, metrics
 

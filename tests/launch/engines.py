@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from islands import slurm
-from islands.slurm import wait_for
+from launch import slurm
+from launch.slurm import wait_for
 
 MAIN = "import sys; from atoll.cli import main; sys.exit(main(sys.argv[1:]))"
 

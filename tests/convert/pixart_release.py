@@ -5,7 +5,7 @@ import math
 import torch
 from torch.nn import functional
 
-from dit_release import positions
+from convert.dit_release import positions
 
 NULL_TOKENS = 120
 

@@ -10,7 +10,7 @@ from atoll.convert.fold import STEPS, FlowMatchingOptions, activated_embeddings,
 from atoll.core.errors import AtollError
 from atoll.core.networks import read_network
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, build, load_network, save_network
-from dit_release import release_forward, release_state
+from convert.dit_release import release_forward, release_state
 
 WIDTH, HEADS, CLASSES = 48, 2, 10
 

@@ -8,8 +8,8 @@ from atoll.convert.fold import FlowMatchingOptions
 from atoll.core.errors import AtollError
 from atoll.nets import Condition, Router, RouterConfig, load_network
 from atoll.nets.layers import is_sincos, sincos_positions
-from dit_release import positions, release_forward, release_state
-from paris_release import Paris
+from convert.dit_release import positions, release_forward, release_state
+from convert.paris_release import Paris
 
 
 def native(state, config=None, heads=None, name=None):

@@ -2,17 +2,16 @@
 
 import json
 
-import pixart_release
 import pytest
 import torch
 
-import dit_release
 from atoll.convert import write_weights
 from atoll.convert.convert import convert, read_source
 from atoll.core.errors import AtollError
 from atoll.core.networks import STABLE_DIFFUSION, LatentScale, read_network
 from atoll.nets import DiT, DiTConfig, build, load_network, save_network
-from paris_release import Paris
+from convert import dit_release, pixart_release
+from convert.paris_release import Paris
 
 WIDTH, HEADS, CLASSES, TEXT = 48, 2, 10, 12
 RELEASED = {"scaling_factor": 0.18215, "shift_factor": 0.0}

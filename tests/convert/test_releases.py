@@ -2,12 +2,9 @@
 
 import json
 
-import pixart_release
 import pytest
 import torch
-from pixart_release import NULL_TOKENS
 
-import dit_release
 from atoll import flow
 from atoll.cli import main
 from atoll.convert import read_weights, write_weights
@@ -16,6 +13,8 @@ from atoll.convert.fold import FlowMatchingOptions
 from atoll.core.errors import AtollError
 from atoll.experts.batch_conditions import Places, replace_rows
 from atoll.nets import Condition, DiT, DiTConfig, concatenate, load_network, save_network
+from convert import dit_release, pixart_release
+from convert.pixart_release import NULL_TOKENS
 
 WIDTH, HEADS, CLASSES, TEXT = 48, 2, 10, 12
 

@@ -12,8 +12,8 @@ from atoll.islands.leases import Lease, Seen, look
 from atoll.islands.store import Store
 from atoll.launch.base import AGAIN
 from atoll.launch.supervisor import holder, is_over, saved_samples
-from islands.engines import trainers
-from islands.slurm import wait_for
+from launch.engines import trainers
+from launch.slurm import wait_for
 
 STEP = "experts/000"
 
