@@ -19,7 +19,7 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.data.stages.latents import Statistics
-from atoll.ensemble import Ensemble, Member, OpenRouter, Told
+from atoll.ensemble import Ensemble, ExpertReference, OpenRouter, BatchConditions
 from atoll.experts.expert import Declaration
 from atoll.experts.expert_cache import weights_of
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, load_network, save_network
@@ -52,7 +52,7 @@ class Work:
         self.x = torch.randn(BATCH, 4, side, side)
         mask = torch.rand(BATCH, 1) * TEXT > torch.arange(TEXT) - 8
         self.condition = Condition(torch.randn(BATCH, TEXT, TEXT_WIDTH), mask)
-        self.told = Told.of(self.condition, torch.arange(BATCH), reused=True)
+        self.told = BatchConditions.of(self.condition, torch.arange(BATCH), reused=True)
 
     def ensemble(self, count: int, objective: str = "flow-matching", resident: int | None = None) -> Ensemble:
         """`count` experts in files, behind a router with a realistic spread of answers."""
@@ -65,14 +65,14 @@ class Work:
         declared = self._declaration("router", tuple(range(count)), flow.Objective().bridge(), bridge=frozenset())
         return Ensemble(members, OpenRouter(declared, router), resident=resident)
 
-    def _member(self, number: int, bridge: flow.Bridge) -> Member:
+    def _member(self, number: int, bridge: flow.Bridge) -> ExpertReference:
         place = self.folder / f"{number:03d}"
         if not place.is_dir():
             torch.manual_seed(number)
             save_network(DiT(self._config()), place)
         declared = self._declaration(f"experts/{number:03d}", (number,), bridge, bridge=frozenset(["text"]))
         file = place / WEIGHTS_FILE
-        return Member(declared, partial(load_network, place), file.stat().st_size, file)
+        return ExpertReference(declared, partial(load_network, place), file.stat().st_size, file)
 
     def _config(self) -> DiTConfig:
         return DiTConfig(WIDTH, DEPTH, HEADS, 2, size=self.side, text_width=TEXT_WIDTH, text_projection="mlp")
@@ -99,7 +99,7 @@ class Work:
             weights = model.weights(x, t[:1], None, routing="full")
             total = torch.zeros_like(x)
             for number in range(len(model.members)):
-                expert = model.residents.get(number).expert
+                expert = model.cache.get(number).expert
                 told = expert.velocity(x, t, self.condition)
                 null = expert.velocity(x, t, self.condition.unconditional())
                 total += weights[:, number, None, None, None] * (null + GUIDANCE * (told - null))
@@ -187,7 +187,7 @@ def _residency(work: Work, eight: Ensemble, repeats: int) -> Iterable[Row]:
     two = work.ensemble(K, resident=2)
     times = interleave({"two": work.routed(two), "eight": work.routed(eight)}, repeats)
     yield Row("top-1 with 2 of 8 experts in memory over all 8", times["two"] / times["eight"], None, "lower")
-    kept = [sum(weights_of(here.expert.network) for here in model.residents._here.values()) for model in (two, eight)]
+    kept = [sum(weights_of(here.expert.network) for here in model.cache._here.values()) for model in (two, eight)]
     yield Row("bytes of experts in memory, 2 of 8 over all 8", kept[0] / kept[1], None, "lower")
 
 

@@ -38,7 +38,7 @@ from atoll.core.artifacts import Artifact, Kind
 from atoll.core.manifests import EXPERT
 from atoll.core.manifests import ROUTER as ROUTER_KIND
 from atoll.core.networks import read_network
-from atoll.ensemble import Ensemble, Told
+from atoll.ensemble import Ensemble, BatchConditions
 from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.flow import rng
 from atoll.nets import build, save_network
@@ -155,7 +155,7 @@ def offline(model: Ensemble, wishes: Iterable[Wish]) -> dict[Wish, Image.Image]:
 @torch.no_grad()
 def _latents(model: Ensemble, part: Sequence[Wish], steps: int) -> Tensor:
     """What `generate` does, with a seed for each picture."""
-    told = Told.of(model.encode([wish.prompt for wish in part]), torch.arange(len(part)), reused=True)
+    told = BatchConditions.of(model.encode([wish.prompt for wish in part]), torch.arange(len(part)), reused=True)
     shape = (1, *model.shape)
     noise = [rng.normal(shape, seed=wish.seed, stream=NOISE_STREAM, first=0) for wish in part]
     return flow.solve(
@@ -238,7 +238,7 @@ def _company(url: str, steps: int) -> Iterable[Row]:
 
 
 def _memory(url: str, process: psutil.Process, count: int) -> Iterable[Row]:
-    """Memory of the server after many requests of different prompts, over that after a tenth of them."""
+    """RoutingState of the server after many requests of different prompts, over that after a tenth of them."""
     kept = []
     for part in (count // 10, count - count // 10):
         bodies = [

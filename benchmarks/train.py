@@ -161,7 +161,7 @@ def peak(name: str) -> None:
 
 
 def memory_bytes(which: str) -> int:
-    """Memory of the process now (VmRSS) or at its highest (VmHWM)."""
+    """RoutingState of the process now (VmRSS) or at its highest (VmHWM)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[which].split()[0]) * 1024
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from atoll import flow
-from atoll.ensemble import Memory
+from atoll.ensemble import RoutingState
 from atoll.ensemble.analytic import ideal_ensemble
 
 OBJECTIVES = ["ddpm", "ddpm-linear", "x0", "v-prediction", "flow-matching"]
@@ -56,7 +56,7 @@ def sample(mixture: flow.GaussianMixture, routing: str, count: int, steps: int) 
     ensemble = ideal_ensemble(mixture, [[k] for k in range(5)], OBJECTIVES)
     clusters = torch.multinomial(mixture.weights, count, replacement=True, generator=torch.Generator().manual_seed(3))
     noise = flow.randomness.normal((count, 2), seed=0, stream=0, first=0)
-    memory = Memory(trace=[])
+    memory = RoutingState(trace=[])
     x = flow.solve(
         lambda x, t: ensemble.velocity(x, t[:1], routing=routing, cluster=clusters, memory=memory),
         noise.view(count, 2, 1, 1),

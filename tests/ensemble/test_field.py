@@ -10,7 +10,7 @@ from torch import Tensor
 
 import atoll
 from atoll.core.errors import AtollError
-from atoll.ensemble import Ensemble, Told
+from atoll.ensemble import Ensemble, BatchConditions
 from atoll.experts.router import OpenRouter
 from atoll.nets import Condition
 from ensemble.runs import SPACE, write_run
@@ -62,7 +62,7 @@ def naive(ensemble: Ensemble, given: dict[str, Tensor], told: Condition, routing
         for this in (told[i : i + 1], told[i : i + 1].unconditional()):
             w = ensemble.weights(x, t, this, routing=routing, cluster=cluster, draw=draw)[0]
             parts = [
-                ensemble.residents.get(k).expert.velocity(
+                ensemble.cache.get(k).expert.velocity(
                     x, t, Condition(this.text, this.text_mask, dropped=this.dropped)
                 )
                 for k in range(len(ensemble.members))
@@ -87,7 +87,7 @@ def test_prepared_conditions_and_one_time_give_the_same(run: Path) -> None:
     """The path of sampling: distinct prompts prepared once, one time for the batch."""
     ensemble, given, told = atoll.load(run), batch(), condition()
     rows = torch.tensor([0, 1, 2, 0, 1, 2, 0, 0, 4])
-    reused = Told.of(told[:5], rows, reused=True)
+    reused = BatchConditions.of(told[:5], rows, reused=True)
     for t, routing in product((0.9, 0.2), ("top-1", "top-2", "full")):
         expected = ensemble.velocity(given["x"], torch.full((B,), t), told[rows], routing=routing, guidance=3.0)
         for _ in range(2):
@@ -139,7 +139,7 @@ def test_labels_and_text_together(tmp_path: Path) -> None:
     for parts in (told, Condition(told.text, told.text_mask), Condition(label=told.label)):
         rows = torch.arange(B)
         plain = ensemble.velocity(given["x"], 0.5, parts, routing="top-2", guidance=3.0)
-        prepared = ensemble.velocity(given["x"], 0.5, Told.of(parts, rows, reused=True), routing="top-2", guidance=3.0)
+        prepared = ensemble.velocity(given["x"], 0.5, BatchConditions.of(parts, rows, reused=True), routing="top-2", guidance=3.0)
         assert_alike(prepared, plain)
     with_label = ensemble.velocity(given["x"], 0.5, told, routing="top-2")
     assert (with_label - ensemble.velocity(given["x"], 0.5, None, routing="top-2")).abs().max() > 1e-3

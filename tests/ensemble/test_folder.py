@@ -25,7 +25,7 @@ from atoll.core.manifests import PIPELINE
 from atoll.ensemble import Ensemble
 from atoll.ensemble.loading import open_member
 from atoll.ensemble.sampler import NOISE_STREAM
-from atoll.experts.expert_cache import Member
+from atoll.experts.expert_cache import ExpertReference
 from atoll.export.pipeline import AtollPipeline
 from atoll.flow import rng
 from atoll.nets import Condition
@@ -291,7 +291,7 @@ def test_a_damaged_release_is_refused(release: Path, tmp_path: Path) -> None:
         atoll.load(release_file.parent.parent)
 
 
-def write_expert(run: Path, statistics: dict[str, list[float]]) -> Member:
+def write_expert(run: Path, statistics: dict[str, list[float]]) -> ExpertReference:
     """An expert on the release's latents and text, as if it had been trained here."""
     network = {"_class_name": "DiT", "width": 32, "depth": 1, "heads": 2, "size": 8, "text_width": TEXT}
     declared = declared_by("experts/001", [1], network, ["text"], statistics)

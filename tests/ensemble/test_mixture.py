@@ -8,9 +8,9 @@ from atoll import flow
 from atoll.core.errors import AtollError
 from atoll.core.networks import LatentScale
 from atoll.data.stages.latents import Statistics
-from atoll.ensemble import Memory
+from atoll.ensemble import RoutingState
 from atoll.ensemble.analytic import ideal_ensemble, seen_in
-from atoll.experts.expert_cache import Placement
+from atoll.experts.expert_cache import DeviceOptions
 
 OBJECTIVES = ["flow-matching", "ddpm", "x0", "v-prediction", "ddpm-linear", "ve-x0"]
 CLUSTERS = [[0, 3], [1], [2, 4], [5]]
@@ -43,7 +43,7 @@ def test_exact_routings_of_mixed_objectives_sample_the_right_distribution(routin
     mixture = random_mixture(spread=1.0)
     ensemble = ideal_ensemble(mixture, CLUSTERS, OBJECTIVES)
     noise = torch.randn(8000, 3, 1, 1, generator=torch.Generator().manual_seed(0))
-    memory = Memory(seed=4)
+    memory = RoutingState(seed=4)
     field = lambda x, t: ensemble.velocity(x, t[:1], routing=routing, memory=memory)  # noqa: E731
     x = flow.solve(field, noise, steps=30, solver="heun").flatten(1).double()
     data = mixture.sample(100_000, torch.Generator().manual_seed(1))
@@ -80,7 +80,7 @@ def test_an_uncalibrated_bfloat16_expert_stays_bounded_near_noise() -> None:
     """The expert's bridge must see the output in the network's own precision, not after a cast to float32."""
     mixture = random_mixture()
     half, whole = ideal_ensemble(mixture, [list(range(6))], ["ddpm"]), ideal_ensemble(mixture, [list(range(6))])
-    half = type(half)(half.members, placement=Placement(torch.device("cpu"), torch.bfloat16))
+    half = type(half)(half.members, placement=DeviceOptions(torch.device("cpu"), torch.bfloat16))
     x, t = states(mixture, 2000, 0.999, 0.9999)
     truth = answer(whole, x, t)
     error = (answer(half, x, t) - truth).square().mean().sqrt() / truth.square().mean().sqrt()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from atoll.core.errors import AtollError
-from atoll.ensemble.routing import Memory, parse
+from atoll.ensemble.routing import RoutingState, parse
 
 
 def weights(text: str, p: list[list[float]], t: float | list[float] = 0.5, **memory: object) -> Tensor:
@@ -15,7 +15,7 @@ def weights(text: str, p: list[list[float]], t: float | list[float] = 0.5, **mem
     routing, table = parse(text), torch.tensor(p, dtype=torch.float32)
     draw = memory.pop("draw", None)
     kept = {"router": table, "nearest": table, "given": table}
-    return routing.weights(kept, times, Memory(**memory), draw=None if draw is None else torch.tensor(draw))
+    return routing.weights(kept, times, RoutingState(**memory), draw=None if draw is None else torch.tensor(draw))
 
 
 def by_hand(text: str, p: list[float]) -> list[float]:
@@ -62,8 +62,8 @@ def test_samples_are_decided_one_by_one_and_rules_change_over_time() -> None:
 
 def test_sample_one_follows_the_probabilities() -> None:
     p, count = [0.2, 0.5, 0.3], 4000
-    draws = Memory(seed=3).draw(parse("sample-1"), count)
-    chosen = parse("sample-1").weights({"router": torch.tensor([p] * count)}, torch.tensor([0.5]), Memory(), draw=draws)
+    draws = RoutingState(seed=3).draw(parse("sample-1"), count)
+    chosen = parse("sample-1").weights({"router": torch.tensor([p] * count)}, torch.tensor([0.5]), RoutingState(), draw=draws)
     assert torch.equal(chosen.sum(1), torch.ones(count))
     torch.testing.assert_close(chosen.mean(0), torch.tensor(p), atol=0.03, rtol=0)
 
@@ -71,7 +71,7 @@ def test_sample_one_follows_the_probabilities() -> None:
 def test_drawn_once_is_kept_for_all_rows_of_a_sample() -> None:
     """Whatever the probabilities become, and whatever they are for the null condition in the rows below."""
     p, count, t = [0.2, 0.5, 0.3], 4000, torch.tensor([0.5])
-    memory, routing = Memory(seed=3), parse("drawn")
+    memory, routing = RoutingState(seed=3), parse("drawn")
     told, null = torch.tensor([p] * count), torch.tensor([[0.0, 0.0, 1.0]] * count)
     assert routing.settled(routing.rules[0], memory) is None
     first = routing.weights({"router": torch.cat([told, null])}, t, memory, draw=memory.draw(routing, count))
@@ -84,7 +84,7 @@ def test_drawn_once_is_kept_for_all_rows_of_a_sample() -> None:
 
 
 def test_drawn_begins_when_its_time_comes_for_each_sample() -> None:
-    memory, routing = Memory(), parse("top-1@0.5,drawn")
+    memory, routing = RoutingState(), parse("top-1@0.5,drawn")
     p, draw = torch.tensor([[0.6, 0.4]] * 3), torch.tensor([0.9, 0.9, 0.1])
     first = routing.weights({"router": p}, torch.tensor([0.7, 0.4, 0.4]), memory, draw=draw)
     assert first.argmax(1).tolist() == [0, 1, 0]
@@ -99,19 +99,19 @@ def test_drawn_begins_when_its_time_comes_for_each_sample() -> None:
 
 
 def test_draws_belong_to_seed_position_and_step() -> None:
-    memory, anew, once = Memory(seed=1, first=5), parse("sample-1"), parse("full@0.6,drawn")
-    assert torch.equal(memory.draw(anew, 3), Memory(seed=1, first=4).draw(anew, 4)[1:])
+    memory, anew, once = RoutingState(seed=1, first=5), parse("sample-1"), parse("full@0.6,drawn")
+    assert torch.equal(memory.draw(anew, 3), RoutingState(seed=1, first=4).draw(anew, 4)[1:])
     first = memory.draw(anew, 3)
     assert torch.equal(first, memory.draw(once, 3))
     memory.evaluations = 1
     assert not torch.equal(first, memory.draw(anew, 3))
     assert torch.equal(first, memory.draw(once, 3)), "what is drawn once does not depend on when"
-    assert not torch.equal(first, Memory(seed=2, first=5).draw(anew, 3))
+    assert not torch.equal(first, RoutingState(seed=2, first=5).draw(anew, 3))
 
 
 def test_rules_over_time_may_have_answers_for_the_null_condition_or_not() -> None:
     """A router that is told nothing has one row for each sample, densities that hear captions have two."""
-    routing, memory = parse("top-1@0.6,nearest"), Memory()
+    routing, memory = parse("top-1@0.6,nearest"), RoutingState()
     first = torch.tensor([[0.6, 0.4], [0.2, 0.8]])
     p = {"router": first, "nearest": torch.cat([first, first.flip(1)])}
     assert routing.weights(p, torch.tensor([0.9]), memory, draw=None).argmax(1).tolist() == [0, 1]

@@ -15,7 +15,7 @@ from atoll.cli import main
 from atoll.core.errors import AtollError
 from atoll.core.networks import read_network
 from atoll.ensemble.plan import activation_bytes
-from atoll.experts.expert_cache import Resident, Residents
+from atoll.experts.expert_cache import LoadedExpert, ExpertCache
 from atoll.nets import build
 from ensemble.runs import SMALL, write_run
 
@@ -34,28 +34,28 @@ def test_pictures_do_not_depend_on_how_many_experts_are_in_memory(run: Path, rou
             assert torch.equal(latents, everything.latents)
         else:  # accelerators add three terms in no fixed order
             torch.testing.assert_close(latents, everything.latents, atol=1e-4, rtol=1e-4)
-        assert len(few.residents._here) <= resident
-        assert few.residents.loads > 3
+        assert len(few.cache._here) <= resident
+        assert few.cache.loads > 3
 
 
 def test_the_expert_that_leaves_is_gone_before_the_next_one_comes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, where loading copies: what is planned for one expert must not take two."""
-    networks, most, fetch = list["weakref.ref[torch.nn.Module]"](), [0], Residents._load
+    networks, most, fetch = list["weakref.ref[torch.nn.Module]"](), [0], ExpertCache._load
 
-    def counted(self: Residents, number: int) -> Resident:
+    def counted(self: ExpertCache, number: int) -> LoadedExpert:
         most[0] = max(most[0], sum(network() is not None for network in networks))
         opened = fetch(self, number)
         networks.append(weakref.ref(opened.expert.network))
         return opened
 
-    monkeypatch.setattr(Residents, "_load", counted)
+    monkeypatch.setattr(ExpertCache, "_load", counted)
     atoll.load(run, resident=1, dtype="bfloat16").generate(PROMPTS, n=4, steps=2, routing="full")
     assert len(networks) > 3
     assert most[0] <= 1
 
 
 def test_the_least_recently_used_expert_leaves_and_those_in_memory_go_first(run: Path) -> None:
-    residents = atoll.load(run, resident=2).residents
+    residents = atoll.load(run, resident=2).cache
     for number in (0, 1, 0, 2):
         residents.get(number)
     assert list(residents._here) == [0, 2]
@@ -67,9 +67,9 @@ def test_the_least_recently_used_expert_leaves_and_those_in_memory_go_first(run:
 
 def test_nothing_is_read_before_it_is_needed(run: Path) -> None:
     ensemble = atoll.load(run)
-    assert ensemble.residents.loads == 0
+    assert ensemble.cache.loads == 0
     ensemble.velocity(torch.zeros(2, 3, 8, 8), 0.5, routing="oracle", cluster=torch.tensor([1, 1]))
-    assert ensemble.residents.loads == 1
+    assert ensemble.cache.loads == 1
 
 
 def test_at_least_one_expert_must_fit(run: Path) -> None:
@@ -101,7 +101,7 @@ def test_activations_are_counted_in_tensors_of_the_residual_stream(network: dict
 MEASURE = """
 import gc, json, sys
 import torch, atoll
-from atoll.ensemble import Told
+from atoll.ensemble import BatchConditions
 from atoll.nets import Condition, DiT, DiTConfig
 torch.set_num_threads(1)
 run, resident, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -118,7 +118,7 @@ with torch.no_grad():  # libraries load themselves with the first network
 gc.collect()
 before = memory("VmRSS:")
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
-told = Told.of(Condition(text, torch.ones(64, 12, dtype=torch.bool)), torch.arange(64), reused=True)
+told = BatchConditions.of(Condition(text, torch.ones(64, 12, dtype=torch.bool)), torch.arange(64), reused=True)
 for step in range(4):
     with torch.no_grad():
         ensemble.velocity(torch.randn(64, *ensemble.shape), 1 - step / 4, told, routing="full")

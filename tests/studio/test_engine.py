@@ -130,7 +130,7 @@ def rows_of(model: Any) -> list[int]:
     """Rows that the experts' networks see from now on."""
     seen: list[int] = []
     for number in range(len(model.members)):
-        network = model.residents.get(number).expert.network
+        network = model.cache.get(number).expert.network
         network.register_forward_pre_hook(lambda _module, given: seen.append(len(given[0])))
     return seen
 
@@ -246,7 +246,7 @@ def test_conditions_are_prepared_once_and_bounded(served_run: Path, monkeypatch:
     desk.finish()
     # All three places and the null condition at first, then each new prompt by itself.
     assert prepared == [4] + [1] * 8
-    resident = desk.models.edition("experts").ensemble.residents.get(1)
+    resident = desk.models.edition("experts").ensemble.cache.get(1)
     assert resident._prepared is not None
     assert len(resident._prepared.keys_values[0][0]) == 4
     again = desk.ask(prompt="a circle of 8", cluster=1, routing="oracle")

@@ -2,22 +2,22 @@
 
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.loading import load
-from atoll.ensemble.routing import Memory, Routing, parse
+from atoll.ensemble.routing import RoutingState, Routing, parse
 from atoll.ensemble.sampler import Samples, Settings, Trace
-from atoll.experts.batch_conditions import Told
-from atoll.experts.expert_cache import Member, Placement
+from atoll.experts.batch_conditions import BatchConditions
+from atoll.experts.expert_cache import ExpertReference, DeviceOptions
 from atoll.experts.router import OpenRouter
 
 __all__ = [
     "Ensemble",
-    "Member",
-    "Memory",
+    "ExpertReference",
+    "RoutingState",
     "OpenRouter",
-    "Placement",
+    "DeviceOptions",
     "Routing",
     "Samples",
     "Settings",
-    "Told",
+    "BatchConditions",
     "Trace",
     "load",
     "parse",

@@ -18,7 +18,7 @@ from atoll.data.stages.latents import Statistics
 from atoll.ensemble.ensemble import Ensemble
 from atoll.experts.density import SAMPLES, Density
 from atoll.experts.expert import Declaration
-from atoll.experts.expert_cache import Member
+from atoll.experts.expert_cache import ExpertReference
 from atoll.experts.router import OpenRouter
 from atoll.nets import Router
 
@@ -79,7 +79,7 @@ def ideal_ensemble(
         drawn = part.sample(SAMPLES, torch.Generator().manual_seed(number)).view(-1, dimensions, 1, 1)
         density = Density.fit(drawn, count=round(1e6 * share))
         declaration = _declaration(layout.expert_job(number), (number,), space, bridge=objective.bridge(x0_bound=None))
-        members.append(Member(declaration, _opener(part, objective), 0, density=density))
+        members.append(ExpertReference(declaration, _opener(part, objective), 0, density=density))
     known = _declaration("router", tuple(range(len(clusters))), plain, bridge=flow.Objective().bridge())
     return Ensemble(members, OpenRouter(known, cast(Router, IdealRouter(mixture, clusters))))
 

@@ -17,10 +17,10 @@ from atoll.data.stages.latents import Statistics
 from atoll.ensemble import sampler
 from atoll.ensemble.plan import Plan
 from atoll.ensemble.plan import plan as make_plan
-from atoll.ensemble.routing import Memory, Routing, Source, parse
-from atoll.experts.batch_conditions import Told
+from atoll.ensemble.routing import RoutingState, Routing, Source, parse
+from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.expert import Declaration
-from atoll.experts.expert_cache import Member, Placement, Residents
+from atoll.experts.expert_cache import ExpertReference, DeviceOptions, ExpertCache
 from atoll.experts.rescaling import rescaling
 from atoll.experts.router import OpenRouter
 from atoll.flow.schedules import broadcast, check_times
@@ -34,10 +34,10 @@ class Ensemble(nn.Module):
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[ExpertReference],
         router: OpenRouter | None = None,
         *,
-        placement: Placement | None = None,
+        placement: DeviceOptions | None = None,
         resident: int | None = None,
         routing: str | Routing = "top-1",
         missing: Sequence[str] = (),
@@ -45,7 +45,7 @@ class Ensemble(nn.Module):
         super().__init__()
         if not members:
             raise AtollError("an ensemble needs at least one expert")
-        self.placement = placement or Placement(torch.device("cpu"))
+        self.placement = placement or DeviceOptions(torch.device("cpu"))
         self.members = tuple(members)
         self.router = router
         self.routing = parse(routing)
@@ -54,7 +54,7 @@ class Ensemble(nn.Module):
         self.scheduler: Any = None  # a diffusers scheduler that takes the place of the solver
         first = (router or members[0]).declaration
         self.space: Statistics = first.statistics
-        self.residents = Residents(self.members, self.space, self.placement, resident or len(members))
+        self.cache = ExpertCache(self.members, self.space, self.placement, resident or len(members))
         _check_alike([member.declaration for member in members] + ([router.declaration] if router else []))
 
     @property
@@ -65,7 +65,7 @@ class Ensemble(nn.Module):
     @property
     def quantisation_error(self) -> dict[str, float]:
         """By how much eight-bit weights change the velocity of each expert that was opened, relative to its size."""
-        return self.residents.quantisation_error
+        return self.cache.quantisation_error
 
     @property
     def device(self) -> torch.device:
@@ -85,7 +85,7 @@ class Ensemble(nn.Module):
         captions = "text" in told and any(member.density and member.density.caption for member in self.members)
         return told | {"pooled"} if captions else told
 
-    def forward(self, x: Tensor, t: Tensor | float, condition: Condition | Told | None = None, **how: Any) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor | float, condition: Condition | BatchConditions | None = None, **how: Any) -> Tensor:
         """`velocity`."""
         return self.velocity(x, t, condition, **how)
 
@@ -93,14 +93,14 @@ class Ensemble(nn.Module):
         self,
         x: Tensor,
         t: Tensor | float,
-        condition: Condition | Told | None = None,
+        condition: Condition | BatchConditions | None = None,
         *,
         routing: str | Routing | None = None,
         guidance: Guidance = 1.0,
         cluster: Tensor | None = None,
         rescale: float = 0.0,
         draw: Tensor | None = None,
-        memory: Memory | None = None,
+        memory: RoutingState | None = None,
     ) -> Tensor:
         """The velocity at states x (batch, channels, height, width) of the ensemble's space.
 
@@ -109,9 +109,9 @@ class Ensemble(nn.Module):
         """
         self._check_batch(x, {"guidance": guidance, "cluster": cluster, "draw": draw})
         t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
-        told = condition if isinstance(condition, Told) else self.tell(condition, len(x))
+        told = condition if isinstance(condition, BatchConditions) else self.tell(condition, len(x))
         guided = self._guided(guidance, told, x)
-        memory = memory or Memory()
+        memory = memory or RoutingState()
         weights = self._weights(
             x,
             t,
@@ -129,15 +129,15 @@ class Ensemble(nn.Module):
         v = self._mixed(x, t, told, samples=torch.cat([samples, guided]), rows=rows, weights=weights)
         return _guide(v, guided, guidance, count=len(x), rescale=rescale) if len(guided) else v
 
-    def tell(self, condition: Condition | None, count: int) -> Told:
+    def tell(self, condition: Condition | None, count: int) -> BatchConditions:
         """A condition of `count` samples, to be given to one evaluation of the velocity."""
-        return Told.of(condition, torch.arange(count, device=self.device))
+        return BatchConditions.of(condition, torch.arange(count, device=self.device))
 
     def weights(
         self,
         x: Tensor,
         t: Tensor | float,
-        condition: Condition | Told | None = None,
+        condition: Condition | BatchConditions | None = None,
         *,
         routing: str | Routing | None = None,
         cluster: Tensor | None = None,
@@ -146,9 +146,9 @@ class Ensemble(nn.Module):
         """The weights (batch, experts) that routing gives each expert."""
         self._check_batch(x, {"cluster": cluster, "draw": draw})
         t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
-        told = condition if isinstance(condition, Told) else self.tell(condition, len(x))
+        told = condition if isinstance(condition, BatchConditions) else self.tell(condition, len(x))
         return self._weights(
-            x, t, told, routing=parse(routing or self.routing), cluster=cluster, draw=draw, m=Memory()
+            x, t, told, routing=parse(routing or self.routing), cluster=cluster, draw=draw, m=RoutingState()
         )[: len(x)]
 
     def _check_batch(self, x: Tensor, options: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ class Ensemble(nn.Module):
         """What sampling batches of that size will take in memory; `distinct` prompts, one for each sample if None."""
         return make_plan(self, batch, batch if distinct is None else distinct, guided=guided)
 
-    def _guided(self, guidance: Guidance, told: Told, x: Tensor) -> Tensor:
+    def _guided(self, guidance: Guidance, told: BatchConditions, x: Tensor) -> Tensor:
         """The samples that also need the answer for the null condition."""
         if not told.something or not self.told or (isinstance(guidance, float | int) and guidance == 1):
             return torch.empty(0, dtype=torch.long, device=x.device)
@@ -212,12 +212,12 @@ class Ensemble(nn.Module):
         self,
         x: Tensor,
         t: Tensor,
-        told: Told,
+        told: BatchConditions,
         *,
         routing: Routing,
         cluster: Tensor | None,
         draw: Tensor | None,
-        m: Memory,
+        m: RoutingState,
         null: bool = False,
     ) -> Tensor:
         """Weights (rows, experts): of the samples, and below them of the same with the null condition if it differs."""
@@ -244,7 +244,7 @@ class Ensemble(nn.Module):
         m.record(t, kept[routing.active(t)[0].source][: len(x)], weights[: len(x)])
         return weights
 
-    def _probabilities(self, source: Source, x: Tensor, t: Tensor, *, told: Told, null: bool) -> Tensor:
+    def _probabilities(self, source: Source, x: Tensor, t: Tensor, *, told: BatchConditions, null: bool) -> Tensor:
         """Probabilities of the experts that are there, renormalised over them; below, with the null condition."""
         if source == "nearest":
             return self._nearest(x, t, told, null=null)
@@ -262,7 +262,7 @@ class Ensemble(nn.Module):
             logits = self.router.logits(x, t, Condition())
         return logits[:, [column[expert.clusters[0]] for expert in self.experts]].softmax(-1)
 
-    def _nearest(self, x: Tensor, t: Tensor, told: Told, *, null: bool) -> Tensor:
+    def _nearest(self, x: Tensor, t: Tensor, told: BatchConditions, *, null: bool) -> Tensor:
         """Posterior of the clusters by their own densities, each measured in its expert's own space."""
         columns, words, t, states = [], [], t.cpu().expand(len(x)), x.detach().cpu()
         for member in self.members:
@@ -296,7 +296,7 @@ class Ensemble(nn.Module):
             raise AtollError(f"there is no expert of cluster {', '.join(map(str, absent))} here")
         return weights
 
-    def _mixed(self, x: Tensor, t: Tensor, told: Told, *, samples: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    def _mixed(self, x: Tensor, t: Tensor, told: BatchConditions, *, samples: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of the experts' velocities, each expert asked once.
 
         Row i of `weights` is sample `samples[i]` with the condition of number `rows[i]`.
@@ -304,10 +304,10 @@ class Ensemble(nn.Module):
         expert, row = torch.nonzero(weights.T).unbind(1)  # sorted by expert
         borders = [0, *torch.bincount(expert, minlength=len(self.members)).cumsum(0).tolist()]
         spans = {number: span for number, span in enumerate(pairwise(borders)) if span[0] < span[1]}
-        order = self.residents.order(list(spans))
+        order = self.cache.order(list(spans))
         answers: dict[int, Tensor] = {}
         for number, following in zip(order, [*order[1:], None], strict=True):
-            resident = self.residents.get(number, following)
+            resident = self.cache.get(number, following)
             mine = row[slice(*spans[number])]
             which = samples[mine]
             condition = resident.condition(told, rows[mine])

@@ -20,7 +20,7 @@ from atoll.data.stages.text import TextEncoder, open_text_encoder
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.paris import Paris
 from atoll.ensemble.sampler import Models
-from atoll.experts.expert_cache import Placement
+from atoll.experts.expert_cache import DeviceOptions
 from atoll.experts.router import OpenRouter
 from atoll.experts.stored import Stored, weights_of
 from atoll.nets import Router
@@ -100,7 +100,7 @@ def fetch(source: str | Path) -> Path:
 
 
 def load_folder(
-    source: str | Path, model: str, placement: Placement, *, resident: int | None = None, routing: str = "top-1"
+    source: str | Path, model: str, placement: DeviceOptions, *, resident: int | None = None, routing: str = "top-1"
 ) -> Ensemble:
     """Open a folder as one model; `model` is `experts`, or `expert:K` for one of them."""
     folder = fetch(source)
@@ -175,14 +175,14 @@ class FolderModels(Models):
 
 
 def _exported(
-    folder: Path, index: ModelIndex, model: str, *, placement: Placement, resident: int | None, routing: str
+    folder: Path, index: ModelIndex, model: str, *, placement: DeviceOptions, resident: int | None, routing: str
 ) -> Ensemble:
     members = [Stored.open(folder / name).member() for name in index.expert_names(folder)]
     chosen = _chosen(members, model, folder)
     router = None
     if len(chosen) > 1 and index.has_router:
         stored = Stored.open(folder / "router")
-        placed = Placement(placement.device, placement.dtype, None, placement.compile).put(stored.network())
+        placed = DeviceOptions(placement.device, placement.dtype, None, placement.compile).put(stored.network())
         assert isinstance(placed, Router)
         router = OpenRouter(stored.declaration, placed, placement.dtype)
     ensemble = Ensemble(chosen, router, placement=placement, resident=resident, routing=routing)

@@ -17,7 +17,7 @@ from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.folder import is_folder, load_folder
 from atoll.experts.density import FILE, Density
 from atoll.experts.expert import Declaration
-from atoll.experts.expert_cache import Member, Placement
+from atoll.experts.expert_cache import ExpertReference, DeviceOptions
 from atoll.experts.router import OpenRouter
 from atoll.nets import Router, load_network
 from atoll.nets.io import WEIGHTS_FILE
@@ -46,7 +46,7 @@ def load(
     in a run with a policy hashes and signatures are always checked.
     """
     run = Path(source)
-    placement = Placement(torch.device(device) if device else pick_device(), _dtype(dtype), quantise, compile)
+    placement = DeviceOptions(torch.device(device) if device else pick_device(), _dtype(dtype), quantise, compile)
     if not (run / CONFIG_FILE).is_file():
         if is_folder(source):
             return load_folder(source, model, placement, resident=resident, routing=routing)
@@ -61,7 +61,7 @@ def load(
     return Ensemble(members, router, placement=placement, resident=resident, routing=routing, missing=missing)
 
 
-def open_member(run: Path, name: str, verify: bool = False) -> Member:
+def open_member(run: Path, name: str, verify: bool = False) -> ExpertReference:
     """A finished expert of a run; its network is read when it is needed."""
     artifact = Artifact(run, layout.final(name))
     if artifact.manifest() is None:
@@ -69,7 +69,7 @@ def open_member(run: Path, name: str, verify: bool = False) -> Member:
         state = "is not finished" if (run / name).is_dir() else "is not there"
         raise AtollError(f"{artifact.folder} {state}; make it with: atoll train {run} {flag}")
     manifest = open_trusted(artifact, EXPERT, verify)
-    return Member(
+    return ExpertReference(
         Declaration.of(EXPERT.parse(manifest, artifact.folder)),
         partial(load_network, artifact.folder),
         manifest.files[WEIGHTS_FILE].size,
@@ -78,7 +78,7 @@ def open_member(run: Path, name: str, verify: bool = False) -> Member:
     )
 
 
-def open_router(run: Path, placement: Placement, verify: bool = False) -> OpenRouter | None:
+def open_router(run: Path, placement: DeviceOptions, verify: bool = False) -> OpenRouter | None:
     """The run's router, if it is finished."""
     artifact = Artifact(run, layout.final(layout.ROUTER))
     if artifact.manifest() is None:
@@ -87,7 +87,7 @@ def open_router(run: Path, placement: Placement, verify: bool = False) -> OpenRo
     network = load_network(artifact.folder)
     if not isinstance(network, Router):
         raise AtollError(f"{artifact.folder} holds a {type(network).__name__}, not a router")
-    placed = Placement(placement.device, placement.dtype, None, placement.compile).put(network)
+    placed = DeviceOptions(placement.device, placement.dtype, None, placement.compile).put(network)
     assert isinstance(placed, Router)
     return OpenRouter(declaration, placed, placement.dtype)
 

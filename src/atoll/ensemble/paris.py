@@ -29,7 +29,7 @@ from atoll.data.stages.latents import AutoencoderConfig, Codec, Pixel, Statistic
 from atoll.data.stages.text import TextEncoder, open_text_encoder
 from atoll.ensemble.sampler import Models
 from atoll.experts.expert import Declaration
-from atoll.experts.expert_cache import Member
+from atoll.experts.expert_cache import ExpertReference
 from atoll.experts.router import OpenRouter
 from atoll.experts.stored import shapes, weights_of
 from atoll.nets import DiT, DiTConfig, Router, RouterConfig
@@ -103,7 +103,7 @@ class Paris:
         """Text encoder and autoencoder, opened when needed."""
         return ParisModels(self._declaration("expert_0", (0,), _config(layout("paris"), self._expert(0))), self.folder)
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ExpertReference]:
         """The experts, in order."""
         found = sorted(int(path.name[7:]) for path in self.folder.glob("expert_*") if path.name[7:].isdecimal())
         if found != list(range(len(found))):
@@ -131,10 +131,10 @@ class Paris:
     def _expert(self, number: int) -> Path:
         return weights_of(self.folder / f"expert_{number}")
 
-    def _member(self, number: int) -> Member:
+    def _member(self, number: int) -> ExpertReference:
         file = self._expert(number)
         about = self._declaration(f"expert_{number}", (number,), _config(layout("paris"), file))
-        return Member(about, partial(self._network, number), file.stat().st_size, file)
+        return ExpertReference(about, partial(self._network, number), file.stat().st_size, file)
 
     def _network(self, number: int) -> nn.Module:
         known, file = layout("paris"), self._expert(number)

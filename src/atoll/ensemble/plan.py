@@ -13,7 +13,7 @@ from torch import nn
 
 from atoll.ensemble.sampler import Sampled
 from atoll.experts.expert import Declaration
-from atoll.experts.expert_cache import Member, Placement, Residents, weights_of
+from atoll.experts.expert_cache import ExpertReference, DeviceOptions, ExpertCache, weights_of
 from atoll.nets import DiT, build
 
 MEGABYTE = 1e6
@@ -36,8 +36,8 @@ and DiT, 13.2 to 13.7 for SD3, 13 to 14 for UNets of two to four levels, relativ
 class Planned(Sampled, Protocol):
     """What a plan needs of an ensemble."""
 
-    placement: Placement
-    residents: Residents
+    placement: DeviceOptions
+    residents: ExpertCache
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def plan(ensemble: Planned, batch: int, distinct: int, *, guided: bool) -> Plan:
     """The plan for batches of `batch` samples told `distinct` different things, with or without guidance."""
     placement, members = ensemble.placement, ensemble.members
     sizes = sorted((expert_bytes(member, placement) for member in members), reverse=True)
-    limit = min(ensemble.residents.limit, len(members))
+    limit = min(ensemble.cache.limit, len(members))
     rows = batch * (2 if guided and ensemble.told else 1)
     largest = max(members, key=lambda member: member.size)
     network, itemsize = _outline(largest), placement.dtype.itemsize
@@ -94,7 +94,7 @@ def plan(ensemble: Planned, batch: int, distinct: int, *, guided: bool) -> Plan:
     return Plan(len(members), limit, batch, {name: int(size) for name, size in parts.items() if size})
 
 
-def expert_bytes(member: Member, placement: Placement) -> int:
+def expert_bytes(member: ExpertReference, placement: DeviceOptions) -> int:
     """Bytes of an expert's weights, as they are kept."""
     network, width = _outline(member), placement.dtype.itemsize
     linear = sum(part.weight.numel() for part in network.modules() if isinstance(part, nn.Linear))
@@ -102,7 +102,7 @@ def expert_bytes(member: Member, placement: Placement) -> int:
     return weights_of(network) * width // 4 - saved
 
 
-def _outline(member: Member) -> nn.Module:
+def _outline(member: ExpertReference) -> nn.Module:
     """Return the network of an expert without memory for its weights."""
     with torch.device("meta"):
         return build(member.declaration.network)

@@ -106,13 +106,13 @@ class Routing:
         """The stream of random numbers at a step: another at every step only for what is drawn anew."""
         return DRAW_STREAM + (step if any(rule.name == "sample" for rule in self.rules) else 0)
 
-    def settled(self, rule: Rule, memory: "Memory") -> Tensor | None:
+    def settled(self, rule: Rule, memory: "RoutingState") -> Tensor | None:
         """The weights (samples, experts) to the end, once all samples have drawn and no other rule follows."""
         drawn = memory.drawn if rule.name == "drawn" and rule is self.rules[-1] else None
         return drawn if drawn is not None and bool(drawn.any(-1).all()) else None
 
     def weights(
-        self, probabilities: dict[Source, Tensor], t: Tensor, memory: "Memory", *, draw: Tensor | None
+        self, probabilities: dict[Source, Tensor], t: Tensor, memory: "RoutingState", *, draw: Tensor | None
     ) -> Tensor:
         """Weights (rows, experts) at times t (rows or 1,); `draw` (samples,), where a sample may have several rows."""
         active, stage = self.active(t), self._stage(t)[:, None]
@@ -124,14 +124,14 @@ class Routing:
         assert weights is not None
         return weights
 
-    def _one(self, rule: Rule, p: Tensor, here: Tensor, *, memory: "Memory", draw: Tensor | None) -> Tensor:
+    def _one(self, rule: Rule, p: Tensor, here: Tensor, *, memory: "RoutingState", draw: Tensor | None) -> Tensor:
         if rule.source == "given":
             return p
         if rule.name == "drawn" and draw is not None:
             return self._drawn(rule, p, here, memory=memory, draw=draw)
         return rule.weights(p, None if draw is None else draw.repeat(len(p) // len(draw)))
 
-    def _drawn(self, rule: Rule, p: Tensor, here: Tensor, *, memory: "Memory", draw: Tensor) -> Tensor:
+    def _drawn(self, rule: Rule, p: Tensor, here: Tensor, *, memory: "RoutingState", draw: Tensor) -> Tensor:
         """What was drawn before, else what is drawn now: one expert answers for all rows of a sample."""
         new = rule.weights(p[: len(draw)], draw)
         before = torch.zeros_like(new) if memory.drawn is None else memory.drawn
@@ -146,7 +146,7 @@ class Routing:
 
 
 @dataclass
-class Memory:
+class RoutingState:
     """What routing remembers along a batch's way from noise to data."""
 
     seed: int = 0

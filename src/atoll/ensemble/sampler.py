@@ -18,9 +18,9 @@ from atoll import flow
 from atoll.core.errors import AtollError, unknown
 from atoll.core.progress import progress
 from atoll.data.stages.latents import Codec, Pixel, Statistics, open_codec
-from atoll.ensemble.routing import Memory, parse
-from atoll.experts.batch_conditions import Told
-from atoll.experts.expert_cache import Member
+from atoll.ensemble.routing import RoutingState, parse
+from atoll.experts.batch_conditions import BatchConditions
+from atoll.experts.expert_cache import ExpertReference
 from atoll.experts.router import OpenRouter
 from atoll.flow import rng
 from atoll.nets import Condition
@@ -35,7 +35,7 @@ class Sampled(Protocol):
 
     models: "Models"
     missing: tuple[str, ...]
-    members: tuple[Member, ...]
+    members: tuple[ExpertReference, ...]
     router: OpenRouter | None
     space: Statistics
     scheduler: Any
@@ -56,7 +56,7 @@ class Sampled(Protocol):
     def experts(self) -> tuple["Declaration", ...]:
         """Return what each expert declares."""
 
-    def velocity(self, x: Tensor, t: Tensor | float, condition: Told | None = None, *args: Any, **how: Any) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor | float, condition: BatchConditions | None = None, *args: Any, **how: Any) -> Tensor:
         """Return the velocity of states x at times t."""
 
 
@@ -283,10 +283,10 @@ def _batch(
 ) -> tuple[Tensor, list[Any]]:
     """The latents of one batch and its routing decisions."""
     used, rows = (rows.to(ensemble.device) for rows in torch.unique(wanted.rows[part], return_inverse=True))
-    told = Told.of(None if wanted.condition is None else wanted.condition[used], rows, reused=True)
+    told = BatchConditions.of(None if wanted.condition is None else wanted.condition[used], rows, reused=True)
     clusters = None if wanted.clusters is None else wanted.clusters[part]
     decisions: list[Any] = []
-    memory = Memory(settings.seed, part.start, decisions if trace else None)
+    memory = RoutingState(settings.seed, part.start, decisions if trace else None)
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         bar.update(1)

@@ -174,7 +174,7 @@ def draw(
         chunks, model = Chunks(artifact, len(prompts), CHUNK), subject.open(resident)
         # One step first, so that opening networks is no part of the time that pictures take.
         for number in range(len(model.members)) if resident is None else ():
-            model.residents.get(number)
+            model.cache.get(number)
         _generate(model, prompts.part(slice(0, 1)), replace(settings, steps=1), batch=batch)
         for chunk in chunks.missing():
             print(f"{subject.label}: {what}, from {chunk * CHUNK:,} of {len(prompts):,}", flush=True)

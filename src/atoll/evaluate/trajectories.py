@@ -12,7 +12,7 @@ from torch import Tensor
 from atoll import flow
 from atoll.core.progress import progress
 from atoll.data.dataset import Shards
-from atoll.ensemble import Ensemble, Memory, Settings
+from atoll.ensemble import Ensemble, RoutingState, Settings
 from atoll.evaluate.generated import Prompts, Samples
 from atoll.evaluate.results import ExpertUse, Trajectory
 from atoll.flow import rng
@@ -98,7 +98,7 @@ def _solve(
     told = model.tell(model.encode(prompts.captions, prompts.labels if "label" in model.told else None), len(prompts))
     given = torch.tensor(prompts.clusters)
     homes = torch.tensor([expert.clusters[0] for expert in model.experts])
-    memory = Memory(settings.seed, trace=[])
+    memory = RoutingState(settings.seed, trace=[])
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         guidance = settings.guidance_at(float(t[0]))

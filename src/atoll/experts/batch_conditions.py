@@ -15,7 +15,7 @@ from atoll.nets import Condition, PreparedCondition, concatenate
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
+class BatchConditions:
     """Distinct conditions, the null condition last, and the number of each sample's condition."""
 
     distinct: Condition
@@ -27,7 +27,7 @@ class Told:
     """How often each of the distinct conditions was replaced, where that happens; the null condition never is."""
 
     @classmethod
-    def of(cls, condition: Condition | None, rows: Tensor, reused: bool = False) -> "Told":
+    def of(cls, condition: Condition | None, rows: Tensor, reused: bool = False) -> "BatchConditions":
         """From the distinct conditions without the null."""
         parts = [] if condition is None else [condition.text, condition.pooled, condition.label]
         given = next((part for part in parts if part is not None), None)
@@ -68,9 +68,9 @@ class Places:
         self.distinct.dropped[place] = False
         self.versions[place] += 1
 
-    def told(self, rows: Tensor) -> Told:
+    def told(self, rows: Tensor) -> BatchConditions:
         """For samples that have the conditions of these places."""
-        return Told(self.distinct, rows, self.count, True, self.versions)
+        return BatchConditions(self.distinct, rows, self.count, True, self.versions)
 
 
 def replace_rows(prepared: PreparedCondition, rows: Tensor, new: PreparedCondition) -> None:

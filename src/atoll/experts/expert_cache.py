@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from atoll.core.errors import AtollError
 from atoll.data.stages.latents import Statistics
-from atoll.experts.batch_conditions import Told, replace_rows
+from atoll.experts.batch_conditions import BatchConditions, replace_rows
 from atoll.experts.density import Density
 from atoll.experts.expert import Declaration, OpenExpert, only
 from atoll.experts.quantize import quantise
@@ -29,7 +29,7 @@ PROBES = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Member:
+class ExpertReference:
     """One expert of an ensemble: what it declares, how to get its network, and how many bytes that has."""
 
     declaration: Declaration
@@ -42,7 +42,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Placement:
+class DeviceOptions:
     """Where and how networks are kept."""
 
     device: torch.device
@@ -59,7 +59,7 @@ class Placement:
 
 
 @dataclass(eq=False)
-class Resident:
+class LoadedExpert:
     """An expert in memory, with what it made of the conditions it was last told."""
 
     expert: OpenExpert
@@ -69,7 +69,7 @@ class Resident:
     _rows: Tensor | None = None
     _taken: PreparedCondition | None = None
 
-    def condition(self, told: Told, rows: Tensor) -> Condition | PreparedCondition:
+    def condition(self, told: BatchConditions, rows: Tensor) -> Condition | PreparedCondition:
         """The conditions of these numbers, as the network takes them."""
         network = self.expert.network
         if not (told.reused and isinstance(network, DiT)):
@@ -82,7 +82,7 @@ class Resident:
             self._rows, self._taken = rows, self._prepared[rows]
         return self._taken
 
-    def _prepare(self, network: DiT, told: Told, rows: Tensor) -> None:
+    def _prepare(self, network: DiT, told: BatchConditions, rows: Tensor) -> None:
         """Prepare all conditions when they are told for the first time, and later those that were replaced."""
         if self._distinct is not told.distinct:
             self._distinct, self._versions = told.distinct, list(told.versions)
@@ -97,26 +97,26 @@ class Resident:
                 for number in new:
                     self._versions[number] = told.versions[number]
 
-    def _own(self, told: Told) -> Condition:
+    def _own(self, told: BatchConditions) -> Condition:
         mine, dtype = only(told.distinct, self.expert.told), self.expert.dtype
         parts = {name: getattr(mine, name) for name in ("text", "pooled")}
         return replace(mine, **{name: part.to(dtype) for name, part in parts.items() if part is not None})
 
 
 @dataclass(eq=False)
-class Residents:
+class ExpertCache:
     """The experts of an ensemble, of which some are in memory."""
 
-    members: Sequence[Member]
+    members: Sequence[ExpertReference]
     space: Statistics
-    placement: Placement
+    placement: DeviceOptions
     limit: int
     loads: int = 0
     """How often an expert was opened."""
     quantisation_error: dict[str, float] = field(default_factory=dict)
     """By how much eight-bit weights change the velocity of each expert that was opened, relative to its size."""
-    _here: "OrderedDict[int, Resident]" = field(default_factory=OrderedDict)
-    _coming: dict[int, "Future[Resident]"] = field(default_factory=dict)
+    _here: "OrderedDict[int, LoadedExpert]" = field(default_factory=OrderedDict)
+    _coming: dict[int, "Future[LoadedExpert]"] = field(default_factory=dict)
     _thread: ThreadPoolExecutor | None = None
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class Residents:
         """Those in memory first: what is there is used before it has to leave."""
         return sorted(wanted, key=lambda number: number not in self._here)
 
-    def get(self, number: int, following: int | None = None) -> Resident:
+    def get(self, number: int, following: int | None = None) -> LoadedExpert:
         """An expert, ready to answer; the one to follow is fetched meanwhile if there is room for both."""
         resident = self._here.pop(number, None) or self._arrived(number)
         self._here[number] = resident
@@ -138,7 +138,7 @@ class Residents:
             self._fetch(following)
         return resident
 
-    def _arrived(self, number: int) -> Resident:
+    def _arrived(self, number: int) -> LoadedExpert:
         coming = self._coming.pop(number, None)
         if coming is not None:
             return coming.result()
@@ -161,7 +161,7 @@ class Residents:
         while len(self._here) + len(self._coming) >= self.limit:
             self._here.popitem(last=False)
 
-    def _load(self, number: int) -> Resident:
+    def _load(self, number: int) -> LoadedExpert:
         member = self.members[number]
         self.loads += 1
         change = rescaling(self.space, member.declaration.statistics, member.declaration.name)
@@ -169,7 +169,7 @@ class Residents:
         if self.placement.quantise:
             name = member.declaration.name
             self.quantisation_error[name] = _quantised(expert, self.placement.quantise, self.placement.device)
-        return Resident(expert)
+        return LoadedExpert(expert)
 
 
 @torch.no_grad()

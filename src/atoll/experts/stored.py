@@ -25,7 +25,7 @@ from atoll.core.networks import CLASS_NAME, ConfigJson
 from atoll.experts.density import FILE as CLUSTER_FILE
 from atoll.experts.density import Density
 from atoll.experts.expert import Declaration
-from atoll.experts.expert_cache import Member
+from atoll.experts.expert_cache import ExpertReference
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
@@ -110,9 +110,9 @@ class Stored:
         """The file of its weights."""
         return weights_of(self.folder)
 
-    def member(self) -> Member:
+    def member(self) -> ExpertReference:
         """As an expert of an ensemble; the network is read when it is needed."""
-        return Member(self.declaration, self.network, self.weights.stat().st_size, self.weights, self.density)
+        return ExpertReference(self.declaration, self.network, self.weights.stat().st_size, self.weights, self.density)
 
     def network(self) -> nn.Module:
         """The network."""

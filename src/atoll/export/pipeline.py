@@ -31,7 +31,7 @@ from atoll.ensemble.sampler import Samples
 from atoll.experts import stored
 from atoll.experts.density import Density
 from atoll.experts.expert import Declaration
-from atoll.experts.expert_cache import Member, Placement, weights_of
+from atoll.experts.expert_cache import ExpertReference, DeviceOptions, weights_of
 from atoll.experts.router import OpenRouter
 from atoll.export.model_card import CARD_FILE
 from atoll.nets import Condition, Router
@@ -85,9 +85,9 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
 class ExpertModel(_Declared):
     """An expert."""
 
-    def member(self) -> Member:
+    def member(self) -> ExpertReference:
         """As an expert of an ensemble, in memory already."""
-        return Member(self.declaration(), lambda: self.network, weights_of(self.network), None, self.density)
+        return ExpertReference(self.declaration(), lambda: self.network, weights_of(self.network), None, self.density)
 
 
 class RouterModel(_Declared):
@@ -159,7 +159,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     def ensemble(self) -> Ensemble:
         """The same components as `atoll.load` would give them; made anew, for components can be replaced."""
         members = [expert.member() for expert in self.experts]
-        placement = Placement(self.expert_0.device, self.expert_0.dtype)
+        placement = DeviceOptions(self.expert_0.device, self.expert_0.dtype)
         router = self.router.opened(placement.dtype) if self.router is not None and len(members) > 1 else None
         ensemble = Ensemble(members, router, placement=placement)
         pixels = members[0].declaration.latents.autoencoder == "pixels"

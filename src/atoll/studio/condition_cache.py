@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from atoll.ensemble import Ensemble, Told
+from atoll.ensemble import Ensemble, BatchConditions
 from atoll.experts.batch_conditions import Places
 from atoll.nets import Condition
 
@@ -92,11 +92,11 @@ class Conditions:
             self._encode(parts, [key for key in keys if self._parts(key) == parts])
         return [self._seat(key) for key in keys]
 
-    def told(self, seats: Sequence[Seat]) -> Told:
+    def told(self, seats: Sequence[Seat]) -> BatchConditions:
         """What samples on seats of one shelf are told."""
         rows = torch.tensor([seat.number for seat in seats], device=self._ensemble.device)
         shelf = seats[0].shelf
-        return Told(self._nothing, rows, 0, True) if shelf is None else shelf.places.told(rows)
+        return BatchConditions(self._nothing, rows, 0, True) if shelf is None else shelf.places.told(rows)
 
     def _parts(self, key: Key) -> tuple[bool, bool]:
         """Whether the model takes in the prompt, and the class."""

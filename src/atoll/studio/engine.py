@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.core.errors import AtollError
-from atoll.ensemble import Memory, parse
+from atoll.ensemble import RoutingState, parse
 from atoll.ensemble.routing import Decision
 from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.flow import rng
@@ -207,7 +207,7 @@ class Engine:
         # One time for all costs a network less than one for each.
         t = now[:1] if bool((now == now[0]).all()) else now
         decisions: list[Decision] = []
-        memory = Memory(trace=decisions, drawn=_drawn(pictures))
+        memory = RoutingState(trace=decisions, drawn=_drawn(pictures))
         v = ensemble.velocity(
             x, t, told, routing=first.ask.settings.routing, guidance=guidance if bool((guidance != 1).any()) else 1.0,
             cluster=_clusters(tickets), draw=_draws(pictures), memory=memory,
@@ -342,7 +342,7 @@ def _clusters(tickets: Sequence[Ticket]) -> Tensor | None:
 
 
 def _draws(pictures: Sequence[Picture]) -> Tensor | None:
-    """What drawn and sample-1 draw by: a function of seed, number of the picture, and step, as in `Memory.draw`."""
+    """What drawn and sample-1 draw by: a function of seed, number of the picture, and step, as in `RoutingState.draw`."""
     routing = parse(pictures[0].ticket.ask.settings.routing)
     if not routing.draws:
         return None
@@ -354,7 +354,7 @@ def _draws(pictures: Sequence[Picture]) -> Tensor | None:
 
 
 def _drawn(pictures: Sequence[Picture]) -> Tensor | None:
-    """The experts that pictures have drawn in earlier steps, as `Memory.drawn`."""
+    """The experts that pictures have drawn in earlier steps, as `RoutingState.drawn`."""
     known = next((picture.drawn for picture in pictures if picture.drawn is not None), None)
     if known is None:
         return None
