@@ -72,20 +72,18 @@ class Sample:
         from atoll.ensemble import load
         from atoll.ensemble.images import save
 
-        ensemble = load(
+        sampler = load(
             self.folder, self.model, resident=self.resident, dtype=self.dtype, strict=self.strict,
             quantise=self.quantise, compile=self.compile,
         )  # fmt: skip
         given = max(len(self.prompts), len(self.labels))
         count = self.count or max(given, len(self.clusters)) or 16
-        plan = ensemble.plan(
-            min(self.batch, count), min(self.batch, count, max(given, 1)), self.guidance != 1 and given > 0
-        )
         if self.plan:
+            rows = min(self.batch, count)
+            plan = sampler.plan(rows, min(rows, max(given, 1)), self.guidance != 1 and given > 0)
             print(json.dumps(plan.to_dict()) if self.json else "\n".join(plan.lines()))
             return
-        print("\n".join(plan.lines()), file=sys.stderr)
-        samples = ensemble.generate(
+        samples = sampler.generate(
             self.prompts or None, self.labels or None, count, clusters=self.clusters or None, batch=self.batch,
             trace=self.trace, routing=self.routing, steps=self.steps, guidance=self.guidance,
             guidance_interval=self.guidance_interval, rescale=self.rescale, solver=self.solver, shift=self.shift,
@@ -93,10 +91,11 @@ class Sample:
         )  # fmt: skip
         is_run = (self.folder / layout.CONFIG_FILE).is_file()
         files = save(samples, self.out or (self.folder / "samples" if is_run else Path("samples")))
-        for name, error in ensemble.quantisation_error.items():
+        quantized = sampler.ensemble.cache.quantisation_error
+        for name, error in quantized.items():
             print(f"{name}: eight bits change its velocity by {error:.2%}", file=sys.stderr)
         if self.json:
-            about = {"missing": ensemble.missing, "quantisation_error": ensemble.quantisation_error}
+            about = {"missing": sampler.missing, "quantisation_error": quantized}
             print(json.dumps({**files, **samples.to_dict(), **about}, ensure_ascii=False))
         else:
             trace = f"; routing: {files['trace']}" if self.trace else ""

@@ -1,23 +1,19 @@
-"""Many experts, one model: routing, the velocity field, experts in and out of memory, sampling."""
+"""Many experts, one model: routing, the velocity field, sampling."""
 
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.loading import load
-from atoll.ensemble.routing import RoutingState, Routing, parse
-from atoll.ensemble.sampler import Samples, Settings, Trace
-from atoll.experts.batch_conditions import BatchConditions
-from atoll.experts.expert_cache import ExpertReference, DeviceOptions
-from atoll.experts.router import OpenRouter
+from atoll.ensemble.routing import Routing, RoutingState, parse
+from atoll.ensemble.sampler import Sampler, SamplerState
+from atoll.ensemble.samples import Samples, Settings, Trace
 
 __all__ = [
     "Ensemble",
-    "ExpertReference",
-    "RoutingState",
-    "OpenRouter",
-    "DeviceOptions",
     "Routing",
+    "RoutingState",
+    "Sampler",
+    "SamplerState",
     "Samples",
     "Settings",
-    "BatchConditions",
     "Trace",
     "load",
     "parse",

@@ -17,9 +17,7 @@ from atoll.core.networks import DiTConfig
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble.ensemble import Ensemble
 from atoll.experts.density import SAMPLES, Density
-from atoll.experts.expert import Declaration
-from atoll.experts.expert_cache import ExpertReference
-from atoll.experts.router import OpenRouter
+from atoll.experts.expert import Declaration, ExpertReference, OpenRouter
 from atoll.nets import Router
 
 END = 1e-5

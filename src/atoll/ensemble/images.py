@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw, PngImagePlugin
 
 from atoll.core import layout
 from atoll.data.contact_sheet import sheet
-from atoll.ensemble.sampler import Samples, Trace
+from atoll.ensemble.samples import Samples, Trace
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99ddff", "#bbbbbb")
 _ROW, _WIDTH, _MARGIN, _LEGEND = 56, 640, 8, 22

@@ -6,14 +6,15 @@ rows, tokens and width, times a measured constant for the memory allocator of th
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from atoll.ensemble.sampler import Sampled
-from atoll.experts.expert import Declaration
-from atoll.experts.expert_cache import ExpertReference, DeviceOptions, ExpertCache, weights_of
+from atoll.data.encoders import Encoders
+from atoll.ensemble.ensemble import Ensemble
+from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference
+from atoll.experts.expert_cache import weights_of
 from atoll.nets import DiT, build
 
 MEGABYTE = 1e6
@@ -31,13 +32,6 @@ DIFFUSERS = 13
 Counted once by following every tensor through a forward pass, with the default MLP ratio of 4: 12.0 to 12.4 for PixArt
 and DiT, 13.2 to 13.7 for SD3, 13 to 14 for UNets of two to four levels, relative to their first level.
 """
-
-
-class Planned(Sampled, Protocol):
-    """What a plan needs of an ensemble."""
-
-    placement: DeviceOptions
-    residents: ExpertCache
 
 
 @dataclass(frozen=True)
@@ -65,8 +59,8 @@ class Plan:
         return [head, *rows, f"  {'together':<44} {self.total / MEGABYTE:10.1f} MB"]
 
 
-def plan(ensemble: Planned, batch: int, distinct: int, *, guided: bool) -> Plan:
-    """The plan for batches of `batch` samples told `distinct` different things, with or without guidance."""
+def plan(ensemble: Ensemble, encoders: Encoders, *, batch: int, distinct: int, guided: bool) -> Plan:
+    """Estimate the memory of batches of `batch` images with `distinct` conditions, with or without guidance."""
     placement, members = ensemble.placement, ensemble.members
     sizes = sorted((expert_bytes(member, placement) for member in members), reverse=True)
     limit = min(ensemble.cache.limit, len(members))
@@ -87,8 +81,8 @@ def plan(ensemble: Planned, batch: int, distinct: int, *, guided: bool) -> Plan:
     if placement.dtype != torch.float32 or placement.quantise:
         parts["a file while its weights are converted"] = max(member.size for member in members)
     if ensemble.told & {"text", "pooled"}:
-        parts["text encoder"] = weights_of(ensemble.models.text_encoder.network)
-    codec = ensemble.models.codec
+        parts["text encoder"] = weights_of(encoders.text_encoder().network)
+    codec = encoders.autoencoder()
     if hasattr(codec, "network"):
         parts["autoencoder"] = weights_of(codec.network)
     return Plan(len(members), limit, batch, {name: int(size) for name, size in parts.items() if size})

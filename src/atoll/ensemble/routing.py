@@ -106,37 +106,53 @@ class Routing:
         """The stream of random numbers at a step: another at every step only for what is drawn anew."""
         return DRAW_STREAM + (step if any(rule.name == "sample" for rule in self.rules) else 0)
 
-    def settled(self, rule: Rule, memory: "RoutingState") -> Tensor | None:
+    def settled(self, rule: Rule, state: "RoutingState") -> Tensor | None:
         """The weights (samples, experts) to the end, once all samples have drawn and no other rule follows."""
-        drawn = memory.drawn if rule.name == "drawn" and rule is self.rules[-1] else None
+        drawn = state.drawn if rule.name == "drawn" and rule is self.rules[-1] else None
         return drawn if drawn is not None and bool(drawn.any(-1).all()) else None
 
+    def apply(self, t: Tensor, state: "RoutingState", *, count: int, draw: Tensor | None = None) -> Tensor:
+        """Return the weights (rows, experts) of `count` images from the probabilities in `state`, and record them.
+
+        A source has one row for each image, or two: the second ones, below, are those without condition.
+        """
+        rows = max(len(p) for p in state.kept.values())
+        kept = {source: p.repeat(rows // len(p), 1) for source, p in state.kept.items()}
+        first = self.active(t)[0].source
+        if draw is None and self.draws:
+            draw = state.draw(self, count)
+        draw = None if draw is None else draw.to(kept[first].device)
+        times = t if t.numel() == 1 else t.repeat(rows // count)
+        weights = self.weights(kept, times, state, draw=draw)
+        state.record(t, kept[first][:count], weights[:count])
+        return weights
+
     def weights(
-        self, probabilities: dict[Source, Tensor], t: Tensor, memory: "RoutingState", *, draw: Tensor | None
+        self, probabilities: dict[Source, Tensor], t: Tensor, state: "RoutingState", *, draw: Tensor | None
     ) -> Tensor:
         """Weights (rows, experts) at times t (rows or 1,); `draw` (samples,), where a sample may have several rows."""
         active, stage = self.active(t), self._stage(t)[:, None]
         weights = None
         for rule in active:
             here = stage == self.rules.index(rule)
-            part = self._one(rule, probabilities[rule.source], here, memory=memory, draw=draw)
+            part = self._one(rule, probabilities[rule.source], here, state=state, draw=draw)
             weights = part if weights is None else torch.where(here, part, weights)
         assert weights is not None
         return weights
 
-    def _one(self, rule: Rule, p: Tensor, here: Tensor, *, memory: "RoutingState", draw: Tensor | None) -> Tensor:
+    def _one(self, rule: Rule, p: Tensor, here: Tensor, *, state: "RoutingState", draw: Tensor | None) -> Tensor:
         if rule.source == "given":
             return p
         if rule.name == "drawn" and draw is not None:
-            return self._drawn(rule, p, here, memory=memory, draw=draw)
+            return self._drawn(rule, p, here, state=state, draw=draw)
         return rule.weights(p, None if draw is None else draw.repeat(len(p) // len(draw)))
 
-    def _drawn(self, rule: Rule, p: Tensor, here: Tensor, *, memory: "RoutingState", draw: Tensor) -> Tensor:
+    def _drawn(self, rule: Rule, p: Tensor, here: Tensor, *, state: "RoutingState", draw: Tensor) -> Tensor:
         """What was drawn before, else what is drawn now: one expert answers for all rows of a sample."""
         new = rule.weights(p[: len(draw)], draw)
-        before = torch.zeros_like(new) if memory.drawn is None else memory.drawn
+        before = torch.zeros_like(new) if state.drawn is None else state.drawn
         drawn = torch.where(before.any(-1, keepdim=True), before, new)
-        memory.drawn = torch.where(here[: len(draw)], drawn, before)
+        state.drawn = torch.where(here[: len(draw)], drawn, before)
         return drawn.repeat(len(p) // len(draw), 1)
 
     def _stage(self, t: Tensor) -> Tensor:

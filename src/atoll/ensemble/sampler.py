@@ -1,14 +1,17 @@
-"""From prompts to pictures: noise, the solver along the ensemble's velocity, and the autoencoder.
+"""From prompts to images: noise, steps along the ensemble's velocity, and the autoencoder.
 
-Every sample's noise is a function of (seed, its position), so the same seed gives the same picture whatever the batch,
-up to the rounding of float32: a batch of another size is summed in another order.
+    sampler = atoll.load("RUN")
+    sampler.sample(["a red apple"], steps=50, guidance=4.0)[0].save("apple.png")
+
+Every image's noise is a function of (seed, its position), so the same seed gives the same image whatever the batch, up
+to the rounding of float32: a batch of another size is summed in another order.
 """
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from PIL import Image
@@ -17,309 +20,254 @@ from torch import Tensor
 from atoll import flow
 from atoll.core.errors import AtollError, unknown
 from atoll.core.progress import progress
-from atoll.data.stages.latents import Codec, Pixel, Statistics, open_codec
+from atoll.data.encoders import Encoders
+from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.guidance import Guidance
+from atoll.ensemble.plan import Plan, plan
 from atoll.ensemble.routing import RoutingState, parse
+from atoll.ensemble.samples import Samples, Settings, Trace
 from atoll.experts.batch_conditions import BatchConditions
-from atoll.experts.expert_cache import ExpertReference
-from atoll.experts.router import OpenRouter
 from atoll.flow import rng
 from atoll.nets import Condition
 
-if TYPE_CHECKING:
-    from atoll.data.stages.text import TextEncoder
-    from atoll.experts.expert import Declaration
-
-
-class Sampled(Protocol):
-    """What sampling needs of an ensemble."""
-
-    models: "Models"
-    missing: tuple[str, ...]
-    members: tuple[ExpertReference, ...]
-    router: OpenRouter | None
-    space: Statistics
-    scheduler: Any
-
-    @property
-    def device(self) -> torch.device:
-        """Return where it computes."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return channels, height and width of a latent."""
-
-    @property
-    def told(self) -> frozenset[str]:
-        """Return what it is conditioned on."""
-
-    @property
-    def experts(self) -> tuple["Declaration", ...]:
-        """Return what each expert declares."""
-
-    def velocity(self, x: Tensor, t: Tensor | float, condition: BatchConditions | None = None, *args: Any, **how: Any) -> Tensor:
-        """Return the velocity of states x at times t."""
-
-
 NOISE_STREAM = 21
 DECODE_BATCH = 16
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How pictures are made. They are written into every picture."""
-
-    routing: str = "top-1"
-    steps: int = 50
-    guidance: float = 4.0
-    guidance_interval: tuple[float, float] = (0.0, 1.0)
-    rescale: float = 0.0
-    solver: str = "euler"
-    shift: float = 1.0
-    scheduler_times: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        parse(self.routing)
-        low, high = self.guidance_interval
-        if self.solver not in flow.SOLVERS:
-            raise AtollError(unknown("solver", self.solver, flow.SOLVERS))
-        if self.steps < 1 or self.shift <= 0 or not 0 <= self.rescale <= 1 or not 0 <= low <= high <= 1:
-            raise AtollError(
-                "expected steps >= 1, shift > 0, rescale in [0, 1] and an interval of times in [0, 1], got "
-                f"{self.steps}, {self.shift}, {self.rescale} and {self.guidance_interval}"
-            )
-        if self.scheduler_times and self.solver in flow.solvers.OWN_SOLVERS:
-            raise AtollError(
-                f"scheduler_times needs a solver of diffusers, such as flow-euler, got {self.solver}: euler and heun "
-                "have no scheduler whose times could be kept"
-            )
-
-    @property
-    def evaluated_at(self) -> list[float]:
-        """The times at which the velocity is asked for."""
-        times = flow.solver_times(self.steps, self.shift)[:-1]
-        return times + times[1:] if "heun" in self.solver else times
-
-    def guidance_at(self, t: float) -> float:
-        """The guidance at a time: none outside the interval."""
-        low, high = self.guidance_interval
-        return self.guidance if low <= t <= high else 1.0
-
-
-@dataclass(frozen=True, eq=False)
-class Trace:
-    """Every routing decision: times (evaluations,), probabilities and weights (evaluations, samples, experts)."""
-
-    t: Tensor
-    probabilities: Tensor
-    weights: Tensor
-    experts: tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """Pictures with what they were made from."""
-
-    latents: Tensor
-    """In the ensemble's normalised space."""
-    images: list[Image.Image]
-    told: list[str | None]
-    """Prompt or class of each picture."""
-    settings: Settings
-    trace: Trace | None = None
-
-    def to_dict(self) -> dict[str, list[str | None] | dict[str, object]]:
-        """What was asked for, as plain values."""
-        return {"prompts": self.told, "settings": asdict(self.settings)}
-
-    def metadata(self, number: int) -> dict[str, object]:
-        """Everything needed to make one of the pictures again."""
-        return {"prompt": self.told[number], "number": number, **asdict(self.settings)}
+"""Latents that the autoencoder decodes at once: it takes more memory for an image than the networks do."""
 
 
 @dataclass(eq=False)
-class Models:
-    """Text encoder and autoencoder of an ensemble, opened when first needed."""
+class SamplerState:
+    """Some images on their way from noise to data."""
 
-    declaration: "Declaration"
-
-    @cached_property
-    def codec(self) -> Codec | Pixel:
-        """The autoencoder."""
-        return open_codec(self.declaration.latents.autoencoder)
-
-    @cached_property
-    def text_encoder(self) -> "TextEncoder":
-        """The text encoder that the experts were trained with."""
-        from atoll.data.stages.text import open_text_encoder
-
-        text = self.declaration.text
-        if text is None:
-            raise AtollError("these experts were trained without text: they take no prompts")
-        return open_text_encoder(text.encoder, text.max_tokens)
-
-    def labels(self, names: Sequence[str | int]) -> Tensor:
-        """Numbers of classes, given by name or number."""
-        known = self.declaration.labels
-        for name in names:
-            if isinstance(name, str) and name not in known:
-                raise AtollError(unknown("class", name, known))
-            if isinstance(name, int) and not 0 <= name < len(known):
-                raise AtollError(f"there is no class {name}: the experts know {len(known)} classes, numbered from 0")
-        return torch.tensor([known.index(name) if isinstance(name, str) else name for name in names])
+    x: Tensor
+    """(batch, channels, height, width)."""
+    conditions: BatchConditions
+    routing: RoutingState
+    cluster: Tensor | None = None
+    """The cluster of each image (batch,), for routing by oracle."""
+    draw: Tensor | None = None
+    """A number in [0, 1) for each image (batch,), for rules that draw experts; None takes it from the routing state."""
 
 
-def encode(
-    ensemble: Sampled, prompts: Sequence[str] | None = None, labels: Sequence[str | int] | None = None
-) -> Condition:
-    """The condition of prompts, classes or both, one row for each."""
-    if prompts is not None and labels is not None and len(prompts) != len(labels):
-        raise AtollError(f"there are {len(prompts)} prompts and {len(labels)} labels; expected as many of both")
-    text = mask = pooled = label = None
-    if prompts is not None and ensemble.told & {"text", "pooled"}:
-        text, mask, pooled = (part.to(ensemble.device) for part in ensemble.models.text_encoder(list(prompts)))
-    if labels is not None and "label" in ensemble.told:
-        label = ensemble.models.labels(labels).to(ensemble.device)
-    return Condition(text, mask, pooled, label)
-
-
-def decode(ensemble: Sampled, latents: Tensor) -> list[Image.Image]:
-    """Pictures of latents of the ensemble's space."""
-    pictures: list[Image.Image] = []
-    for part in torch.split(ensemble.space.restore(latents.float()), DECODE_BATCH):
-        pictures += [Image.fromarray(pixels) for pixels in ensemble.models.codec.decode(part.cpu())]
-    return pictures
+OnVelocity = Callable[[Tensor, float, Tensor], object]
+"""Called after each evaluation with the states, their time and the velocity."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What is wanted: for each sample its prompt or class (or neither), and its cluster if the oracle routes."""
+    """What is wanted: for each image its prompt or class (or neither), and its cluster if the oracle routes."""
 
     told: list[str | None]
     condition: Condition | None
     """One row for each different prompt or class."""
     rows: Tensor
     clusters: Tensor | None
-    prompts: bool = False
-    labels: bool = False
 
 
-def request(
-    ensemble: Sampled,
-    prompts: Sequence[str] | None,
-    labels: Sequence[str | int] | None,
-    *,
-    n: int | None,
-    clusters: Sequence[int] | None,
-) -> Request:
-    """Line up what is wanted; `n` pictures take prompts, labels and clusters in turn."""
-    for name, values in (("prompts", prompts), ("labels", labels), ("clusters", clusters)):
-        if isinstance(values, str) or (values is not None and not len(values)):
-            raise AtollError(f"{name} must be a list that is not empty, got {values!r}")
-    if n is not None and n < 1:
-        raise AtollError(f"expected at least one picture, got n = {n}")
-    count = n or max(len(values) if values is not None else 1 for values in (prompts, labels, clusters))
+class Sampler:
+    """An ensemble with its autoencoder and text encoder."""
 
-    def turns(values: Sequence[Any] | None) -> list[Any]:
-        return [None] * count if values is None else [values[i % len(values)] for i in range(count)]
+    def __init__(self, ensemble: Ensemble, encoders: Encoders, missing: Sequence[str] = ()) -> None:
+        self.ensemble, self.encoders = ensemble, encoders
+        self.missing = tuple(missing)
+        """Experts of the run that are not finished."""
+        self.scheduler: Any = None
+        """A diffusers scheduler that takes the place of the solver."""
 
-    pairs = list(zip(turns(prompts), turns(labels), strict=True))
-    distinct = list(dict.fromkeys(pairs))
-    condition = None
-    if prompts is not None or labels is not None:
-        words = None if prompts is None else [prompt for prompt, _ in distinct]
-        condition = encode(ensemble, words, None if labels is None else [label for _, label in distinct])
-    number = {pair: place for place, pair in enumerate(distinct)}
-    rows = torch.tensor([number[pair] for pair in pairs])
-    told = [" / ".join(str(part) for part in pair if part is not None) or None for pair in pairs]
-    given = None if clusters is None else torch.tensor(turns(clusters))
-    return Request(told, condition, rows, given, prompts is not None, labels is not None)
+    # From prompts to images
 
+    def sample(self, prompts: Sequence[str] | None = None, **options: Any) -> list[Image.Image]:
+        """Return images of prompts, of `labels`, or of anything; see `generate` for all options."""
+        return self.generate(prompts, **options).images
 
-def notices(ensemble: Sampled, wanted: Request, settings: Settings) -> list[str]:
-    """What a person should know before the pictures come."""
-    found = []
-    if ensemble.missing:
-        are = "is" if len(ensemble.missing) == 1 else "are"
-        found.append(f"{', '.join(ensemble.missing)} {are} not there; the others act without")
-    given = [name for name, value in (("prompts", wanted.prompts), ("labels", wanted.labels)) if value]
-    takes = {"prompts": ensemble.told & {"text", "pooled"}, "labels": ensemble.told & {"label"}}
-    found += [f"these experts are not told {name}; they have no effect" for name in given if not takes[name]]
-    if settings.guidance != 1 and not any(takes[name] for name in given):
-        found.append("without a prompt or label guidance has no effect")
-    if any(takes[name] for name in given) and draws_unheard(ensemble, settings.routing):
-        found.append("the router is not told the prompt, so the expert that is drawn has nothing to do with it")
-    return found
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[str] | None = None,
+        labels: Sequence[str | int] | None = None,
+        n: int | None = None,
+        *,
+        clusters: Sequence[int] | None = None,
+        batch: int = 64,
+        trace: bool = False,
+        **settings: Any,
+    ) -> Samples:
+        """Return images with their latents and, with `trace`, every routing decision.
 
+        `n` images take prompts, labels and clusters (for the oracle) in turn; without `n` there is one for each.
+        Further keywords are those of `Settings`: routing, steps, guidance, guidance_interval, rescale, solver, shift,
+        scheduler_times, seed.
+        """
+        chosen = Settings(**{"routing": self.ensemble.routing.text, **settings})
+        wanted = self._request(prompts, labels, n=n, clusters=clusters)
+        for notice in self._notices(prompts is not None, labels is not None, settings=chosen):
+            print(f"warning: {notice}", file=sys.stderr)
+        count, states = len(wanted.told), []
+        with progress("sampling", -(-count // batch) * len(chosen.evaluated_at), unit="steps") as bar:
+            for first in range(0, count, batch):
+                state = self._begin(wanted, chosen, part=slice(first, min(first + batch, count)), trace=trace)
+                state.x = self.run(state, chosen, on_velocity=lambda *_: bar.update(1))
+                states.append(state)
+        latents = torch.cat([state.x for state in states])
+        decisions = [state.routing.trace for state in states if state.routing.trace is not None]
+        names = tuple(expert.name for expert in self.ensemble.experts)
+        made = Trace.of(decisions, names) if trace else None
+        return Samples(latents, self.decode(latents), wanted.told, chosen, made)
 
-def draws_unheard(ensemble: Sampled, routing: str) -> bool:
-    """Whether an expert is drawn from the start by a router that hears nothing of what is wanted."""
-    first = parse(routing).rules[0]
-    deaf = ensemble.router is not None and not ensemble.router.declaration.told
-    return len(ensemble.members) > 1 and first.name == "drawn" and first.source == "router" and deaf
+    def encode(self, prompts: Sequence[str] | None = None, labels: Sequence[str | int] | None = None) -> Condition:
+        """Return the condition of prompts, of classes (names or numbers), or of both, one row for each."""
+        if prompts is not None and labels is not None and len(prompts) != len(labels):
+            raise AtollError(f"there are {len(prompts)} prompts and {len(labels)} labels; expected as many of both")
+        told, device = self.ensemble.told, self.ensemble.device
+        text = mask = pooled = label = None
+        if prompts is not None and told & {"text", "pooled"}:
+            text, mask, pooled = (part.to(device) for part in self.encoders.text_encoder()(list(prompts)))
+        if labels is not None and "label" in told:
+            label = torch.tensor([self.class_number(name) for name in labels]).to(device)
+        return Condition(text, mask, pooled, label)
 
+    def decode(self, latents: Tensor) -> list[Image.Image]:
+        """Return the images of latents in the ensemble's space."""
+        images: list[Image.Image] = []
+        for part in torch.split(self.ensemble.space.restore(latents.float()), DECODE_BATCH):
+            images += [Image.fromarray(pixels) for pixels in self.encoders.autoencoder().decode(part.cpu())]
+        return images
 
-@torch.no_grad()
-def generate(ensemble: Sampled, wanted: Request, settings: Settings, *, batch: int, trace: bool) -> Samples:
-    """Sample, in batches, and decode."""
-    for notice in notices(ensemble, wanted, settings):
-        print(f"warning: {notice}", file=sys.stderr)
-    count = len(wanted.told)
-    latents, traces = [], []
-    with progress("sampling", -(-count // batch) * len(settings.evaluated_at), unit="steps") as bar:
-        for first in range(0, count, batch):
-            part, decisions = _batch(
-                ensemble, wanted, settings, part=slice(first, min(first + batch, count)), trace=trace, bar=bar
-            )
-            latents.append(part)
-            traces.append(decisions)
-    made = torch.cat(latents)
-    return Samples(made, decode(ensemble, made), wanted.told, settings, _joined(ensemble, traces) if trace else None)
+    def plan(self, batch: int = 64, distinct: int | None = None, guided: bool = True) -> Plan:
+        """Estimate the memory of sampling batches of that size; `distinct` prompts, one for each image if None."""
+        return plan(self.ensemble, self.encoders, batch=batch, distinct=distinct or batch, guided=guided)
 
+    # From noise to latents
 
-def _batch(
-    ensemble: Sampled, wanted: Request, settings: Settings, *, part: slice, trace: bool, bar: Any
-) -> tuple[Tensor, list[Any]]:
-    """The latents of one batch and its routing decisions."""
-    used, rows = (rows.to(ensemble.device) for rows in torch.unique(wanted.rows[part], return_inverse=True))
-    told = BatchConditions.of(None if wanted.condition is None else wanted.condition[used], rows, reused=True)
-    clusters = None if wanted.clusters is None else wanted.clusters[part]
-    decisions: list[Any] = []
-    memory = RoutingState(settings.seed, part.start, decisions if trace else None)
+    def noise(self, count: int, seed: int, first: int = 0) -> Tensor:
+        """Return the noise (count, channels, height, width) of the images from position `first` on."""
+        shape = (count, *self.ensemble.shape)
+        return rng.normal(shape, seed=seed, stream=NOISE_STREAM, first=first).to(self.ensemble.device)
 
-    def velocity(x: Tensor, t: Tensor) -> Tensor:
-        bar.update(1)
-        guidance = settings.guidance_at(float(t[0]))
-        return ensemble.velocity(
+    def run(self, state: SamplerState, settings: Settings, *, on_velocity: OnVelocity | None = None) -> Tensor:
+        """Return the latents of images that begin as noise."""
+
+        def velocity(x: Tensor, t: Tensor) -> Tensor:
+            now = float(t[0])
+            v = self.velocity(state, x, t[:1], settings=settings, guidance=settings.guidance_at(now))
+            if on_velocity is not None:
+                on_velocity(x, now, v)
+            return v
+
+        scheduler = self.scheduler
+        if scheduler is None and settings.solver not in flow.solvers.OWN_SOLVERS:
+            scheduler = flow.diffusers_scheduler(settings.solver, settings.shift)
+        if scheduler is not None:
+            own = settings.scheduler_times
+            return flow.run_scheduler(scheduler, velocity, state.x, steps=settings.steps, scheduler_times=own)
+        x = state.x
+        for t, t_next in pairwise(flow.solver_times(settings.steps, settings.shift)):
+            x = flow.step(velocity, x, [t], [t_next], solver=settings.solver).x
+        return x
+
+    def step(
+        self,
+        state: SamplerState,
+        t: Sequence[float],
+        t_next: Sequence[float],
+        *,
+        settings: Settings,
+        guidance: Guidance,
+    ) -> flow.Step:
+        """Move images from their own times t to t_next by one Euler step."""
+        # One time for all images costs a network less than one for each.
+        alike = len(set(t)) == 1
+
+        def velocity(x: Tensor, times: Tensor) -> Tensor:
+            return self.velocity(state, x, times[:1] if alike else times, settings=settings, guidance=guidance)
+
+        return flow.step(velocity, state.x, t, t_next)
+
+    def velocity(self, state: SamplerState, x: Tensor, t: Tensor, *, settings: Settings, guidance: Guidance) -> Tensor:
+        """Return the ensemble's velocity for images at states x and times t (1 or batch,)."""
+        return self.ensemble.velocity(
             x,
-            t[:1],
-            told,
+            t,
+            state.conditions,
             routing=settings.routing,
             guidance=guidance,
-            cluster=clusters,
+            cluster=state.cluster,
             rescale=settings.rescale,
-            memory=memory,
+            draw=state.draw,
+            state=state.routing,
         )
 
-    shape = (len(rows), *ensemble.shape)
-    noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=part.start).to(ensemble.device)
-    own = settings.scheduler_times
-    if ensemble.scheduler is not None:
-        made = flow.run_scheduler(ensemble.scheduler, velocity, noise, steps=settings.steps, scheduler_times=own)
-    else:
-        made = flow.solve(
-            velocity, noise, steps=settings.steps, solver=settings.solver, shift=settings.shift, scheduler_times=own
+    # What is wanted
+
+    def _request(
+        self,
+        prompts: Sequence[str] | None,
+        labels: Sequence[str | int] | None,
+        *,
+        n: int | None,
+        clusters: Sequence[int] | None,
+    ) -> Request:
+        """Line up what is wanted; `n` images take prompts, labels and clusters in turn."""
+        for name, values in (("prompts", prompts), ("labels", labels), ("clusters", clusters)):
+            if isinstance(values, str) or (values is not None and not len(values)):
+                raise AtollError(f"{name} must be a list that is not empty, got {values!r}")
+        if n is not None and n < 1:
+            raise AtollError(f"expected at least one image, got n = {n}")
+        count = n or max(len(values) if values is not None else 1 for values in (prompts, labels, clusters))
+
+        def turns(values: Sequence[Any] | None) -> list[Any]:
+            return [None] * count if values is None else [values[i % len(values)] for i in range(count)]
+
+        pairs = list(zip(turns(prompts), turns(labels), strict=True))
+        distinct = list(dict.fromkeys(pairs))
+        condition = None
+        if prompts is not None or labels is not None:
+            texts = None if prompts is None else [prompt for prompt, _ in distinct]
+            condition = self.encode(texts, None if labels is None else [label for _, label in distinct])
+        number = {pair: place for place, pair in enumerate(distinct)}
+        rows = torch.tensor([number[pair] for pair in pairs])
+        told = [" / ".join(str(part) for part in pair if part is not None) or None for pair in pairs]
+        return Request(told, condition, rows, None if clusters is None else torch.tensor(turns(clusters)))
+
+    def _begin(self, wanted: Request, settings: Settings, *, part: slice, trace: bool) -> SamplerState:
+        """Return the images of one batch, as noise."""
+        used, rows = (rows.to(self.ensemble.device) for rows in torch.unique(wanted.rows[part], return_inverse=True))
+        condition = None if wanted.condition is None else wanted.condition[used]
+        return SamplerState(
+            self.noise(len(rows), settings.seed, part.start),
+            BatchConditions.of(condition, rows, reused=True),
+            RoutingState(settings.seed, part.start, [] if trace else None),
+            None if wanted.clusters is None else wanted.clusters[part],
         )
-    return made, decisions
+
+    def class_number(self, name: str | int) -> int:
+        """Return the number of a class that is given by its name or number."""
+        known = self.ensemble.experts[0].labels
+        if isinstance(name, str) and name not in known:
+            raise AtollError(unknown("class", name, known))
+        if isinstance(name, int) and not 0 <= name < len(known):
+            raise AtollError(f"there is no class {name}: the experts know {len(known)} classes, numbered from 0")
+        return known.index(name) if isinstance(name, str) else name
+
+    def _notices(self, prompts: bool, labels: bool, *, settings: Settings) -> list[str]:
+        """Return what a person should know before the images come."""
+        found = []
+        if self.missing:
+            are = "is" if len(self.missing) == 1 else "are"
+            found.append(f"{', '.join(self.missing)} {are} not there; the others act without")
+        told = self.ensemble.told
+        given = [name for name, value in (("prompts", prompts), ("labels", labels)) if value]
+        takes = {"prompts": told & {"text", "pooled"}, "labels": told & {"label"}}
+        found += [f"these experts are not told {name}; they have no effect" for name in given if not takes[name]]
+        if settings.guidance != 1 and not any(takes[name] for name in given):
+            found.append("without a prompt or label guidance has no effect")
+        if any(takes[name] for name in given) and draws_unconditioned(self.ensemble, settings.routing):
+            found.append("the router is not told the prompt, so the expert that is drawn has nothing to do with it")
+        return found
 
 
-def _joined(ensemble: Sampled, traces: list[list[Any]]) -> Trace:
-    """The decisions of all batches, side by side."""
-    steps = range(len(traces[0]))
-    return Trace(
-        torch.tensor([float(decision.t[0]) for decision in traces[0]]),
-        torch.stack([torch.cat([decisions[step].probabilities for decisions in traces]) for step in steps]),
-        torch.stack([torch.cat([decisions[step].weights for decisions in traces]) for step in steps]),
-        tuple(expert.name for expert in ensemble.experts),
-    )
+def draws_unconditioned(ensemble: Ensemble, routing: str) -> bool:
+    """Whether an expert is drawn from the start by a router that is not conditioned on the prompt."""
+    first = parse(routing).rules[0]
+    unconditioned = ensemble.router is not None and not ensemble.router.declaration.told
+    return len(ensemble.members) > 1 and first.name == "drawn" and first.source == "router" and unconditioned

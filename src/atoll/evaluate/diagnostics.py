@@ -115,15 +115,15 @@ def _ask(model: Ensemble, sample: Noisy, routings: Sequence[str]) -> dict[str, T
         "angles": mean_angle(velocities),
     }
     if model.router is not None and experts > 1:
-        p = model.weights(sample.x, sample.t, condition, routing="full")
+        p = model.route(sample.x, sample.t, condition, routing="full")
         found["probabilities"] = p
         two = p.topk(2).indices[..., None, None, None].expand(-1, -1, *velocities.shape[2:])
         found["chosen_angles"] = mean_angle(velocities.gather(1, two))
     if experts > 1 and all(member.density is not None for member in model.members):
-        found["nearest"] = model.weights(sample.x, sample.t, condition, routing="nearest:full")
+        found["nearest"] = model.route(sample.x, sample.t, condition, routing="nearest:full")
     for routing in routings:
         cluster, draw = sample.batch.cluster, sample.draw
-        weights = model.weights(sample.x, sample.t, condition, routing=routing, cluster=cluster, draw=draw)
+        weights = model.route(sample.x, sample.t, condition, routing=routing, cluster=cluster, draw=draw)
         mixed = torch.einsum("bk,bk...->b...", weights, velocities)
         found[f"routed {routing}"] = velocity_errors(mixed, sample.target)
     return found

@@ -223,7 +223,7 @@ class Evaluation:
             digests += [router.digest] if router and router.digest not in digests else []
 
             def ask() -> ExpertDiagnostics:
-                model = group.open(how.resident)
+                model = group.open(how.resident).ensemble
                 return diagnostics.report(diagnostics.ask(model, shards, routings, limit=limit, seed=seed))
 
             experts = cached(
@@ -242,7 +242,9 @@ class Evaluation:
                 subject.model,
                 made_from={**made_from, "networks": subject.digests},
                 result=Summary,
-                compute=lambda: diagnostics.dense_error(subject.open(), shards, limit, seed=seed, name=subject.model),
+                compute=lambda: diagnostics.dense_error(
+                    subject.open().ensemble, shards, limit, seed=seed, name=subject.model
+                ),
             )
 
         images = ValidationSet(shards, seed, limit).images

@@ -26,7 +26,7 @@ from atoll.data.contact_sheet import sheet
 from atoll.data.dataset import Shards
 from atoll.data.shuffle import shuffled
 from atoll.data.stages.ingest import Pixels
-from atoll.ensemble import Ensemble, Settings
+from atoll.ensemble import Sampler, Settings
 from atoll.ensemble import Samples as Generated
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.models import Subject
@@ -173,8 +173,8 @@ def draw(
         artifact.write("prompts.json", told)
         chunks, model = Chunks(artifact, len(prompts), CHUNK), subject.open(resident)
         # One step first, so that opening networks is no part of the time that pictures take.
-        for number in range(len(model.members)) if resident is None else ():
-            model.cache.get(number)
+        for number in range(len(model.ensemble.members)) if resident is None else ():
+            model.ensemble.cache.get(number)
         _generate(model, prompts.part(slice(0, 1)), replace(settings, steps=1), batch=batch)
         for chunk in chunks.missing():
             print(f"{subject.label}: {what}, from {chunk * CHUNK:,} of {len(prompts):,}", flush=True)
@@ -183,7 +183,7 @@ def draw(
     return Samples(subject.label, artifact, prompts)
 
 
-def _chunk(model: Ensemble, prompts: Prompts, settings: Settings, *, chunk: int, batch: int) -> dict[str, Tensor]:
+def _chunk(model: Sampler, prompts: Prompts, settings: Settings, *, chunk: int, batch: int) -> dict[str, Tensor]:
     """One chunk of pictures. Its noise is the same for every model and routing."""
     part = prompts.part(slice(chunk * CHUNK, (chunk + 1) * CHUNK))
     seed = rng.key(settings.seed, SEED_STREAM, chunk) >> 33
@@ -192,10 +192,10 @@ def _chunk(model: Ensemble, prompts: Prompts, settings: Settings, *, chunk: int,
     return {"pictures": pictures, "seconds": torch.tensor(seconds, dtype=torch.float64), **_use(made)}
 
 
-def _generate(model: Ensemble, prompts: Prompts, settings: Settings, *, batch: int) -> tuple[Generated, float]:
+def _generate(model: Sampler, prompts: Prompts, settings: Settings, *, batch: int) -> tuple[Generated, float]:
     """Pictures, and the seconds they took."""
-    labels = prompts.labels if "label" in model.told else None
-    how = {"batch": batch, "trace": len(model.experts) > 1, **asdict(settings)}
+    labels = prompts.labels if "label" in model.ensemble.told else None
+    how = {"batch": batch, "trace": len(model.ensemble.experts) > 1, **asdict(settings)}
     start = time.perf_counter()
     made = model.generate(prompts.captions, labels, len(prompts), clusters=prompts.clusters, **how)
     return made, time.perf_counter() - start

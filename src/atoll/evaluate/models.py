@@ -11,7 +11,7 @@ from atoll.core.artifacts import Artifact, Kind
 from atoll.core.config import Config
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import EXPERT, ROUTER, ComputeSpec, NetworkContent
-from atoll.ensemble import Ensemble, Settings, load, parse
+from atoll.ensemble import Sampler, Settings, load, parse
 from atoll.evaluate.results import ForwardCost, TrainingCost
 from atoll.train.cost import Cost, cost, training_bytes
 
@@ -48,7 +48,7 @@ class Subject:
         """Fingerprints of its networks."""
         return [part.open(_kind(part)).digest for part in self.parts]
 
-    def open(self, resident: int | None = None) -> Ensemble:
+    def open(self, resident: int | None = None) -> Sampler:
         """The model itself, with no routing chosen: all routings of the experts share one."""
         router = Artifact(self.run, layout.final(layout.ROUTER)).manifest()
         return _opened(self.run, self.model, resident, _networks=frozenset({*self.digests, router and router.digest}))
@@ -103,7 +103,7 @@ class Subject:
 
 
 @lru_cache(maxsize=1)
-def _opened(run: Path, model: str, resident: int | None, *, _networks: frozenset[str | None]) -> Ensemble:
+def _opened(run: Path, model: str, resident: int | None, *, _networks: frozenset[str | None]) -> Sampler:
     """One model is in memory at a time, as long as its networks are the same."""
     return load(run, model, resident=resident)
 

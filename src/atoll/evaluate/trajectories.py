@@ -1,7 +1,7 @@
 """The way from noise to a picture: who leads, how near the estimate is to their data, what finer steps change."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll import flow
 from atoll.core.progress import progress
 from atoll.data.dataset import Shards
-from atoll.ensemble import Ensemble, RoutingState, Settings
+from atoll.ensemble import RoutingState, Sampler, SamplerState, Settings
+from atoll.ensemble.routing import Decision
 from atoll.evaluate.generated import Prompts, Samples
 from atoll.evaluate.results import ExpertUse, Trajectory
+from atoll.experts.batch_conditions import BatchConditions
 from atoll.flow import rng
 
 NOISE_STREAM = 35
@@ -58,22 +59,19 @@ class _Record:
 
 
 @torch.no_grad()
-def follow(model: Ensemble, prompts: Prompts, settings: Settings, *, clusters: list[Tensor], what: str) -> Trajectory:
+def follow(model: Sampler, prompts: Prompts, settings: Settings, *, clusters: list[Tensor], what: str) -> Trajectory:
     """Sample with N and with 2 N steps from the same noise.
 
     `refinement` is the mean over samples of |x_N - x_2N| / |x_2N|, the relative change of the final latent; the
     distances are those of the estimate x - t·v to the clusters, at every evaluation of the first pass.
     """
     record = _Record()
-    shape = (len(prompts), *model.shape)
-    noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=0).to(model.device)
+    shape = (len(prompts), *model.ensemble.shape)
+    noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=0).to(model.ensemble.device)
     with progress(f"refinement of {what}", 3 * settings.steps, unit="steps") as bar:
-        coarse = _solve(
-            model, prompts, settings, noise=noise, steps=settings.steps, bar=bar, record=record, clusters=clusters
-        )
-        fine = _solve(
-            model, prompts, settings, noise=noise, steps=2 * settings.steps, bar=bar, record=None, clusters=clusters
-        )
+        coarse = _solve(model, prompts, settings, noise=noise, bar=bar, record=record, clusters=clusters)
+        finer = replace(settings, steps=2 * settings.steps)
+        fine = _solve(model, prompts, finer, noise=noise, bar=bar, record=None, clusters=clusters)
     change = (coarse - fine).flatten(1).norm(dim=1) / fine.flatten(1).norm(dim=1)
     return Trajectory(
         refinement=change.mean().item(),
@@ -85,49 +83,34 @@ def follow(model: Ensemble, prompts: Prompts, settings: Settings, *, clusters: l
 
 
 def _solve(
-    model: Ensemble,
+    sampler: Sampler,
     prompts: Prompts,
     settings: Settings,
     *,
     noise: Tensor,
-    steps: int,
     bar: Any,
     record: _Record | None,
     clusters: list[Tensor],
 ) -> Tensor:
-    told = model.tell(model.encode(prompts.captions, prompts.labels if "label" in model.told else None), len(prompts))
-    given = torch.tensor(prompts.clusters)
-    homes = torch.tensor([expert.clusters[0] for expert in model.experts])
-    memory = RoutingState(settings.seed, trace=[])
-
-    def velocity(x: Tensor, t: Tensor) -> Tensor:
-        guidance = settings.guidance_at(float(t[0]))
-        v = model.velocity(
-            x,
-            t[:1],
-            told,
-            routing=settings.routing,
-            guidance=guidance,
-            cluster=given,
-            rescale=settings.rescale,
-            memory=memory,
-        )
-        if record is not None and len(homes) > 1 and len(clusters) > 1:
-            assert memory.trace is not None
-            lead = homes[memory.trace[-1].weights.argmax(1)]
-            estimate = x - t.view(-1, 1, 1, 1) * v
-            record.add(float(t[0]), nearest(estimate, clusters).cpu(), lead)
-        bar.update(1)
-        return v
-
-    return flow.solve(
-        velocity,
+    ensemble = sampler.ensemble
+    condition = sampler.encode(prompts.captions, prompts.labels if "label" in ensemble.told else None)
+    rows = torch.arange(len(prompts), device=ensemble.device)
+    decisions: list[Decision] = []
+    state = SamplerState(
         noise,
-        steps=steps,
-        solver=settings.solver,
-        shift=settings.shift,
-        scheduler_times=settings.scheduler_times,
+        BatchConditions.of(condition, rows),
+        RoutingState(settings.seed, trace=decisions),
+        torch.tensor(prompts.clusters),
     )
+    homes = torch.tensor([expert.clusters[0] for expert in ensemble.experts])
+
+    def follow_estimate(x: Tensor, t: float, v: Tensor) -> None:
+        if record is not None and len(homes) > 1 and len(clusters) > 1:
+            lead = homes[decisions[-1].weights.argmax(1)]
+            record.add(t, nearest(x - t * v, clusters).cpu(), lead)
+        bar.update(1)
+
+    return sampler.run(state, settings, on_velocity=follow_estimate)
 
 
 def expert_use(samples: Samples) -> ExpertUse | None:

@@ -1,5 +1,11 @@
-"""A finished expert: what it declares of itself, and its network as a velocity field. The one way to open an expert."""
+"""A trained network: what it declares, where it is stored, and an expert as a velocity field.
 
+reference = atoll.experts.run.expert_of_run(run, "experts/003")    # reads the manifest
+expert = open_expert(reference, space, DeviceOptions(device))      # reads the weights
+expert.velocity(x, t, condition)
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -7,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from atoll import flow
-from atoll.core import layout
-from atoll.core.artifacts import Artifact
-from atoll.core.manifests import EXPERT, BridgeSpec, ExpertContent, LatentSpec, NetworkContent, TextSpec
+from atoll.core.errors import AtollError
+from atoll.core.manifests import BridgeSpec, ExpertContent, LatentSpec, NetworkContent, TextSpec
 from atoll.core.networks import NetworkConfig
 from atoll.data.stages.latents import Statistics
+from atoll.experts.density import Density
 from atoll.experts.rescaling import Rescaling, rescaling
-from atoll.nets import Condition, PreparedCondition, load_network
+from atoll.nets import Condition, PreparedCondition, Router
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,38 @@ class Declaration:
         return self.latents.shape
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertReference:
+    """A stored network, expert or router: what it declares, how to read its weights, and how many bytes they have."""
+
+    declaration: Declaration
+    open: Callable[[], nn.Module]
+    size: int
+    file: Path | None = None
+    """Where the weights are, to have them read ahead."""
+    density: Density | None = None
+    """How its cluster's latents are distributed, for routing without a router."""
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Where and how networks are kept."""
+
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+    quantise: str | None = None
+    compile: bool = False
+
+    def put(self, network: nn.Module) -> nn.Module:
+        """Move a network, and prepare it for inference."""
+        placed = network.to(self.device, self.dtype).eval().requires_grad_(False)
+        if self.compile:
+            placed.compile(dynamic=True)
+        return placed
+
+
 def only(condition: Condition, told: frozenset[str]) -> Condition:
-    """The part of a condition that a network knows what to do with."""
+    """Return the part of a condition that a network is conditioned on."""
     hidden = {"text", "pooled", "label"} - told
     if "text" in hidden:
         hidden |= {"text_mask"}
@@ -71,29 +109,51 @@ class OpenExpert:
 
     declaration: Declaration
     network: nn.Module
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.float32
     change: Rescaling | None = None
+    """From the common space to the expert's own; None if they are the same."""
 
     @property
     def told(self) -> frozenset[str]:
-        """What it wants to be told."""
+        """What it is conditioned on."""
         return self.declaration.told
 
     def velocity(self, x: Tensor, t: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
-        """The velocity at states x and times t: one for each sample, or one for the whole batch, which costs less."""
+        """Return the velocity at states x and times t: one for each state, or one for all, which costs less."""
         own, own_t = (x, t) if self.change is None else self.change.state(x, t)
         bridge = self.declaration.bridge
         query = bridge.query(own, own_t)
         time = query.network_time[:1] if t.numel() == 1 else query.network_time
         output: Tensor = self.network(query.state.to(self.dtype), time, condition)
         # A learned variance beside the prediction is not used.
-        answer = bridge.velocity(output[:, : x.shape[1]], own, own_t)
-        return answer if self.change is None else self.change.velocity(answer, own, t)
+        velocity = bridge.velocity(output[:, : x.shape[1]], own, own_t)
+        return velocity if self.change is None else self.change.velocity(velocity, own, t)
 
 
-def open_expert(run: Path, name: str, space: Statistics, *, device: torch.device | None = None) -> OpenExpert:
-    """Open a finished expert of a run (`experts/003`, `monolith`, `student`) after checking its hashes."""
-    artifact = Artifact(run, layout.final(name))
-    declaration = Declaration.of(artifact.read(EXPERT, verify=True))
-    network = load_network(artifact.folder).to(device).eval().requires_grad_(False)
-    return OpenExpert(declaration, network, torch.float32, rescaling(space, declaration.statistics, name))
+def open_expert(reference: ExpertReference, space: Statistics, options: DeviceOptions) -> OpenExpert:
+    """Read an expert's weights. Its velocity is that of latents normalized as `space`."""
+    declaration = reference.declaration
+    change = rescaling(space, declaration.statistics, declaration.name)
+    return OpenExpert(declaration, options.put(reference.open()), options.dtype, change)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenRouter:
+    """A router with its declaration."""
+
+    declaration: Declaration
+    network: Router
+    dtype: torch.dtype = torch.float32
+
+    def logits(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """Return log-probabilities up to a constant, one column for each cluster of the declaration."""
+        told = only(condition, self.declaration.told)
+        return self.network.logits(x.to(self.dtype), flow.LINEAR.network_time(t), told)
+
+
+def open_router(reference: ExpertReference, options: DeviceOptions) -> OpenRouter:
+    """Read a router's weights. It is small, so it is never quantized."""
+    network = replace(options, quantise=None).put(reference.open())
+    if not isinstance(network, Router):
+        raise AtollError(f"{reference.declaration.name} is a {type(network).__name__}, not a router")
+    return OpenRouter(reference.declaration, network, options.dtype)

@@ -6,10 +6,9 @@ On an accelerator the next expert is copied while the present one computes. Resu
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,44 +17,13 @@ from torch import Tensor, nn
 from atoll.core.errors import AtollError
 from atoll.data.stages.latents import Statistics
 from atoll.experts.batch_conditions import BatchConditions, replace_rows
-from atoll.experts.density import Density
-from atoll.experts.expert import Declaration, OpenExpert, only
+from atoll.experts.expert import DeviceOptions, ExpertReference, OpenExpert, only, open_expert
 from atoll.experts.quantize import quantise
 from atoll.experts.rescaling import rescaling
 from atoll.nets import Condition, DiT, PreparedCondition
 
 PROBES = 4
 """States on which the error of quantised weights is measured."""
-
-
-@dataclass(frozen=True, eq=False)
-class ExpertReference:
-    """One expert of an ensemble: what it declares, how to get its network, and how many bytes that has."""
-
-    declaration: Declaration
-    open: Callable[[], nn.Module]
-    size: int
-    file: Path | None = None
-    """Where the weights are, to have them read ahead."""
-    density: Density | None = None
-    """How its cluster's latents are distributed, for routing without a router."""
-
-
-@dataclass(frozen=True)
-class DeviceOptions:
-    """Where and how networks are kept."""
-
-    device: torch.device
-    dtype: torch.dtype = torch.float32
-    quantise: str | None = None
-    compile: bool = False
-
-    def put(self, network: nn.Module) -> nn.Module:
-        """A network, ready to answer."""
-        placed = network.to(self.device, self.dtype).eval().requires_grad_(False)
-        if self.compile:
-            placed.compile(dynamic=True)
-        return placed
 
 
 @dataclass(eq=False)
@@ -130,6 +98,10 @@ class ExpertCache:
         """Those in memory first: what is there is used before it has to leave."""
         return sorted(wanted, key=lambda number: number not in self._here)
 
+    def put(self, number: int, expert: OpenExpert) -> None:
+        """Keep an expert that is open already."""
+        self._here[number] = LoadedExpert(expert)
+
     def get(self, number: int, following: int | None = None) -> LoadedExpert:
         """An expert, ready to answer; the one to follow is fetched meanwhile if there is room for both."""
         resident = self._here.pop(number, None) or self._arrived(number)
@@ -164,8 +136,7 @@ class ExpertCache:
     def _load(self, number: int) -> LoadedExpert:
         member = self.members[number]
         self.loads += 1
-        change = rescaling(self.space, member.declaration.statistics, member.declaration.name)
-        expert = OpenExpert(member.declaration, self.placement.put(member.open()), self.placement.dtype, change)
+        expert = open_expert(member, self.space, self.placement)
         if self.placement.quantise:
             name = member.declaration.name
             self.quantisation_error[name] = _quantised(expert, self.placement.quantise, self.placement.device)

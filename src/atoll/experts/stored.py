@@ -9,7 +9,6 @@ expert_0/
 
 import json
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,8 +23,7 @@ from atoll.core.manifests import ExpertContent, NetworkContent, RouterContent
 from atoll.core.networks import CLASS_NAME, ConfigJson
 from atoll.experts.density import FILE as CLUSTER_FILE
 from atoll.experts.density import Density
-from atoll.experts.expert import Declaration
-from atoll.experts.expert_cache import ExpertReference
+from atoll.experts.expert import Declaration, ExpertReference
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
@@ -83,6 +81,9 @@ class Stored:
 
     folder: Path
     content: NetworkContent
+    stored_class: str
+    """The class in config.json: the declared network's own, or one of diffusers that can hold it."""
+    weights: Path
 
     @classmethod
     def open(cls, folder: Path) -> "Stored":
@@ -90,41 +91,33 @@ class Stored:
         file = folder / DECLARATION_FILE
         if not file.is_file():
             raise AtollError(f"{file} is missing: nothing tells how this network was trained; export the run again")
-        stored = cls(folder, read_declaration(file))
+        content = read_declaration(file)
+        stored = cls(folder, content, _stored_class(folder, content.network.class_name), weights_of(folder))
         check_fit(without_retired(shapes(stored.weights)), stored._expected(), f"the network that {file} declares")
         return stored
 
-    @cached_property
-    def declaration(self) -> Declaration:
-        """What the network says of itself."""
-        return Declaration.of(self.content)
-
-    @cached_property
-    def density(self) -> Density | None:
-        """How its cluster is distributed, if it tells."""
-        file = self.folder / CLUSTER_FILE
-        return Density.from_tensors(load_file(file)) if file.is_file() else None
-
-    @property
-    def weights(self) -> Path:
-        """The file of its weights."""
-        return weights_of(self.folder)
-
-    def member(self) -> ExpertReference:
-        """As an expert of an ensemble; the network is read when it is needed."""
-        return ExpertReference(self.declaration, self.network, self.weights.stat().st_size, self.weights, self.density)
+    def reference(self) -> ExpertReference:
+        """Return the network as a reference; its weights are read when they are needed."""
+        density = self.folder / CLUSTER_FILE
+        return ExpertReference(
+            Declaration.of(self.content),
+            self.network,
+            self.weights.stat().st_size,
+            self.weights,
+            Density.from_tensors(load_file(density)) if density.is_file() else None,
+        )
 
     def network(self) -> nn.Module:
         """The network."""
         own = self.content.network.class_name
-        if self._stored_class == own:
+        if self.stored_class == own:
             return load_network(self.folder)
         native = own == "DiT"
         with torch.device("meta" if native else "cpu"):
             network = build(self.content.network)
         state = read_weights(self.weights)
         if native:
-            state = layout(LAYOUTS[self._stored_class]).to_native(state, network.config)
+            state = layout(LAYOUTS[self.stored_class]).to_native(state, network.config)
         else:
             state = {f"model.{name}": part for name, part in state.items()}
         file = self.folder / NULL_FILE
@@ -133,29 +126,28 @@ class Stored:
         network.load_state_dict(state, assign=native)
         return network
 
-    @cached_property
-    def _stored_class(self) -> str:
-        """The class in config.json, which must be able to hold the declared network."""
-        file = self.folder / CONFIG_FILE
-        if not file.is_file():
-            raise AtollError(f"{file} is missing; expected the configuration of a network")
-        stored = str(json.loads(file.read_text(encoding="utf-8")).get(CLASS_NAME))
-        own = self.content.network.class_name
-        able = {own} | ({KINDS[own].model_class} if own in KINDS else set(LAYOUTS) if own == "DiT" else set())
-        if stored not in able:
-            raise AtollError(f"{file} names a {stored}, but {self.folder / DECLARATION_FILE} declares a {own}")
-        return stored
-
     def _expected(self) -> dict[str, Tensor]:
         """Names and shapes of the tensors that the stored class has for the declared network."""
         with torch.device("meta"):
             network = build(self.content.network)
         state = network.state_dict()
-        if self._stored_class == self.content.network.class_name:
+        if self.stored_class == self.content.network.class_name:
             return state
-        if self._stored_class in LAYOUTS and isinstance(network, DiT):
-            return layout(LAYOUTS[self._stored_class]).from_native(state, network.config)
+        if self.stored_class in LAYOUTS and isinstance(network, DiT):
+            return layout(LAYOUTS[self.stored_class]).from_native(state, network.config)
         return {name.removeprefix("model."): part for name, part in state.items() if name.startswith("model.")}
+
+
+def _stored_class(folder: Path, own: str) -> str:
+    """Read the class in config.json, which must be able to hold the declared network."""
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise AtollError(f"{file} is missing; expected the configuration of a network")
+    stored = str(json.loads(file.read_text(encoding="utf-8")).get(CLASS_NAME))
+    able = {own} | ({KINDS[own].model_class} if own in KINDS else set(LAYOUTS) if own == "DiT" else set())
+    if stored not in able:
+        raise AtollError(f"{file} names a {stored}, but {folder / DECLARATION_FILE} declares a {own}")
+    return stored
 
 
 def read_declaration(file: Path) -> NetworkContent:

@@ -22,17 +22,18 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError, unknown
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE, NetworkContent, PipelineContent
+from atoll.data.encoders import Encoders
 from atoll.data.stages.latents import Codec, Pixel
 from atoll.data.stages.text import TextEncoder
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.folder import COMPONENTS, PIPELINE_CLASS, ModelIndex, fetch, forget_paths, refusal
-from atoll.ensemble.folder import verify as verify_folder
-from atoll.ensemble.sampler import Samples
+from atoll.ensemble.sampler import Sampler
+from atoll.ensemble.samples import Samples
 from atoll.experts import stored
 from atoll.experts.density import Density
-from atoll.experts.expert import Declaration
-from atoll.experts.expert_cache import ExpertReference, DeviceOptions, weights_of
-from atoll.experts.router import OpenRouter
+from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference, OpenRouter
+from atoll.experts.expert_cache import weights_of
+from atoll.experts.folder import COMPONENTS, PIPELINE_CLASS, ModelIndex, fetch, forget_paths, refusal
+from atoll.experts.folder import verify as verify_folder
 from atoll.export.model_card import CARD_FILE
 from atoll.nets import Condition, Router
 
@@ -79,7 +80,7 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
         """Read what `save_pretrained` wrote; diffusers says `dtype` in some places and `torch_dtype` in others."""
         folder = Path(pretrained_model_name_or_path) / (subfolder or "")
         found = stored.Stored.open(folder)
-        return cls(found.network().to(dtype or torch_dtype or torch.float32), found.content, found.density)
+        return cls(found.network().to(dtype or torch_dtype or torch.float32), found.content, found.reference().density)
 
 
 class ExpertModel(_Declared):
@@ -156,19 +157,21 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         """The experts, in order."""
         return [getattr(self, name) for name in _names(self._experts)]
 
-    def ensemble(self) -> Ensemble:
-        """The same components as `atoll.load` would give them; made anew, for components can be replaced."""
+    def sampler(self) -> Sampler:
+        """Return the same components as `atoll.load` would; made anew, for components can be replaced."""
         members = [expert.member() for expert in self.experts]
         placement = DeviceOptions(self.expert_0.device, self.expert_0.dtype)
         router = self.router.opened(placement.dtype) if self.router is not None and len(members) > 1 else None
-        ensemble = Ensemble(members, router, placement=placement)
-        pixels = members[0].declaration.latents.autoencoder == "pixels"
-        ensemble.models.codec = Pixel() if pixels else Codec(self._needed("vae"), self.vae.device)
-        text = members[0].declaration.text
-        if text is not None and self.text_encoder is not None:
-            place = self.text_encoder.device
-            ensemble.models.text_encoder = TextEncoder(self.text_encoder, self.tokenizer, text.max_tokens, place=place)
-        return ensemble
+        return Sampler(Ensemble(members, router, placement=placement), Encoders(self._codec, self._texts))
+
+    def _codec(self) -> Codec | Pixel:
+        pixels = self.expert_0.content.latents.autoencoder == "pixels"
+        return Pixel() if pixels else Codec(self._needed("vae"), self.vae.device)
+
+    def _texts(self) -> TextEncoder:
+        text, encoder = self.expert_0.content.text, self._needed("text_encoder")
+        assert text is not None
+        return TextEncoder(encoder, self.tokenizer, text.max_tokens, place=encoder.device)
 
     @torch.no_grad()
     def __call__(
@@ -198,29 +201,27 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         """
         if output_type not in OUTPUTS:
             raise AtollError(unknown("output_type", output_type, OUTPUTS))
-        ensemble = self.ensemble()
-        if prompt is not None and ensemble.told & {"text", "pooled"}:
-            self._needed("text_encoder")
+        sampler = self.sampler()
         settings |= {"steps": num_inference_steps, "guidance": guidance_scale, "seed": _seed(seed, generator)}
         if routing is not None:
             settings["routing"] = routing
         if "solver" not in settings:
-            settings = {**self._integration(ensemble, settings.get("scheduler_times", False)), **settings}
-        if ensemble.scheduler is not None and "shift" in settings:
+            settings = {**self._integration(sampler, settings.get("scheduler_times", False)), **settings}
+        if sampler.scheduler is not None and "shift" in settings:
             raise AtollError("the pipeline's scheduler has a shift of its own; set it there, or name a solver")
         told = [_repeated(part, num_images_per_prompt) for part in (prompt, label, cluster)]
         count = max([len(part) for part in told if part is not None], default=num_images_per_prompt)
-        made = ensemble.generate(told[0], told[1], count, clusters=told[2], batch=batch_size, **settings)
+        made = sampler.generate(told[0], told[1], count, clusters=told[2], batch=batch_size, **settings)
         images = _as(made, output_type)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
-    def _integration(self, ensemble: Ensemble, scheduler_times: bool) -> dict[str, str | float]:
+    def _integration(self, sampler: Sampler, scheduler_times: bool) -> dict[str, str | float]:
         """Plain Euler steps are made by Atoll's own solver, on even times; all others by the scheduler itself."""
         plain = FlowMatchEulerDiscreteScheduler(shift=self.scheduler.config.get("shift", 1.0))
         ours, known = _settings(self.scheduler), _settings(plain)
         if type(self.scheduler) is type(plain) and ours == known and not scheduler_times:
             return {"solver": "euler", "shift": self.scheduler.config.shift}
-        ensemble.scheduler = self.scheduler
+        sampler.scheduler = self.scheduler
         return {"solver": "flow-euler"} if scheduler_times else {}
 
     def _needed(self, name: str) -> Any:

@@ -20,7 +20,10 @@ from atoll.core.manifests import EXPERT, PIPELINE, ROUTER, ExpertContent, Networ
 from atoll.core.progress import progress
 from atoll.data.stages.latents import Codec
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.folder import (
+from atoll.ensemble.loading import load
+from atoll.ensemble.sampler import Sampler
+from atoll.experts import stored
+from atoll.experts.folder import (
     COMPONENTS,
     EXPERT_CLASS,
     INDEX_FILE,
@@ -28,14 +31,13 @@ from atoll.ensemble.folder import (
     ROUTER_CLASS,
     forget_paths,
 )
-from atoll.ensemble.loading import load
-from atoll.experts import stored
 from atoll.export.model_card import CARD_FILE, About, card
 
 
 def export(run: Path, destination: Path, model: str = "experts", *, licence: str | None = None) -> Manifest:
     """Write a model of a run; the same again does nothing, and a folder that holds something else is refused."""
-    ensemble = load(run, model, device="cpu", strict=True)
+    sampler = load(run, model, device="cpu", strict=True)
+    ensemble = sampler.ensemble
     trained = _trained(run, ensemble)
     destination = destination.resolve()
     artifact = Artifact(destination.parent, destination.name)
@@ -43,7 +45,7 @@ def export(run: Path, destination: Path, model: str = "experts", *, licence: str
         raise AtollError(f"{destination} exists and is not an export of {run}; choose another folder")
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
     if artifact.begin(PIPELINE, made_from) is None:
-        _write(artifact, ensemble, trained)
+        _write(artifact, sampler, trained)
         artifact.commit(PipelineContent(experts=len(ensemble.members), model=model), leave=[CARD_FILE])
     made = artifact.open(PIPELINE, verify=True)
     if not (destination / CARD_FILE).exists():
@@ -79,11 +81,11 @@ def _name(model: str) -> str:
     return folder.name if folder.expanduser().is_dir() else model
 
 
-def _write(artifact: Artifact, ensemble: Ensemble, trained: Mapping[str, Manifest]) -> None:
+def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]) -> None:
     """All components, one after the other: one network is in memory at once."""
     index: dict[str, list[str | None]] = {}
-    with progress("exporting", len(ensemble.members) + 5, unit="components") as bar:
-        for name, component in _components(ensemble, trained, artifact.folder):
+    with progress("exporting", len(sampler.ensemble.members) + 5, unit="components") as bar:
+        for name, component in _components(sampler, trained, artifact.folder):
             index[name] = component
             bar.update(1)
     import diffusers
@@ -94,9 +96,10 @@ def _write(artifact: Artifact, ensemble: Ensemble, trained: Mapping[str, Manifes
 
 
 def _components(
-    ensemble: Ensemble, trained: Mapping[str, Manifest], folder: Path
+    sampler: Sampler, trained: Mapping[str, Manifest], folder: Path
 ) -> Iterator[tuple[str, list[str | None]]]:
     """Write every component; its name and class, as model_index.json has them."""
+    ensemble = sampler.ensemble
     for number, member in enumerate(ensemble.members):
         content = _public(member.declaration.name, trained[member.declaration.name])
         stored.write(folder / f"expert_{number}", member.open(), content, density=member.density)
@@ -106,11 +109,11 @@ def _components(
             folder / "router", ensemble.router.network, _public(layout.ROUTER, trained[layout.ROUTER]), density=None
         )
     yield "router", [None, None] if ensemble.router is None else [COMPONENTS, ROUTER_CLASS]
-    codec = ensemble.models.codec
+    codec = sampler.encoders.autoencoder()
     if isinstance(codec, Codec):
         codec.network.save_pretrained(folder / "vae", safe_serialization=True)
     yield "vae", ["diffusers", type(codec.network).__name__] if isinstance(codec, Codec) else [None, None]
-    encoder = ensemble.models.text_encoder if ensemble.told & {"text", "pooled"} else None
+    encoder = sampler.encoders.text_encoder() if ensemble.told & {"text", "pooled"} else None
     parts = (None, None) if encoder is None else (encoder.network, encoder.tokenizer)
     for name, part in zip(("text_encoder", "tokenizer"), parts, strict=True):
         if part is not None:

@@ -19,7 +19,7 @@ from atoll.flow.schedules import (
     Schedule,
     schedule,
 )
-from atoll.flow.solvers import diffusers_scheduler, euler, heun, run_scheduler, solve, solver_times
+from atoll.flow.solvers import Step, diffusers_scheduler, run_scheduler, solve, solver_times, step
 
 __all__ = [
     "LINEAR",
@@ -40,17 +40,17 @@ __all__ = [
     "Prediction",
     "Query",
     "Schedule",
+    "Step",
     "TimeSampling",
     "Weighting",
     "convert",
     "diffusers_scheduler",
-    "euler",
     "from_pair",
-    "heun",
     "objective",
     "run_scheduler",
     "schedule",
     "solve",
     "solver_times",
+    "step",
     "to_pair",
 ]

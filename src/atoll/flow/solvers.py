@@ -6,14 +6,14 @@ Euler and Heun are written here; the rest are diffusers schedulers with flow sig
 from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from atoll.core.errors import unknown
 from atoll.core.names import SOLVERS
-from atoll.flow.schedules import NETWORK_TIME_SCALE
+from atoll.flow.schedules import NETWORK_TIME_SCALE, broadcast
 
 OWN_SOLVERS = ("euler", "heun")
 VelocityField = Callable[[Tensor, Tensor], Tensor]
@@ -42,30 +42,39 @@ def solve(
         raise ValueError(unknown("solver", solver, SOLVERS))
     if scheduler_times and solver in OWN_SOLVERS:
         raise ValueError(f"scheduler_times needs a solver of diffusers, such as flow-euler; {solver!r} is Atoll's own")
-    times = solver_times(steps, shift)
-    if solver == "euler":
-        return euler(velocity, x, times)
-    if solver == "heun":
-        return heun(velocity, x, times)
-    return run_scheduler(diffusers_scheduler(solver, shift), velocity, x, steps=steps, scheduler_times=scheduler_times)
-
-
-def euler(velocity: VelocityField, x: Tensor, times: Sequence[float]) -> Tensor:
-    """First order: one evaluation a step."""
-    for t, t_next in pairwise(times):
-        x = x + (t_next - t) * velocity(x, _times(t, x))
+    if solver not in OWN_SOLVERS:
+        scheduler = diffusers_scheduler(solver, shift)
+        return run_scheduler(scheduler, velocity, x, steps=steps, scheduler_times=scheduler_times)
+    for t, t_next in pairwise(solver_times(steps, shift)):
+        x = step(velocity, x, [t], [t_next], solver=solver).x
     return x
 
 
-def heun(velocity: VelocityField, x: Tensor, times: Sequence[float]) -> Tensor:
-    """Second order: two evaluations a step, one in the last, whose far end t = 0 no network was trained at."""
-    for t, t_next in pairwise(times):
-        v = velocity(x, _times(t, x))
-        guess = x + (t_next - t) * v
-        if t_next > 0:
-            v = (v + velocity(guess, _times(t_next, x))) / 2
-        x = x + (t_next - t) * v
-    return x
+class Step(NamedTuple):
+    """One step of a solver: the states after it, and the velocity v before it, which gives the estimate x - t v."""
+
+    x: Tensor
+    velocity: Tensor
+
+
+def step(
+    velocity: VelocityField, x: Tensor, t: Sequence[float], t_next: Sequence[float], *, solver: str = "euler"
+) -> Step:
+    """Move states x (batch, ...) from times t to t_next: one time for each state, or one for all.
+
+    Euler is of first order: one evaluation. Heun is of second order: two evaluations, and one where t_next is 0, at
+    which no network was trained.
+    """
+    # Differences of times are taken in double precision and rounded once, whether one or many.
+    spans = [after - before for before, after in zip(t, t_next, strict=True)]
+    span: float | Tensor = spans[0] if len(spans) == 1 else broadcast(_times(spans, x), x)
+    first = velocity(x, _times(t, x))
+    v = first
+    if solver == "heun" and max(t_next) > 0:
+        v = (v + velocity(x + span * v, _times(t_next, x))) / 2
+        if min(t_next) == 0:
+            v = torch.where(broadcast(_times(t_next, x), x) > 0, v, first)
+    return Step(x + span * v, first)
 
 
 def diffusers_scheduler(solver: str, shift: float = 1.0) -> Any:
@@ -98,7 +107,7 @@ def run_scheduler(
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)  # it cannot be found by the first timestep if that, cut to an integer, comes twice
     for t, timestep in zip(_exact_times(scheduler), scheduler.timesteps, strict=True):
-        x = scheduler.step(velocity(x, _times(t, x)), timestep, x, return_dict=False)[0]
+        x = scheduler.step(velocity(x, _times([t], x)), timestep, x, return_dict=False)[0]
     return x
 
 
@@ -122,6 +131,8 @@ def _exact_times(scheduler: Any) -> list[float]:
     return (sigmas if exact else times).tolist()  # type: ignore[no-any-return]
 
 
-def _times(t: float, x: Tensor) -> Tensor:
+def _times(t: Sequence[float], x: Tensor) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return torch.full((x.shape[0],), t, device=x.device, dtype=dtype)
+    if len(t) == 1:  # filled on the device: a copy from the host would stall it
+        return torch.full((x.shape[0],), t[0], device=x.device, dtype=dtype)
+    return torch.tensor(t, dtype=dtype).to(x.device, non_blocking=True)

@@ -37,13 +37,14 @@ from atoll.data.stages import shards as shard_files
 from atoll.data.stages.latents import Statistics
 from atoll.experts.density import CAPTION_RANK, RANK
 from atoll.experts.density import FILE as DENSITY_FILE
+from atoll.experts.expert import DeviceOptions, open_expert
+from atoll.experts.run import expert_of_artifact
 from atoll.experts.validation import validate
 from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
 from atoll.islands.transfer import fetch, read_manifest, signature_key
-from atoll.nets import DiT, build, load_network
+from atoll.nets import DiT, build
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
-from atoll.train.tasks import ExpertTask
 
 FROM_THE_DATA = ("labels", "source", "fingerprint", "latents", "statistics", "text")
 CLAIM_TOLERANCE = 0.1
@@ -310,11 +311,8 @@ def check_loss(offered: Contribution, artifact: Artifact, data: Artifact) -> Non
         if bar is not None:
             raise Refused(f"cluster {offered.expert} has no held-out samples to hold it against the bar {bar}")
         return
-    network = load_network(artifact.folder).eval()
-    objective, told = flow.Objective.of(content.objective), frozenset(content.conditioning)
-    task = ExpertTask(offered.name, network, held_out, held_out, _seed(offered), objective, told, 0.0)
-    velocity = objective.bridge(**content.bridge.model_dump(), **held_out.statistics.bridge_options).wrap(task.answer)
-    loss = validate(velocity, held_out, seed=_seed(offered), conditioning=told).mean
+    expert = open_expert(expert_of_artifact(artifact, offered.manifest), held_out.statistics, DeviceOptions())
+    loss = validate(expert.velocity, held_out, seed=_seed(offered), conditioning=expert.told).mean
     assert loss is not None  # there are held-out images
     if not math.isfinite(loss) or (bar is not None and loss > bar):
         raise Refused(f"its held-out loss on cluster {offered.expert} is {loss:.4g}; the bar is {bar}")

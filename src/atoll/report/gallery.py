@@ -129,12 +129,13 @@ class Showcase:
             subject, settings = Subject(subject.run, "experts", "oracle"), replace(settings, routing="oracle")
             clusters = [number] * len(told)
         model, rules = subject.open(), parse(settings.routing).rules
-        labels = told.labels if "label" in model.told else None
-        captions = told.captions if model.told & {"text", "pooled"} else None
+        told_by = model.ensemble.told
+        labels = told.labels if "label" in told_by else None
+        captions = told.captions if told_by & {"text", "pooled"} else None
         if captions is None and labels is None and any(example.real is None for example in self.examples):
-            told_of = "classes" if "label" in model.told else "nothing"
+            told_of = "classes" if "label" in told_by else "nothing"
             raise AtollError(f"--prompts: the model is told {told_of}, and these are none; leave them out")
-        routed = subject.model == "experts" and len(model.experts) > 1
+        routed = subject.model == "experts" and len(model.ensemble.experts) > 1
         made = model.generate(
             captions, labels, len(told), clusters=clusters if routed else None, trace=routed, **asdict(settings)
         )

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from atoll.ensemble import Ensemble, BatchConditions
-from atoll.experts.batch_conditions import Places
+from atoll.ensemble import Sampler
+from atoll.experts.batch_conditions import BatchConditions, Places
 from atoll.nets import Condition
 
 Key = tuple[str | None, str | int | None]
@@ -81,8 +81,8 @@ class Seat:
 class Conditions:
     """All conditions that an ensemble is told at present."""
 
-    def __init__(self, ensemble: Ensemble, count: int) -> None:
-        self._ensemble, self._count = ensemble, count
+    def __init__(self, sampler: Sampler, count: int) -> None:
+        self._sampler, self._ensemble, self._count = sampler, sampler.ensemble, count
         self._shelves: dict[tuple[bool, bool], Shelf] = {}
         self._nothing = Condition()
 
@@ -119,7 +119,7 @@ class Conditions:
         new = list(dict.fromkeys(keys)) if held is None else held.missing(keys)
         if not new:
             return
-        condition = self._ensemble.encode(
+        condition = self._sampler.encode(
             [str(prompt) for prompt, _ in new] if parts[0] else None,
             [label for _, label in new if label is not None] if parts[1] else None,
         )
@@ -131,6 +131,6 @@ class Conditions:
         """Wherever conditions are kept, the null condition is too."""
         if not self._shelves:
             text = bool(self._ensemble.told & {"text", "pooled"})
-            example = self._ensemble.encode([""]) if text else self._ensemble.encode(labels=[0])
+            example = self._sampler.encode([""]) if text else self._sampler.encode(labels=[0])
             self._shelves[text, not text] = Shelf(example, self._count)
         return next(iter(self._shelves.values()))

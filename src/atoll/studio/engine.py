@@ -18,11 +18,9 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.core.errors import AtollError
-from atoll.ensemble import RoutingState, parse
+from atoll.ensemble import RoutingState, SamplerState, parse
 from atoll.ensemble.routing import Decision
-from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.flow import rng
-from atoll.flow.schedules import broadcast
 from atoll.studio.metrics import Metrics
 from atoll.studio.registry import Edition
 from atoll.studio.schemas import RefusalError
@@ -197,29 +195,26 @@ class Engine:
 
     def _advance(self, pictures: Sequence[Picture]) -> None:
         """One step of pictures that are routed alike; nothing is changed before all is computed."""
-        first, ensemble = pictures[0].ticket, pictures[0].ticket.edition.ensemble
-        device, tickets = ensemble.device, [picture.ticket for picture in pictures]
-        x = torch.stack([picture.x for picture in pictures])
-        now = torch.tensor([each.ticket.times[each.step] for each in pictures], device=device)
-        span = torch.tensor([each.ticket.times[each.step + 1] - each.ticket.times[each.step] for each in pictures])
-        guidance = torch.tensor([ticket.guidance for ticket in tickets])
-        told = first.edition.conditions.told([ticket.seat for ticket in tickets if ticket.seat is not None])
-        # One time for all costs a network less than one for each.
-        t = now[:1] if bool((now == now[0]).all()) else now
+        first, tickets = pictures[0].ticket, [picture.ticket for picture in pictures]
         decisions: list[Decision] = []
-        memory = RoutingState(trace=decisions, drawn=_drawn(pictures))
-        v = ensemble.velocity(
-            x, t, told, routing=first.ask.settings.routing, guidance=guidance if bool((guidance != 1).any()) else 1.0,
-            cluster=_clusters(tickets), draw=_draws(pictures), memory=memory,
-        )  # fmt: skip
-        after = x + broadcast(span.to(device), x) * v
-        estimates = x - broadcast(now, x) * v
-        weights = decisions[0].weights.tolist()
+        state = SamplerState(
+            torch.stack([picture.x for picture in pictures]),
+            first.edition.conditions.told([ticket.seat for ticket in tickets if ticket.seat is not None]),
+            RoutingState(trace=decisions, drawn=_drawn(pictures)),
+            _clusters(tickets),
+            _draws(pictures),
+        )
+        t = [picture.ticket.times[picture.step] for picture in pictures]
+        t_next = [picture.ticket.times[picture.step + 1] for picture in pictures]
+        scales = torch.tensor([ticket.guidance for ticket in tickets])
+        guidance = scales if bool((scales != 1).any()) else 1.0
+        made = first.edition.sampler.step(state, t, t_next, settings=first.ask.settings, guidance=guidance)
+        drawn, weights = state.routing.drawn, decisions[0].weights.tolist()
         for number, picture in enumerate(pictures):
             if picture.wants_preview:
-                picture.estimate = estimates[number]
-            picture.x = after[number]
-            picture.drawn = None if memory.drawn is None else memory.drawn[number]
+                picture.estimate = state.x[number] - t[number] * made.velocity[number]
+            picture.x = made.x[number]
+            picture.drawn = None if drawn is None else drawn[number]
             picture.weights.append(weights[number])
             picture.step += 1
 
@@ -305,7 +300,7 @@ def _decode(shots: Sequence[Shot]) -> None:
     latents = torch.stack([shot.latent for shot in shots])
     if not bool(latents.isfinite().all()):
         raise AtollError("the networks gave numbers that are not finite; try less guidance, or another precision")
-    for shot, image in zip(shots, shots[0].ticket.edition.ensemble.decode(latents), strict=True):
+    for shot, image in zip(shots, shots[0].ticket.edition.sampler.decode(latents), strict=True):
         shot.image = image
 
 
@@ -330,9 +325,7 @@ def _grouped(parts: Sequence[Part], key: Callable[[Part], Hashable]) -> list[lis
 
 def _noise(ticket: Ticket) -> Tensor:
     """Where the pictures of a request begin: a function of seed and number, as in `generate`."""
-    ensemble, ask = ticket.edition.ensemble, ticket.ask
-    shape = (ask.n, *ensemble.shape)
-    return rng.normal(shape, seed=ask.settings.seed, stream=NOISE_STREAM, first=0).to(ensemble.device)
+    return ticket.edition.sampler.noise(ticket.ask.n, ticket.ask.settings.seed)
 
 
 def _clusters(tickets: Sequence[Ticket]) -> Tensor | None:
@@ -342,7 +335,7 @@ def _clusters(tickets: Sequence[Ticket]) -> Tensor | None:
 
 
 def _draws(pictures: Sequence[Picture]) -> Tensor | None:
-    """What drawn and sample-1 draw by: a function of seed, number of the picture, and step, as in `RoutingState.draw`."""
+    """Return what drawn and sample-1 draw by: a function of seed, image and step, as in `RoutingState.draw`."""
     routing = parse(pictures[0].ticket.ask.settings.routing)
     if not routing.draws:
         return None

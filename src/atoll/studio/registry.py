@@ -17,8 +17,8 @@ import torch
 from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
-from atoll.ensemble import Ensemble, load, parse
-from atoll.ensemble.sampler import draws_unheard
+from atoll.ensemble import Ensemble, Sampler, load, parse
+from atoll.ensemble.sampler import draws_unconditioned
 from atoll.evaluate.cache import ROOM
 from atoll.evaluate.evaluation import LATEST
 from atoll.studio.condition_cache import Conditions
@@ -58,7 +58,7 @@ class Edition:
     """A model as it was when it was opened."""
 
     model: str
-    ensemble: Ensemble
+    sampler: Sampler
     conditions: Conditions
     size: tuple[int, int]
     """Height and width of its pictures, in pixels."""
@@ -66,6 +66,11 @@ class Edition:
     """Ways of routing that work here, for people to choose from."""
     routing: str | None
     """The one for requests that name none."""
+
+    @property
+    def ensemble(self) -> Ensemble:
+        """The networks."""
+        return self.sampler.ensemble
 
 
 class Models:
@@ -165,29 +170,30 @@ class Models:
     @torch.no_grad()
     def _open(self, model: str) -> Edition:
         how = self.opening
-        ensemble = load(
+        sampler = load(
             self.source, model, resident=how.resident, dtype=how.dtype, device=how.device, quantise=how.quantise
         )
         for other in self._editions.values():  # one text encoder and one autoencoder for all that have the same
-            known, own = other.ensemble.models.declaration, ensemble.models.declaration
+            known, own = other.ensemble.experts[0], sampler.ensemble.experts[0]
             if (known.latents, known.text) == (own.latents, own.text):
-                ensemble.models = other.ensemble.models
-        picture = ensemble.decode(torch.zeros(1, *ensemble.shape))[0]
+                sampler.encoders = other.sampler.encoders
+        ensemble = sampler.ensemble
+        image = sampler.decode(torch.zeros(1, *ensemble.shape))[0]
         if ensemble.told & {"text", "pooled"}:
-            ensemble.encode([""])
+            sampler.encode([""])
         routings = routings_of(ensemble)
         wanted = how.routing if _works(ensemble, how.routing) else None
         first = routings[0] if routings else None
-        conditions = Conditions(ensemble, how.batch)
-        return Edition(model, ensemble, conditions, (picture.height, picture.width), routings, wanted or first)
+        conditions = Conditions(sampler, how.batch)
+        return Edition(model, sampler, conditions, (image.height, image.width), routings, wanted or first)
 
 
 def _summary(edition: Edition, batch: int) -> str:
     """What was opened, in a line."""
-    ensemble = edition.ensemble
-    missing = f"; not there yet: {', '.join(ensemble.missing)}" if ensemble.missing else ""
-    networks = f"{len(ensemble.members)} network{'s' if len(ensemble.members) > 1 else ''}"
-    memory = ensemble.plan(batch).total / 1e6
+    sampler, count = edition.sampler, len(edition.ensemble.members)
+    networks = f"{count} network{'s' if count > 1 else ''}"
+    missing = f"; not there yet: {', '.join(sampler.missing)}" if sampler.missing else ""
+    memory = sampler.plan(batch).total / 1e6
     return f"{networks}, about {memory:,.0f} MB for {batch} pictures at once{missing}"
 
 
@@ -222,7 +228,7 @@ def routings_of(ensemble: Ensemble) -> tuple[str, ...]:
     found: tuple[str, ...] = ()
     if has_router(ensemble):
         found = ("top-1", "top-2", "full", "threshold-0.2", "nucleus-0.9", "sample-1")
-        found += () if draws_unheard(ensemble, "drawn") and ensemble.told else ("drawn",)
+        found += () if draws_unconditioned(ensemble, "drawn") and ensemble.told else ("drawn",)
     if has_nearest(ensemble):
         found += ("nearest",) if found else ("nearest", "nearest:top-2", "nearest:full")
     return found

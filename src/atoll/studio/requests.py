@@ -56,7 +56,7 @@ def checked(request: ImagesRequest, models: Models) -> tuple[Ask, Edition]:
         if "label" not in ensemble.told:
             raise RefusalError(422, "this model was trained without classes: it takes no labels", "label")
         with _blaming("label"):
-            ensemble.models.labels([request.label])
+            edition.sampler.class_number(request.label)
     steps = models.usual.steps if request.steps is None else request.steps
     guidance = models.usual.guidance if request.guidance is None else request.guidance
     settings = Settings(_routing(request, edition), steps, guidance, seed=request.seed)

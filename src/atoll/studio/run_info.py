@@ -37,10 +37,11 @@ def describe_run(models: Models, queue: int, token: bool) -> schemas.RunAnswer:
     """What is served."""
     editions = models.editions()
     first = next(iter(editions.values()), None)
-    experts = editions["experts"].ensemble if "experts" in editions else None
+    edition = editions.get("experts")
+    experts = None if edition is None else edition.ensemble
     told = frozenset[str]().union(*(edition.ensemble.told for edition in editions.values()))
     known = first.ensemble.experts[0].labels if first is not None else ()
-    missing = list(experts.missing) if experts is not None else _all_experts(models)
+    missing = _all_experts(models) if edition is None else list(edition.sampler.missing)
     return schemas.RunAnswer(
         name=models.name,
         size=None if first is None else list(first.size),

@@ -5,7 +5,7 @@ Targets are computed for a block of samples at a time, expert after expert, so o
 is fixed by its position in the run, so a job that resumes in the middle of it computes the same targets again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from atoll import flow
 from atoll.core import layout
 from atoll.core.manifests import ExpertContent, NetworkContent
 from atoll.data.dataset import Batch
-from atoll.experts.expert import OpenExpert, open_expert
+from atoll.experts.expert import DeviceOptions, OpenExpert, open_expert
+from atoll.experts.run import expert_of_run
 from atoll.experts.validation import ALONE, Processes, condition_of, validate
 from atoll.train.spec import teachers
-from atoll.train.tasks import Forward, Losses, Task, drop, on_linear_path
+from atoll.train.tasks import Forward, Losses, Task, as_expert, drop, on_linear_path
 
 TEACHER_BATCH = 64
 
@@ -55,15 +56,15 @@ class StudentTask(Task):
         output = forward(noised.input, noised.network_time, condition)[:, : x0.shape[1]]
         return Losses((output.float() - target).square().flatten(1).mean(1), noised.t, {})
 
-    def velocity(self) -> Callable[..., Tensor]:
-        """The student answers with the velocity."""
-        return flow.Objective().bridge().wrap(lambda x, time, condition: self.network(x, time, condition))
+    def expert(self) -> OpenExpert:
+        """Return the network, which predicts the velocity."""
+        return as_expert(self, self.told, flow.Objective().bridge())
 
     @torch.no_grad()
     def finish(self, content: NetworkContent, processes: Processes = ALONE) -> ExpertContent:
         """Measure the held-out error against the data, as for any expert. A student is a flow-matching expert."""
         error = validate(
-            self.velocity(), self.held_out, seed=self.seed, conditioning=self.told, device=self.device,
+            self.expert().velocity, self.held_out, seed=self.seed, conditioning=self.told, device=self.device,
             processes=processes,
         )  # fmt: skip
         return ExpertContent(
@@ -100,7 +101,8 @@ class StudentTask(Task):
         for expert in self._experts():
             mine = torch.nonzero((clusters == expert) & (whose == rank)).flatten()
             if len(mine):
-                teacher = open_expert(self.run, layout.expert_job(expert), self.shards.statistics, device=device)
+                reference = expert_of_run(self.run, layout.expert_job(expert), verify=True)
+                teacher = open_expert(reference, self.shards.statistics, DeviceOptions(device))
                 for rows in torch.split(mine, TEACHER_BATCH):
                     targets[rows] = self._answers(teacher, first, rows, numbers=numbers, device=device)
         return targets

@@ -21,8 +21,7 @@ from atoll import flow
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs, Kind, Manifest
 from atoll.core.device import device as pick_device
-from atoll.core.errors import AtollError
-from atoll.core.manifests import EXPERT, ROUTER, ComputeSpec, DataSpec, NetworkContent
+from atoll.core.manifests import EXPERT, ROUTER, SHARDS, ComputeSpec, DataSpec, NetworkContent
 from atoll.data.dataset import Shards
 from atoll.experts import density
 from atoll.nets import DiT, build, load_network, save_network
@@ -62,8 +61,8 @@ def build_task(spec: TrainSpec) -> Task:
 def train_job(spec: TrainSpec, watch: Watch | None = None) -> Manifest:
     """Train a job to its end, or do nothing if its result is there."""
     kind: Kind[Any] = ROUTER if spec.kind == "router" else EXPERT
-    if spec.data is None:
-        raise AtollError(f"{spec.run} is not prepared; run: atoll prepare {spec.run}")
+    for cluster in spec.clusters if spec.data is None else ():
+        Artifact(spec.run, layout.shards(cluster)).open(SHARDS)  # names the shards that are missing
     inputs = made_from(spec)
     goal = {**inputs, "samples": spec.settings.samples}
 

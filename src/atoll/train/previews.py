@@ -1,20 +1,17 @@
-"""Grids of samples during training: averaged weights, fixed noise, fixed captions."""
-
-from collections.abc import Callable
+"""Previews during training: EMA weights, fixed noise, fixed captions."""
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from atoll import flow
 from atoll.core.config import Train
-from atoll.data.stages.latents import open_codec
+from atoll.data.encoders import Encoders
+from atoll.ensemble import Ensemble, RoutingState, Sampler, SamplerState, Settings
+from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.validation import condition_of
 from atoll.flow import rng
-from atoll.nets import Condition
 from atoll.train.ema import Averages
 from atoll.train.metrics_logger import Journal
-from atoll.train.tasks import Task, told_something
+from atoll.train.tasks import Task
 
 GRID_STREAM = 13
 GRID_STEPS = 20
@@ -22,36 +19,24 @@ GRID_STEPS = 20
 
 @torch.no_grad()
 def draw_grid(task: Task, averages: Averages, journal: Journal, *, settings: Train) -> None:
-    """Draw `settings.grid_size` pictures and save them; nothing if the task paints no pictures."""
-    if not settings.grid_size:
+    """Sample `settings.grid_size` images and save them; nothing for a router."""
+    count, content = settings.grid_size, task.shards.content
+    if not count:
         return
-    device = next(task.network.parameters()).device
-    source = task.held_out if len(task.held_out) else task.shards
-    rows = np.linspace(0, len(source) - 1, settings.grid_size).round().astype(np.int64)
-    told: frozenset[str] = getattr(task, "told", frozenset())
-    condition = condition_of(source.read(rows).to(device), told)
-    shape = (settings.grid_size, *task.shards.content.latents.shape)
-    noise = rng.normal(shape, seed=task.seed, stream=GRID_STREAM, first=0).to(device)
     training = task.network.training
     task.network.eval()
     with averages.used(next(iter(averages.weights))):
-        field = task.velocity()  # its bridge is calibrated for the averaged weights
-        if field is not None:
-            noise = flow.solve(guided(field, condition, settings.grid_guidance), noise, steps=GRID_STEPS)
+        expert = task.expert()  # its bridge is calibrated for the EMA weights
+        if expert is not None:
+            source = task.held_out if len(task.held_out) else task.shards
+            rows = np.linspace(0, len(source) - 1, count).round().astype(np.int64)
+            condition = condition_of(source.read(rows).to(task.device), expert.told)
+            noise = rng.normal((count, *content.latents.shape), seed=task.seed, stream=GRID_STREAM, first=0)
+            sampler = Sampler(Ensemble.of_expert(expert), Encoders.of(content.latents, content.text))
+            # Not prepared for many steps: FSDP2 gathers a sharded network in its forward pass only.
+            conditions = BatchConditions.of(condition, torch.arange(count, device=task.device))
+            state = SamplerState(noise.to(task.device), conditions, RoutingState())
+            latents = sampler.run(state, Settings(steps=GRID_STEPS, guidance=settings.grid_guidance))
     task.network.train(training)
-    if field is None:
-        return
-    codec = open_codec(task.shards.content.latents.autoencoder)
-    journal.picture(codec.decode(task.shards.statistics.restore(noise).cpu()))
-
-
-def guided(field: Callable[..., Tensor], condition: Condition, guidance: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a velocity field with classifier-free guidance."""
-    if guidance == 1 or told_something(condition) is None:
-        return lambda x, t: field(x, t, condition=condition)
-
-    def velocity(x: Tensor, t: Tensor) -> Tensor:
-        conditioned, plain = (field(x, t, condition=part) for part in (condition, condition.unconditional()))
-        return plain + guidance * (conditioned - plain)
-
-    return velocity
+    if expert is not None:
+        journal.picture(np.stack([np.asarray(image) for image in sampler.decode(latents)]))

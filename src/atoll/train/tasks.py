@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn import functional
 from atoll import flow
 from atoll.core.manifests import BridgeSpec, ExpertContent, NetworkContent, RouterContent
 from atoll.data.dataset import Batch, Shards
+from atoll.experts.expert import Declaration, OpenExpert
 from atoll.experts.validation import (
     ALONE,
     IMAGES,
@@ -62,8 +63,8 @@ class Task(ABC):
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
         """The losses of a batch whose first sample has this position in the run."""
 
-    def velocity(self) -> Callable[..., Tensor] | None:
-        """The network as a velocity field, if it paints pictures: what sample grids are drawn with."""
+    def expert(self) -> OpenExpert | None:
+        """Return the network as an expert, which previews are sampled from; None for a router."""
         return None
 
     @abstractmethod
@@ -81,6 +82,24 @@ class Task(ABC):
     def latents(self, batch: Batch, position: int) -> Tensor:
         """x0: drawn from the autoencoder's posterior by position, and normalised."""
         return self.shards.latents(batch, seed=self.seed, position=position)
+
+
+def as_expert(task: Task, told: frozenset[str], bridge: flow.Bridge) -> OpenExpert:
+    """Return a task's network as an expert on the latents of its own data."""
+    network: Any = task.network
+    content = task.shards.content
+    declaration = Declaration(
+        name=task.name,
+        clusters=(content.cluster,),
+        network=network.config,
+        told=told,
+        statistics=task.shards.statistics,
+        latents=content.latents,
+        text=content.text,
+        labels=content.labels,
+        bridge=bridge,
+    )
+    return OpenExpert(declaration, network)
 
 
 def drop(condition: Condition, share: float, count: int, *, seed: int, position: int) -> Condition:
@@ -113,10 +132,10 @@ class ExpertTask(Task):
         output = forward(noised.input, noised.network_time, condition)
         return Losses(self.objective.loss(output[:, : x0.shape[1]], noised), noised.t, {})
 
-    def velocity(self) -> Callable[..., Tensor]:
-        """The network over its bridge, calibrated on a few held-out samples."""
+    def expert(self) -> OpenExpert:
+        """Return the network over its bridge, calibrated on a few held-out images."""
         # Every process calibrates for itself: FSDP2 runs a sharded network on all of them together.
-        return self.calibrated(PREVIEW_CALIBRATION_IMAGES).wrap(self.answer)
+        return as_expert(self, self.told, self.calibrated(PREVIEW_CALIBRATION_IMAGES))
 
     def answer(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
         """The network's prediction, without a learned variance."""
@@ -134,10 +153,15 @@ class ExpertTask(Task):
     def finish(self, content: NetworkContent, processes: Processes = ALONE) -> ExpertContent:
         """Calibrate the bridge, then measure the held-out error of the velocity over it."""
         bridge = self.calibrated(CALIBRATION_IMAGES, processes)
+        velocity = as_expert(self, self.told, bridge).velocity
         error = validate(
-            bridge.wrap(self.answer), self.held_out, seed=self.seed, conditioning=self.told, device=self.device,
+            velocity,
+            self.held_out,
+            seed=self.seed,
+            conditioning=self.told,
+            device=self.device,
             processes=processes,
-        )  # fmt: skip
+        )
         return ExpertContent(
             **dict(content) | {"held_out_loss": error.mean, "loss_by_time": error.by_time},
             objective=self.objective.spec,

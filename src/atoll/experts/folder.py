@@ -1,11 +1,9 @@
-"""Opening a pipeline's folder as one model: what `atoll export` wrote, or the Paris release, here or on the hub."""
+"""The networks in the folder of a pipeline: what `atoll export` wrote, or the Paris release, here or on the hub."""
 
 import json
 import re
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -14,16 +12,11 @@ from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE
 from atoll.core.untrusted import Foreign
+from atoll.data.encoders import Encoders
 from atoll.data.pretrained import folder_of
-from atoll.data.stages.latents import Codec, Pixel, open_codec
-from atoll.data.stages.text import TextEncoder, open_text_encoder
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.paris import Paris
-from atoll.ensemble.sampler import Models
-from atoll.experts.expert_cache import DeviceOptions
-from atoll.experts.router import OpenRouter
+from atoll.experts.paris import Paris
+from atoll.experts.source import Opened
 from atoll.experts.stored import Stored, weights_of
-from atoll.nets import Router
 
 PIPELINE_CLASS = "AtollPipeline"
 COMPONENTS = "atoll.export.pipeline"
@@ -99,23 +92,18 @@ def fetch(source: str | Path) -> Path:
     return folder_of(str(source), PATTERNS).resolve()
 
 
-def load_folder(
-    source: str | Path, model: str, placement: DeviceOptions, *, resident: int | None = None, routing: str = "top-1"
-) -> Ensemble:
-    """Open a folder as one model; `model` is `experts`, or `expert:K` for one of them."""
+def open_folder(source: str | Path, model: str) -> Opened:
+    """Find the networks of a folder; `model` is `experts`, or `expert:K` for one of them."""
     folder = fetch(source)
     index = ModelIndex.of(folder)
     if index.exported:
-        verify(folder, index)
-        return _exported(folder, index, model, placement=placement, resident=resident, routing=routing)
+        stored = verify(folder, index)
+        router = stored.pop("router").reference() if index.has_router else None
+        experts = [expert.reference() for expert in stored.values()]
+        declared = experts[0].declaration
+        return Opened(experts, router, Encoders.of(declared.latents, declared.text, folder)).choose(model, folder)
     if Paris.recognises(folder):
-        paris = Paris(folder)
-        members = paris.members()
-        chosen = _chosen(members, model, folder)
-        router = None if len(chosen) == 1 else paris.open_router(placement.device, placement.dtype)
-        ensemble = Ensemble(chosen, router, placement=placement, resident=resident, routing=routing)
-        ensemble.models = paris.models
-        return ensemble
+        return Paris(folder).open().choose(model, folder)
     raise refusal(folder, index)
 
 
@@ -131,7 +119,7 @@ def refusal(folder: Path, index: ModelIndex) -> AtollError:
     )
 
 
-def verify(folder: Path, index: ModelIndex) -> None:
+def verify(folder: Path, index: ModelIndex) -> dict[str, Stored]:
     """Check that all files are there, as they were when the folder was written, and fit the declared networks."""
     artifact = Artifact(folder.parent, folder.name)
     if artifact.manifest() is None:
@@ -139,8 +127,8 @@ def verify(folder: Path, index: ModelIndex) -> None:
             f"{folder} has no {MANIFEST_FILE}: its export was not finished, or it was copied in part; copy it again"
         )
     artifact.open(PIPELINE, verify=True)
-    for name in [*index.expert_names(folder), *(["router"] if index.has_router else [])]:
-        Stored.open(folder / name)
+    names = [*index.expert_names(folder), *(["router"] if index.has_router else [])]
+    return {name: Stored.open(folder / name) for name in names}
 
 
 def forget_paths(folder: Path) -> None:
@@ -151,51 +139,3 @@ def forget_paths(folder: Path) -> None:
             kept = {key: value for key, value in values.items() if key not in ("_name_or_path", "name_or_path")}
             if kept != values:
                 file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-
-
-@dataclass(eq=False)
-class FolderModels(Models):
-    """Text encoder and autoencoder that are in the folder."""
-
-    folder: Path
-
-    @cached_property
-    def codec(self) -> Codec | Pixel:
-        """The autoencoder."""
-        pixels = self.declaration.latents.autoencoder == "pixels"
-        return open_codec("pixels" if pixels else str(self.folder / "vae"))
-
-    @cached_property
-    def text_encoder(self) -> TextEncoder:
-        """The text encoder, with the tokenizer beside it."""
-        text = self.declaration.text
-        if text is None:
-            raise AtollError("these experts were trained without text: they take no prompts")
-        return open_text_encoder(str(self.folder / "text_encoder"), text.max_tokens, self.folder / "tokenizer")
-
-
-def _exported(
-    folder: Path, index: ModelIndex, model: str, *, placement: DeviceOptions, resident: int | None, routing: str
-) -> Ensemble:
-    members = [Stored.open(folder / name).member() for name in index.expert_names(folder)]
-    chosen = _chosen(members, model, folder)
-    router = None
-    if len(chosen) > 1 and index.has_router:
-        stored = Stored.open(folder / "router")
-        placed = DeviceOptions(placement.device, placement.dtype, None, placement.compile).put(stored.network())
-        assert isinstance(placed, Router)
-        router = OpenRouter(stored.declaration, placed, placement.dtype)
-    ensemble = Ensemble(chosen, router, placement=placement, resident=resident, routing=routing)
-    ensemble.models = FolderModels(members[0].declaration, folder)
-    return ensemble
-
-
-def _chosen(members: list[Any], model: str, folder: Path) -> list[Any]:
-    kind, _, number = model.partition(":")
-    if model == "experts":
-        return members
-    if kind == "expert" and number.isdecimal() and int(number) < len(members):
-        return [members[int(number)]]
-    raise AtollError(
-        f"there is no model {model!r} in {folder}; it holds experts, expert:0 to expert:{len(members) - 1}"
-    )

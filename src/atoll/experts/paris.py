@@ -11,7 +11,6 @@ caption. Latents are those of the autoencoder times its scaling factor. Times ar
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ from atoll.convert import Layout, layout, read_weights
 from atoll.core.errors import AtollError
 from atoll.core.manifests import LatentSpec, TextSpec
 from atoll.core.untrusted import Foreign
-from atoll.data.stages.latents import AutoencoderConfig, Codec, Pixel, Statistics, open_codec
+from atoll.data.encoders import Encoders
+from atoll.data.stages.latents import AutoencoderConfig, Statistics, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
-from atoll.ensemble.sampler import Models
-from atoll.experts.expert import Declaration
-from atoll.experts.expert_cache import ExpertReference
-from atoll.experts.router import OpenRouter
+from atoll.experts.expert import Declaration, ExpertReference
+from atoll.experts.source import Opened
 from atoll.experts.stored import shapes, weights_of
 from atoll.nets import DiT, DiTConfig, Router, RouterConfig
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
@@ -46,32 +44,6 @@ class WholeCaptions(TextEncoder):
         how = {"padding": "max_length", "truncation": True, "max_length": self.max_tokens, "return_tensors": "pt"}
         numbers = self.tokenizer(captions, **how)["input_ids"]
         return {"input_ids": numbers, "attention_mask": torch.ones_like(numbers)}
-
-
-@dataclass(eq=False)
-class ParisModels(Models):
-    """Text encoder and autoencoder of the release."""
-
-    folder: Path
-
-    @cached_property
-    def codec(self) -> Codec | Pixel:
-        """The autoencoder."""
-        return open_codec(str(self.folder / "vae"))
-
-    @cached_property
-    def text_encoder(self) -> TextEncoder:
-        """CLIP."""
-        assert self.declaration.text is not None
-        opened = open_text_encoder(
-            str(self.folder / "text_encoder"), self.declaration.text.max_tokens, self.folder / "tokenizer"
-        )
-        return WholeCaptions(opened.network, opened.tokenizer, opened.max_tokens)
-
-    @cached_property
-    def null_text(self) -> Tensor:
-        """The empty caption, (tokens, width)."""
-        return self.text_encoder([""])[0][0]
 
 
 class _TextConfig(Foreign):
@@ -98,51 +70,52 @@ class Paris:
         file = folder / "expert_0" / WEIGHTS_FILE
         return file.is_file() and layout("paris").matches(shapes(file))
 
-    @cached_property
-    def models(self) -> ParisModels:
-        """Text encoder and autoencoder, opened when needed."""
-        return ParisModels(self._declaration("expert_0", (0,), _config(layout("paris"), self._expert(0))), self.folder)
-
-    def members(self) -> list[ExpertReference]:
-        """The experts, in order."""
+    def open(self) -> Opened:
+        """Find the experts and the router."""
         found = sorted(int(path.name[7:]) for path in self.folder.glob("expert_*") if path.name[7:].isdecimal())
         if found != list(range(len(found))):
             raise AtollError(f"{self.folder} has experts {found}; expected all from expert_0 on, one for each cluster")
-        return [self._member(number) for number in found]
+        encoders = self._encoders()
+        experts = [self._reference(number, encoders) for number in found]
+        return Opened(experts, self._router(len(experts)), encoders)
 
-    def router(self) -> tuple[Declaration, Router]:
-        """The router with its declaration."""
+    def _encoders(self) -> Encoders:
+        """CLIP, which attends to whole captions, and the autoencoder."""
+        text = _TextConfig.read(self._file("text_encoder"))
+
+        def text_encoder() -> TextEncoder:
+            folder, tokenizer = self.folder / "text_encoder", self.folder / "tokenizer"
+            opened = open_text_encoder(str(folder), text.max_position_embeddings, tokenizer)
+            return WholeCaptions(opened.network, opened.tokenizer, opened.max_tokens)
+
+        return Encoders(lambda: open_codec(str(self.folder / "vae")), text_encoder)
+
+    def _router(self, experts: int) -> ExpertReference:
         known, file = layout("paris-router"), weights_of(self.folder / "router", ROUTER_FILES)
         config = _config(known, file)
         assert isinstance(config, RouterConfig)
-        network = _filled(Router(config), known, file, config=config)
-        assert isinstance(network, Router)
-        about = self._declaration("router", tuple(range(config.experts)), config)
-        experts = len(self.members())
         if config.experts != experts:
             raise AtollError(f"{file} chooses among {config.experts} experts, but {self.folder} has {experts}")
-        return about, network
-
-    def open_router(self, device: torch.device, dtype: torch.dtype) -> OpenRouter:
-        """The router, ready to answer."""
-        about, network = self.router()
-        return OpenRouter(about, network.to(device, dtype).eval().requires_grad_(False), dtype)
+        declaration = self._declaration("router", tuple(range(experts)), config)
+        return ExpertReference(
+            declaration, lambda: _filled(Router(config), known, file, config=config), file.stat().st_size
+        )
 
     def _expert(self, number: int) -> Path:
         return weights_of(self.folder / f"expert_{number}")
 
-    def _member(self, number: int) -> ExpertReference:
-        file = self._expert(number)
-        about = self._declaration(f"expert_{number}", (number,), _config(layout("paris"), file))
-        return ExpertReference(about, partial(self._network, number), file.stat().st_size, file)
-
-    def _network(self, number: int) -> nn.Module:
+    def _reference(self, number: int, encoders: Encoders) -> ExpertReference:
         known, file = layout("paris"), self._expert(number)
         config = _config(known, file)
         assert isinstance(config, DiTConfig)
-        network = _filled(DiT(config), known, file, config=config)
-        network.null_text = nn.Parameter(self.models.null_text)
-        return network
+
+        def network() -> nn.Module:
+            network = _filled(DiT(config), known, file, config=config)
+            network.null_text = nn.Parameter(encoders.text_encoder()([""])[0][0])  # the empty caption (tokens, width)
+            return network
+
+        declaration = self._declaration(f"expert_{number}", (number,), config)
+        return ExpertReference(declaration, network, file.stat().st_size, file)
 
     def _declaration(self, name: str, clusters: tuple[int, ...], config: DiTConfig | RouterConfig) -> Declaration:
         """Return what the release says of an expert, or of the router."""

@@ -1,0 +1,96 @@
+"""How images are sampled, and what comes of it."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from atoll import flow
+from atoll.core.errors import AtollError, unknown
+from atoll.ensemble.routing import Decision, parse
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How images are sampled. They are written into every image file."""
+
+    routing: str = "top-1"
+    steps: int = 50
+    guidance: float = 4.0
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    rescale: float = 0.0
+    solver: str = "euler"
+    shift: float = 1.0
+    scheduler_times: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        parse(self.routing)
+        low, high = self.guidance_interval
+        if self.solver not in flow.SOLVERS:
+            raise AtollError(unknown("solver", self.solver, flow.SOLVERS))
+        if self.steps < 1 or self.shift <= 0 or not 0 <= self.rescale <= 1 or not 0 <= low <= high <= 1:
+            raise AtollError(
+                "expected steps >= 1, shift > 0, rescale in [0, 1] and an interval of times in [0, 1], got "
+                f"{self.steps}, {self.shift}, {self.rescale} and {self.guidance_interval}"
+            )
+        if self.scheduler_times and self.solver in flow.solvers.OWN_SOLVERS:
+            raise AtollError(
+                f"scheduler_times needs a solver of diffusers, such as flow-euler, got {self.solver}: euler and heun "
+                "have no scheduler whose times could be kept"
+            )
+
+    @property
+    def evaluated_at(self) -> list[float]:
+        """The times at which the velocity is evaluated."""
+        times = flow.solver_times(self.steps, self.shift)[:-1]
+        return times + times[1:] if "heun" in self.solver else times
+
+    def guidance_at(self, t: float) -> float:
+        """Return the guidance scale at a time: 1 outside of the interval."""
+        low, high = self.guidance_interval
+        return self.guidance if low <= t <= high else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Every routing decision: times (evaluations,), probabilities and weights (evaluations, images, experts)."""
+
+    t: Tensor
+    probabilities: Tensor
+    weights: Tensor
+    experts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, batches: list[list[Decision]], experts: tuple[str, ...]) -> "Trace":
+        """Join the decisions of all batches, side by side."""
+        steps = range(len(batches[0]))
+        return cls(
+            torch.tensor([float(decision.t[0]) for decision in batches[0]]),
+            torch.stack([torch.cat([decisions[step].probabilities for decisions in batches]) for step in steps]),
+            torch.stack([torch.cat([decisions[step].weights for decisions in batches]) for step in steps]),
+            experts,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Images with what they were made from."""
+
+    latents: Tensor
+    """In the ensemble's normalized space."""
+    images: list[Image.Image]
+    told: list[str | None]
+    """Prompt or class of each image."""
+    settings: Settings
+    trace: Trace | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return what was asked for, as plain values."""
+        return {"prompts": self.told, "settings": asdict(self.settings)}
+
+    def metadata(self, number: int) -> dict[str, object]:
+        """Return everything needed to make one of the images again."""
+        return {"prompt": self.told[number], "number": number, **asdict(self.settings)}

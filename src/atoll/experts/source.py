@@ -1,0 +1,31 @@
+"""What a model is opened from: a run, an exported folder, or a foreign release."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from atoll.core.errors import AtollError
+from atoll.data.encoders import Encoders
+from atoll.experts.expert import ExpertReference
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """The networks of a model, found and checked. Their weights are not read yet."""
+
+    experts: Sequence[ExpertReference]
+    router: ExpertReference | None
+    encoders: Encoders
+    missing: tuple[str, ...] = ()
+    """Experts of a run that are not finished."""
+
+    def choose(self, model: str, source: object) -> Self:
+        """Keep all experts (`experts`) or one of them (`expert:K`), which needs no router."""
+        kind, _, number = model.partition(":")
+        if model == "experts":
+            return self if len(self.experts) > 1 else replace(self, router=None)
+        if kind == "expert" and number.isdecimal() and int(number) < len(self.experts):
+            return replace(self, experts=[self.experts[int(number)]], router=None)
+        raise AtollError(
+            f"there is no model {model!r} in {source}; it holds experts, expert:0 to expert:{len(self.experts) - 1}"
+        )
