@@ -18,9 +18,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler, PixArtTransformer2DModel
 from torch import Tensor
 
 from atoll import flow
+from atoll.core.manifests import LatentSpec, TextSpec
 from atoll.data.stages.latents import Statistics
-from atoll.ensemble import Ensemble, ExpertReference, OpenRouter, BatchConditions
-from atoll.experts.expert import Declaration
+from atoll.ensemble import Ensemble
+from atoll.experts.batch_conditions import BatchConditions
+from atoll.experts.expert import Declaration, ExpertReference, OpenRouter
 from atoll.experts.expert_cache import weights_of
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, load_network, save_network
 from atoll.nets.io import WEIGHTS_FILE
@@ -62,7 +64,7 @@ class Work:
             return Ensemble(members)
         router = SpreadRouter(RouterConfig(experts=count, size=self.side, **ROUTER)).eval().requires_grad_(False)
         router.answers = 3 * torch.randn(BATCH, count, generator=torch.Generator().manual_seed(0))
-        declared = self._declaration("router", tuple(range(count)), flow.Objective().bridge(), bridge=frozenset())
+        declared = self._declaration("router", tuple(range(count)), flow.Objective().bridge(), told=frozenset())
         return Ensemble(members, OpenRouter(declared, router), resident=resident)
 
     def _member(self, number: int, bridge: flow.Bridge) -> ExpertReference:
@@ -70,7 +72,7 @@ class Work:
         if not place.is_dir():
             torch.manual_seed(number)
             save_network(DiT(self._config()), place)
-        declared = self._declaration(f"experts/{number:03d}", (number,), bridge, bridge=frozenset(["text"]))
+        declared = self._declaration(f"experts/{number:03d}", (number,), bridge, told=frozenset(["text"]))
         file = place / WEIGHTS_FILE
         return ExpertReference(declared, partial(load_network, place), file.stat().st_size, file)
 
@@ -78,10 +80,10 @@ class Work:
         return DiTConfig(WIDTH, DEPTH, HEADS, 2, size=self.side, text_width=TEXT_WIDTH, text_projection="mlp")
 
     def _declaration(
-        self, name: str, clusters: tuple[int, ...], bridge: flow.Bridge, told: frozenset[str]
+        self, name: str, clusters: tuple[int, ...], bridge: flow.Bridge, *, told: frozenset[str]
     ) -> Declaration:
-        latents = {"autoencoder": "pixels", "weights": None, "shape": [4, self.side, self.side]}
-        text = {"weights": "w", "encoder": "none", "max_tokens": TEXT, "dimensions": TEXT_WIDTH}
+        latents = LatentSpec(autoencoder="pixels", shape=(4, self.side, self.side))
+        text = TextSpec(encoder="none", weights="w", max_tokens=TEXT, dimensions=TEXT_WIDTH)
         return Declaration(name, clusters, self._config(), told, SPACE, latents, text, (), bridge)
 
     def routed(self, model: Ensemble, routing: str = "top-1") -> Side:
@@ -96,7 +98,7 @@ class Work:
         """Every expert on every sample, both halves of guidance apart, then the weighted sum."""
 
         def field(x: Tensor, t: Tensor) -> Tensor:
-            weights = model.weights(x, t[:1], None, routing="full")
+            weights = model.route(x, t[:1], None, routing="full")
             total = torch.zeros_like(x)
             for number in range(len(model.members)):
                 expert = model.cache.get(number).expert

@@ -38,8 +38,9 @@ from atoll.core.artifacts import Artifact, Kind
 from atoll.core.manifests import EXPERT
 from atoll.core.manifests import ROUTER as ROUTER_KIND
 from atoll.core.networks import read_network
-from atoll.ensemble import Ensemble, BatchConditions
+from atoll.ensemble import Ensemble
 from atoll.ensemble.sampler import NOISE_STREAM
+from atoll.experts.batch_conditions import BatchConditions
 from atoll.flow import rng
 from atoll.nets import build, save_network
 from harness import Row, run

@@ -56,13 +56,13 @@ def sample(mixture: flow.GaussianMixture, routing: str, count: int, steps: int) 
     ensemble = ideal_ensemble(mixture, [[k] for k in range(5)], OBJECTIVES)
     clusters = torch.multinomial(mixture.weights, count, replacement=True, generator=torch.Generator().manual_seed(3))
     noise = flow.randomness.normal((count, 2), seed=0, stream=0, first=0)
-    memory = RoutingState(trace=[])
+    state = RoutingState(trace=[])
     x = flow.solve(
-        lambda x, t: ensemble.velocity(x, t[:1], routing=routing, cluster=clusters, memory=memory),
+        lambda x, t: ensemble.velocity(x, t[:1], routing=routing, cluster=clusters, state=state),
         noise.view(count, 2, 1, 1),
         steps=steps,
     )
-    experts = [decision.weights.gt(0).sum(1).double().mean().item() for decision in memory.trace or []]
+    experts = [decision.weights.gt(0).sum(1).double().mean().item() for decision in state.trace or []]
     return x.flatten(1).double(), sum(experts) / len(experts)
 
 

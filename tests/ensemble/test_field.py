@@ -10,8 +10,9 @@ from torch import Tensor
 
 import atoll
 from atoll.core.errors import AtollError
-from atoll.ensemble import Ensemble, BatchConditions
-from atoll.experts.router import OpenRouter
+from atoll.ensemble import Ensemble
+from atoll.experts.batch_conditions import BatchConditions
+from atoll.experts.expert import OpenRouter
 from atoll.nets import Condition
 from ensemble.runs import SPACE, write_run
 
@@ -60,11 +61,9 @@ def naive(ensemble: Ensemble, given: dict[str, Tensor], told: Condition, routing
         draw, cluster = given["draw"][i : i + 1], given["cluster"][i : i + 1]
         halves = []
         for this in (told[i : i + 1], told[i : i + 1].unconditional()):
-            w = ensemble.weights(x, t, this, routing=routing, cluster=cluster, draw=draw)[0]
+            w = ensemble.route(x, t, this, routing=routing, cluster=cluster, draw=draw)[0]
             parts = [
-                ensemble.cache.get(k).expert.velocity(
-                    x, t, Condition(this.text, this.text_mask, dropped=this.dropped)
-                )
+                ensemble.cache.get(k).expert.velocity(x, t, Condition(this.text, this.text_mask, dropped=this.dropped))
                 for k in range(len(ensemble.members))
             ]
             halves.append(sum(weight * part for weight, part in zip(w, parts, strict=True)))
@@ -79,7 +78,7 @@ def test_grouped_is_naive(run: Path, routing: str) -> None:
     for guidance in (torch.ones(B), torch.full((B,), 4.0), torch.tensor([1.0, 2.5, 7.0] * 3)):
         expected = naive(ensemble, given, told, routing, guidance)
         how = {"routing": routing, "cluster": given["cluster"], "draw": given["draw"]}
-        got = ensemble.velocity(given["x"], given["t"], told, guidance=guidance, **how)
+        got = ensemble.ensemble.velocity(given["x"], given["t"], told, guidance=guidance, **how)
         assert_alike(got, expected)
 
 
@@ -89,23 +88,25 @@ def test_prepared_conditions_and_one_time_give_the_same(run: Path) -> None:
     rows = torch.tensor([0, 1, 2, 0, 1, 2, 0, 0, 4])
     reused = BatchConditions.of(told[:5], rows, reused=True)
     for t, routing in product((0.9, 0.2), ("top-1", "top-2", "full")):
-        expected = ensemble.velocity(given["x"], torch.full((B,), t), told[rows], routing=routing, guidance=3.0)
+        expected = ensemble.ensemble.velocity(
+            given["x"], torch.full((B,), t), told[rows], routing=routing, guidance=3.0
+        )
         for _ in range(2):
-            got = ensemble.velocity(given["x"], t, reused, routing=routing, guidance=3.0)
+            got = ensemble.ensemble.velocity(given["x"], t, reused, routing=routing, guidance=3.0)
             assert_alike(got, expected)
 
 
 def test_a_router_that_is_told_has_its_own_answer_for_the_null_condition(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", router_told=("pooled",))
     ensemble, given, told = atoll.load(run), batch(), condition()
-    with_text = ensemble.weights(given["x"], given["t"], told, routing="full")
-    without = ensemble.weights(given["x"], given["t"], None, routing="full")
+    with_text = ensemble.ensemble.route(given["x"], given["t"], told, routing="full")
+    without = ensemble.ensemble.route(given["x"], given["t"], None, routing="full")
     assert (with_text - without).abs().max() > 0.01
     guidance = torch.full((B,), 4.0)
     for routing in ("full", "top-1", "sample-1"):
         expected = naive(ensemble, given, told, routing, guidance)
         how = {"routing": routing, "draw": given["draw"]}
-        got = ensemble.velocity(given["x"], given["t"], told, guidance=4.0, **how)
+        got = ensemble.ensemble.velocity(given["x"], given["t"], told, guidance=4.0, **how)
         assert_alike(got, expected)
 
 
@@ -114,7 +115,7 @@ def test_a_drawn_expert_paints_alone_and_the_router_is_asked_once(
 ) -> None:
     """Also for the null condition, of which a told router thinks otherwise."""
     ensemble, prompts = atoll.load(write_run(tmp_path / "run", router_told=("pooled",))), ["a red circle"]
-    assert ensemble.router is not None
+    assert ensemble.ensemble.router is not None
     asked, ask = list[int](), OpenRouter.logits
 
     def logits(self: OpenRouter, x: Tensor, *rest: Any) -> Tensor:
@@ -138,18 +139,20 @@ def test_labels_and_text_together(tmp_path: Path) -> None:
     ensemble, given, told = atoll.load(run), batch(), condition()
     for parts in (told, Condition(told.text, told.text_mask), Condition(label=told.label)):
         rows = torch.arange(B)
-        plain = ensemble.velocity(given["x"], 0.5, parts, routing="top-2", guidance=3.0)
-        prepared = ensemble.velocity(given["x"], 0.5, BatchConditions.of(parts, rows, reused=True), routing="top-2", guidance=3.0)
+        plain = ensemble.ensemble.velocity(given["x"], 0.5, parts, routing="top-2", guidance=3.0)
+        prepared = ensemble.ensemble.velocity(
+            given["x"], 0.5, BatchConditions.of(parts, rows, reused=True), routing="top-2", guidance=3.0
+        )
         assert_alike(prepared, plain)
-    with_label = ensemble.velocity(given["x"], 0.5, told, routing="top-2")
-    assert (with_label - ensemble.velocity(given["x"], 0.5, None, routing="top-2")).abs().max() > 1e-3
+    with_label = ensemble.ensemble.velocity(given["x"], 0.5, told, routing="top-2")
+    assert (with_label - ensemble.ensemble.velocity(given["x"], 0.5, None, routing="top-2")).abs().max() > 1e-3
 
 
 def test_rescaled_guidance_has_the_spread_of_the_unguided(run: Path) -> None:
     ensemble, given, told = atoll.load(run), batch(), condition()
-    plain = ensemble.velocity(given["x"], 0.5, told)
-    guided = ensemble.velocity(given["x"], 0.5, told, guidance=7.0)
-    rescaled = ensemble.velocity(given["x"], 0.5, told, guidance=7.0, rescale=1.0)
+    plain = ensemble.ensemble.velocity(given["x"], 0.5, told)
+    guided = ensemble.ensemble.velocity(given["x"], 0.5, told, guidance=7.0)
+    rescaled = ensemble.ensemble.velocity(given["x"], 0.5, told, guidance=7.0, rescale=1.0)
     assert (guided.flatten(1).std(1) > 1.2 * plain.flatten(1).std(1)).all()
     torch.testing.assert_close(rescaled.flatten(1).std(1), plain.flatten(1).std(1))
 
@@ -160,7 +163,7 @@ def test_an_expert_with_another_scale_sees_the_same_picture(tmp_path: Path) -> N
     same, other = write_run(tmp_path / "same"), write_run(tmp_path / "other", spaces={1: twice})
     given = batch()
     first, second = (
-        atoll.load(run).velocity(given["x"], given["t"], routing="oracle", cluster=given["cluster"])
+        atoll.load(run).ensemble.velocity(given["x"], given["t"], routing="oracle", cluster=given["cluster"])
         for run in (same, other)
     )
     mine = given["cluster"] == 1
@@ -173,19 +176,19 @@ def test_dense_models_are_ensembles_of_one(run: Path) -> None:
     whole = atoll.load(run)
     for model, number in (("expert:1", 1), ("monolith", None), ("student", None)):
         dense = atoll.load(run, model)
-        assert len(dense.experts) == 1
-        assert dense.router is None
-        got = dense.velocity(given["x"], given["t"], told)
+        assert len(dense.ensemble.experts) == 1
+        assert dense.ensemble.router is None
+        got = dense.ensemble.velocity(given["x"], given["t"], told)
         if number is not None:
             cluster = torch.full((B,), number)
-            expected = whole.velocity(given["x"], given["t"], told, routing="oracle", cluster=cluster)
+            expected = whole.ensemble.velocity(given["x"], given["t"], told, routing="oracle", cluster=cluster)
             assert_alike(got, expected)
 
 
 def test_velocity_carries_gradients_to_the_state(run: Path) -> None:
     ensemble = atoll.load(run)
     x = batch()["x"].requires_grad_(True)
-    ensemble.velocity(x, 0.5, condition(), routing="top-2", guidance=2.0).square().sum().backward()
+    ensemble.ensemble.velocity(x, 0.5, condition(), routing="top-2", guidance=2.0).square().sum().backward()
     assert x.grad is not None
     assert bool((x.grad.flatten(1).abs().sum(1) > 0).all())
 
@@ -200,7 +203,7 @@ def test_velocity_carries_gradients_to_the_state(run: Path) -> None:
 )
 def test_impossible_routings_are_refused(run: Path, how: dict, says: str) -> None:
     with pytest.raises(AtollError) as error:
-        atoll.load(run).velocity(batch()["x"], 0.5, **how)
+        atoll.load(run).ensemble.velocity(batch()["x"], 0.5, **how)
     assert says in str(error.value)
 
 
@@ -218,7 +221,7 @@ def test_impossible_routings_are_refused(run: Path, how: dict, says: str) -> Non
 def test_tensors_of_another_batch_are_refused(changes: dict[str, Tensor], words: str, run: Path) -> None:
     ensemble = atoll.load(run)
     with pytest.raises((AtollError, ValueError), match=words):
-        ensemble.velocity(**{**batch(), **changes})
+        ensemble.ensemble.velocity(**{**batch(), **changes})
     if "guidance" not in changes:
         with pytest.raises((AtollError, ValueError), match=words):
-            ensemble.weights(**{**batch(), **changes})
+            ensemble.ensemble.route(**{**batch(), **changes})

@@ -23,9 +23,9 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import PIPELINE
 from atoll.ensemble import Ensemble
-from atoll.ensemble.loading import open_member
 from atoll.ensemble.sampler import NOISE_STREAM
-from atoll.experts.expert_cache import ExpertReference
+from atoll.experts.expert import ExpertReference
+from atoll.experts.run import expert_of_run
 from atoll.export.pipeline import AtollPipeline
 from atoll.flow import rng
 from atoll.nets import Condition
@@ -143,7 +143,7 @@ def test_foreign_folders_are_refused(told_export: Path, tmp_path: Path) -> None:
         atoll.load(tmp_path / "empty")
     with pytest.raises(AtollError, match=r"there is no model 'student' in .*it holds experts, expert:0 to expert:2"):
         atoll.load(told_export, "student")
-    assert len(atoll.load(told_export, "expert:2").experts) == 1
+    assert len(atoll.load(told_export, "expert:2").ensemble.experts) == 1
 
 
 def test_a_name_on_the_hub_is_found_in_its_cache(
@@ -300,14 +300,14 @@ def write_expert(run: Path, statistics: dict[str, list[float]]) -> ExpertReferen
         "text": None, "labels": [], "objective": flow.objective("ddpm").spec, "bridge": {"prediction_error": 0.05},
     }  # fmt: skip
     write_network(run, "experts/001", declared)
-    return open_member(run, "experts/001")
+    return expert_of_run(run, "experts/001")
 
 
 @torch.no_grad()
 def test_a_released_expert_joins_one_that_was_trained_here_by_scale(release: Path, tmp_path: Path) -> None:
     """Each gives its own velocity, in the common space; standardized per channel they cannot be mixed."""
     ours = {"mean": [0.0] * 4, "std": [1 / SCALE] * 4, "data_mean": [1.0, 0.2, 0.1, -0.3], "data_std": [0.6] * 4}
-    member, released = write_expert(tmp_path / "scaled", ours), atoll.load(release, "expert:0").members[0]
+    member, released = write_expert(tmp_path / "scaled", ours), atoll.load(release, "expert:0").ensemble.members[0]
     mixed = Ensemble([released, member])
     x, t = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0.3, 0.999])
     condition = Condition(text=torch.randn(2, TOKENS, TEXT, generator=torch.Generator().manual_seed(1)))
@@ -327,7 +327,7 @@ def test_an_autoencoder_older_than_the_scaling_factor_has_that_of_its_class(rele
     """As stabilityai/sd-vae-ft-mse, which the release names: its config.json has no scaling_factor."""
     folder = Path(shutil.copytree(release, tmp_path / "release"))
     change_json(folder / "vae" / "config.json", lambda config: config.pop("scaling_factor"))
-    assert atoll.load(folder).space == atoll.load(release).space
+    assert atoll.load(folder).ensemble.space == atoll.load(release).ensemble.space
     change_json(folder / "vae" / "config.json", lambda config: config.update(scaling_factor=None))
     with pytest.raises(AtollError, match=r"vae/config.json has no scaling_factor"):
         atoll.load(folder)

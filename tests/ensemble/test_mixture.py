@@ -10,7 +10,7 @@ from atoll.core.networks import LatentScale
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble import RoutingState
 from atoll.ensemble.analytic import ideal_ensemble, seen_in
-from atoll.experts.expert_cache import DeviceOptions
+from atoll.experts.expert import DeviceOptions
 
 OBJECTIVES = ["flow-matching", "ddpm", "x0", "v-prediction", "ddpm-linear", "ve-x0"]
 CLUSTERS = [[0, 3], [1], [2, 4], [5]]
@@ -43,8 +43,8 @@ def test_exact_routings_of_mixed_objectives_sample_the_right_distribution(routin
     mixture = random_mixture(spread=1.0)
     ensemble = ideal_ensemble(mixture, CLUSTERS, OBJECTIVES)
     noise = torch.randn(8000, 3, 1, 1, generator=torch.Generator().manual_seed(0))
-    memory = RoutingState(seed=4)
-    field = lambda x, t: ensemble.velocity(x, t[:1], routing=routing, memory=memory)  # noqa: E731
+    state = RoutingState(seed=4)
+    field = lambda x, t: ensemble.velocity(x, t[:1], routing=routing, state=state)  # noqa: E731
     x = flow.solve(field, noise, steps=30, solver="heun").flatten(1).double()
     data = mixture.sample(100_000, torch.Generator().manual_seed(1))
     torch.testing.assert_close(x.mean(0), data.mean(0), atol=0.05, rtol=0)
@@ -57,7 +57,7 @@ def test_nearest_routing_knows_the_posterior_of_gaussian_clusters() -> None:
     mixture = random_mixture()
     ensemble = ideal_ensemble(mixture, [[k] for k in range(6)])
     x, t = states(mixture, 500)
-    got = ensemble.weights(x.float().view(*x.shape, 1, 1), t.float(), routing="nearest:full").double()
+    got = ensemble.route(x.float().view(*x.shape, 1, 1), t.float(), routing="nearest:full").double()
     right = mixture.posterior(x, t)
     assert (got - right).abs().mean() < 0.01  # each density is measured from 2048 samples
     assert (got.argmax(1) == right.argmax(1)).double().mean() > 0.97
@@ -72,7 +72,7 @@ def test_experts_that_leave_take_only_their_own_data_with_them() -> None:
     remaining = mixture.part([0, 1, 3, 5])
     got = answer(rest, x, t, routing="full")
     torch.testing.assert_close(got, remaining.velocity(x, t), atol=2e-3, rtol=2e-3)
-    near = rest.weights(x.float().view(*x.shape, 1, 1), t.float(), routing="nearest:full")
+    near = rest.route(x.float().view(*x.shape, 1, 1), t.float(), routing="nearest:full")
     torch.testing.assert_close(near.sum(1), torch.ones(300))
 
 
@@ -117,7 +117,7 @@ def test_experts_with_statistics_of_their_own_answer_in_the_common_space(objecti
     common = ideal_ensemble(mixture, [[k] for k in range(6)])
     apart = ideal_ensemble(mixture, [[k] for k in range(6)], spaces=[*SPACES, *SPACES[:2]])
     states_of = (x.float().view(*x.shape, 1, 1), t.float())
-    near = [ensemble.weights(*states_of, routing="nearest:full") for ensemble in (common, apart)]
+    near = [ensemble.route(*states_of, routing="nearest:full") for ensemble in (common, apart)]
     assert (near[0] - near[1]).abs().mean() < 0.01
 
 

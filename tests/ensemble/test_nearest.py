@@ -81,13 +81,13 @@ def test_the_caption_and_the_latent_are_weighed_together() -> None:
     told = with_captions(plain)
     x, t = states()
     asked = Condition(pooled=captions(1.5, len(x)))
-    before = plain.weights(x, t, routing="nearest:full").double()
+    before = plain.route(x, t, routing="nearest:full").double()
     words = torch.stack([member.density.log_told(asked) for member in told.members], 1)
     expected = before * words.exp() / (before * words.exp()).sum(1, keepdim=True)
-    got = told.weights(x, t, asked, routing="nearest:full").double()
+    got = told.route(x, t, asked, routing="nearest:full").double()
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
     assert (got - before).abs().max() > 0.1
-    torch.testing.assert_close(told.weights(x, t, routing="nearest:full").double(), before)
+    torch.testing.assert_close(told.route(x, t, routing="nearest:full").double(), before)
 
 
 @pytest.mark.parametrize(("cluster", "beyond"), [(0, -6.0), (3, 6.0)])
@@ -95,7 +95,7 @@ def test_near_noise_the_caption_decides(cluster: int, beyond: float) -> None:
     told = with_captions(ideal_ensemble(random_mixture(), [[0, 3], [1], [2, 4], [5]]))
     x = torch.randn(80, 3, 1, 1, generator=torch.Generator().manual_seed(0))
     asked = Condition(pooled=captions(float(cluster), 80) + beyond)
-    assert (told.weights(x, 1.0, asked, routing="nearest").argmax(1) == cluster).double().mean() > 0.9
+    assert (told.route(x, 1.0, asked, routing="nearest").argmax(1) == cluster).double().mean() > 0.9
 
 
 def test_one_expert_that_knows_no_captions_silences_all() -> None:
@@ -103,17 +103,17 @@ def test_one_expert_that_knows_no_captions_silences_all() -> None:
     some = with_captions(plain, known=3)
     x, t = states()
     asked = Condition(pooled=captions(1.5, len(x)))
-    expected = plain.weights(x, t, routing="nearest:full")
-    torch.testing.assert_close(some.weights(x, t, asked, routing="nearest:full"), expected)
+    expected = plain.route(x, t, routing="nearest:full")
+    torch.testing.assert_close(some.route(x, t, asked, routing="nearest:full"), expected)
 
 
 def test_prompts_reach_nearest_routing(run: Path) -> None:
     """Experts that are told tokens only: the pooled caption is for the routing."""
     ensemble = atoll.load(run)
-    assert ensemble.told == {"text", "pooled"}
+    assert ensemble.ensemble.told == {"text", "pooled"}
     condition = ensemble.encode(["a red circle", "a blue square"])
     assert condition.pooled is not None
     x = torch.zeros(2, 3, 8, 8)
-    told = ensemble.weights(x, 1.0, condition, routing="nearest:full")
-    untold = ensemble.weights(x, 1.0, None, routing="nearest:full")
+    told = ensemble.ensemble.route(x, 1.0, condition, routing="nearest:full")
+    untold = ensemble.ensemble.route(x, 1.0, None, routing="nearest:full")
     assert (told - untold).abs().max() > 0.01

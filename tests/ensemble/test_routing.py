@@ -63,7 +63,9 @@ def test_samples_are_decided_one_by_one_and_rules_change_over_time() -> None:
 def test_sample_one_follows_the_probabilities() -> None:
     p, count = [0.2, 0.5, 0.3], 4000
     draws = RoutingState(seed=3).draw(parse("sample-1"), count)
-    chosen = parse("sample-1").weights({"router": torch.tensor([p] * count)}, torch.tensor([0.5]), RoutingState(), draw=draws)
+    chosen = parse("sample-1").weights(
+        {"router": torch.tensor([p] * count)}, torch.tensor([0.5]), RoutingState(), draw=draws
+    )
     assert torch.equal(chosen.sum(1), torch.ones(count))
     torch.testing.assert_close(chosen.mean(0), torch.tensor(p), atol=0.03, rtol=0)
 

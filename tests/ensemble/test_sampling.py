@@ -107,15 +107,15 @@ def test_missing_experts_are_reported_and_the_others_act(run: Path, tmp_path: Pa
     shutil.rmtree(partial / "experts/001")
     ensemble = atoll.load(partial)
     assert ensemble.missing == ("experts/001",)
-    weights = ensemble.weights(torch.randn(4, 3, 8, 8), 0.5, routing="full")
+    weights = ensemble.ensemble.route(torch.randn(4, 3, 8, 8), 0.5, routing="full")
     whole = atoll.load(run)
     assert weights.shape == (4, 2)
     torch.testing.assert_close(weights.sum(1), torch.ones(4))
     ensemble.sample(PROMPTS, **QUICK)
     assert "experts/001 is not there; the others act without" in capsys.readouterr().err
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    full = whole.weights(x, 0.5, routing="full")[:, [0, 2]]
-    torch.testing.assert_close(ensemble.weights(x, 0.5, routing="full"), full / full.sum(1, keepdim=True))
+    full = whole.ensemble.route(x, 0.5, routing="full")[:, [0, 2]]
+    torch.testing.assert_close(ensemble.ensemble.route(x, 0.5, routing="full"), full / full.sum(1, keepdim=True))
     with pytest.raises(AtollError, match="has no finished experts/001"):
         atoll.load(partial, strict=True)
 
@@ -199,13 +199,13 @@ def test_other_precisions_are_close(run: Path) -> None:
 
 def test_the_error_of_quantised_experts_is_measured(run: Path) -> None:
     ensemble, exact = atoll.load(run, quantise="int8"), atoll.load(run)
-    assert ensemble.quantisation_error == {}
+    assert ensemble.ensemble.cache.quantisation_error == {}
     x = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     how = {"routing": "oracle", "cluster": torch.ones(6, dtype=torch.long)}
-    change = (ensemble.velocity(x, 0.5, **how) - exact.velocity(x, 0.5, **how)).norm() / exact.velocity(
-        x, 0.5, **how
-    ).norm()
-    told = ensemble.quantisation_error["experts/001"]
+    change = (
+        ensemble.ensemble.velocity(x, 0.5, **how) - exact.ensemble.velocity(x, 0.5, **how)
+    ).norm() / exact.ensemble.velocity(x, 0.5, **how).norm()
+    told = ensemble.ensemble.cache.quantisation_error["experts/001"]
     assert 0.3 * told < change < 3 * told
     assert 1e-4 < told < 0.05
 
@@ -225,7 +225,7 @@ def test_the_verb_writes_pictures_that_say_how_they_were_made(run: Path, tmp_pat
     assert cli.main([*command, "--trace", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [Path(file).name for file in answer["images"]] == ["000.png", "001.png", "002.png"]
-    assert answer["settings"]["routing"] == "top-1" == atoll.load(run).routing.text  # one default everywhere
+    assert answer["settings"]["routing"] == "top-1" == atoll.load(run).ensemble.routing.text  # one default everywhere
     settings = read_settings(out / "002.png")
     assert settings["prompt"] == PROMPTS[0]
     again = atoll.load(run).generate(

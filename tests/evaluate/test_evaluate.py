@@ -176,7 +176,7 @@ def test_too_few_samples_are_refused_unless_allowed(trained: Path, capsys: pytes
 
 def test_mixed_answers_are_the_ensembles_own_velocity(trained: Path) -> None:
     """The error under a routing, mixed from the experts' answers, is that of the ensemble's velocity."""
-    model, shards = load(trained), diagnostics.held_out(trained, 3)
+    model, shards = load(trained).ensemble, diagnostics.held_out(trained, 3)
     routings = ["top-1", "top-2", "full", "oracle", "drawn", "sample-1", "threshold-0.4"]
     answers = diagnostics.ask(model, shards, routings, limit=5, seed=3)
     assert len(answers.t) == 10 * sum(min(5, size) for size in shards.cluster_sizes())

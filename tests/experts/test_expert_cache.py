@@ -15,7 +15,7 @@ from atoll.cli import main
 from atoll.core.errors import AtollError
 from atoll.core.networks import read_network
 from atoll.ensemble.plan import activation_bytes
-from atoll.experts.expert_cache import LoadedExpert, ExpertCache
+from atoll.experts.expert_cache import ExpertCache, LoadedExpert
 from atoll.nets import build
 from ensemble.runs import SMALL, write_run
 
@@ -34,8 +34,8 @@ def test_pictures_do_not_depend_on_how_many_experts_are_in_memory(run: Path, rou
             assert torch.equal(latents, everything.latents)
         else:  # accelerators add three terms in no fixed order
             torch.testing.assert_close(latents, everything.latents, atol=1e-4, rtol=1e-4)
-        assert len(few.cache._here) <= resident
-        assert few.cache.loads > 3
+        assert len(few.ensemble.cache._here) <= resident
+        assert few.ensemble.cache.loads > 3
 
 
 def test_the_expert_that_leaves_is_gone_before_the_next_one_comes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_the_expert_that_leaves_is_gone_before_the_next_one_comes(run: Path, mon
 
 
 def test_the_least_recently_used_expert_leaves_and_those_in_memory_go_first(run: Path) -> None:
-    residents = atoll.load(run, resident=2).cache
+    residents = atoll.load(run, resident=2).ensemble.cache
     for number in (0, 1, 0, 2):
         residents.get(number)
     assert list(residents._here) == [0, 2]
@@ -67,9 +67,9 @@ def test_the_least_recently_used_expert_leaves_and_those_in_memory_go_first(run:
 
 def test_nothing_is_read_before_it_is_needed(run: Path) -> None:
     ensemble = atoll.load(run)
-    assert ensemble.cache.loads == 0
-    ensemble.velocity(torch.zeros(2, 3, 8, 8), 0.5, routing="oracle", cluster=torch.tensor([1, 1]))
-    assert ensemble.cache.loads == 1
+    assert ensemble.ensemble.cache.loads == 0
+    ensemble.ensemble.velocity(torch.zeros(2, 3, 8, 8), 0.5, routing="oracle", cluster=torch.tensor([1, 1]))
+    assert ensemble.ensemble.cache.loads == 1
 
 
 def test_at_least_one_expert_must_fit(run: Path) -> None:
@@ -101,7 +101,7 @@ def test_activations_are_counted_in_tensors_of_the_residual_stream(network: dict
 MEASURE = """
 import gc, json, sys
 import torch, atoll
-from atoll.ensemble import BatchConditions
+from atoll.experts.batch_conditions import BatchConditions
 from atoll.nets import Condition, DiT, DiTConfig
 torch.set_num_threads(1)
 run, resident, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -121,7 +121,7 @@ open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
 told = BatchConditions.of(Condition(text, torch.ones(64, 12, dtype=torch.bool)), torch.arange(64), reused=True)
 for step in range(4):
     with torch.no_grad():
-        ensemble.velocity(torch.randn(64, *ensemble.shape), 1 - step / 4, told, routing="full")
+        ensemble.ensemble.velocity(torch.randn(64, *ensemble.ensemble.shape), 1 - step / 4, told, routing="full")
 print(json.dumps({"measured": memory("VmHWM:") - before, "plan": plan}))
 """
 

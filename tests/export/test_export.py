@@ -60,7 +60,7 @@ def test_the_folder_is_the_run(told_run: Path, told_export: Path, routing: str) 
     for resident in (None, 1):
         model = atoll.load(told_export, resident=resident)
         assert torch.equal(model.generate(labels=labels, **how).latents, expected.latents)
-    own, theirs = (atoll.load(folder).experts for folder in (told_run, told_export))
+    own, theirs = (atoll.load(folder).ensemble.experts for folder in (told_run, told_export))
     assert own == theirs
 
 
@@ -81,7 +81,7 @@ def test_the_same_again_does_nothing_and_something_else_is_refused(told_run: Pat
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert export(told_run, folder).digest == first.digest
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    assert len(atoll.load(folder).experts) == 3
+    assert len(atoll.load(folder).ensemble.experts) == 3
     with pytest.raises(AtollError, match="model was experts, now student"):
         export(told_run, folder, "student")
     (tmp_path / "mine").mkdir()
@@ -139,7 +139,7 @@ def test_the_normalization_and_the_moments_of_the_data_are_exported(tmp_path: Pa
     how = {**HOW, "routing": "nearest"}
     made = [atoll.load(source).generate(labels=["circle"], **how).latents for source in (run, folder)]
     assert torch.equal(*made)
-    for expert in atoll.load(folder).experts:
+    for expert in atoll.load(folder).ensemble.experts:
         assert expert.bridge.data_mean == tuple(scaled["data_mean"])
         assert expert.bridge.data_std == tuple(scaled["data_std"])
     assert load_network(run / "experts/000/final").config.normalization is not None
@@ -173,7 +173,7 @@ def test_experts_open_in_diffusers_where_the_class_is_the_same_network(tmp_path:
         ours = load_network(run / "experts/000/final")
         answer = theirs.eval()(x, timestep=time, return_dict=False, **given)[0]
         torch.testing.assert_close(answer, ours.eval()(x, time, condition), atol=2e-4, rtol=1e-4)
-        back = atoll.load(folder).members[0].open().state_dict()
+        back = atoll.load(folder).ensemble.members[0].open().state_dict()
         assert all(torch.equal(back[key], value) for key, value in ours.state_dict().items())
         assert back.keys() == ours.state_dict().keys()
 

@@ -60,7 +60,7 @@ def test_it_survives_saving_and_its_index_is_that_of_an_export(
     assert torch.equal(
         AtollPipeline.from_pretrained(tmp_path / "again")(label=LABELS, routing="nearest", **FEW).images, expected
     )
-    assert len(atoll.load(tmp_path / "again").experts) == 3
+    assert len(atoll.load(tmp_path / "again").ensemble.experts) == 3
     pipe.save_pretrained(tmp_path / "again")  # over itself
     atoll.load(tmp_path / "again")
 
@@ -80,7 +80,7 @@ def test_components_make_another_pipeline(pipe: AtollPipeline) -> None:
 
 def test_an_expert_stands_by_itself(told_export: Path, told_run: Path) -> None:
     expert = ExpertModel.from_pretrained(told_export, subfolder="expert_1")
-    assert expert.declaration() == atoll.load(told_run).experts[1]
+    assert expert.declaration() == atoll.load(told_run).ensemble.experts[1]
     assert expert.density is not None
     assert expert.dtype == torch.float32
 
@@ -114,7 +114,7 @@ def test_a_plain_scheduler_keeps_its_own_times_on_request(pipe: AtollPipeline, t
     x = rng.normal((4, 3, 8, 8), seed=0, stream=NOISE_STREAM, first=0)
     condition = ensemble.encode(labels=LABELS)
     for timestep in scheduler.timesteps:
-        v = ensemble.velocity(x, float(timestep) / 1000, condition, guidance=4.0)
+        v = ensemble.ensemble.velocity(x, float(timestep) / 1000, condition, guidance=4.0)
         x = scheduler.step(v, timestep, x, return_dict=False)[0]
     got = pipe(label=LABELS, scheduler_times=True, **FEW).images
     torch.testing.assert_close(got, x, atol=1e-4, rtol=1e-4)

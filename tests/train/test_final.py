@@ -33,7 +33,7 @@ def trained(new_run: Copy, monkeypatch: pytest.MonkeyPatch) -> Trained:
     def make(job: Callable[[Path], TrainSpec], **changes: Any) -> Path:
         run = new_run(**changes)
         with monkeypatch.context() as patch:
-            patch.setattr(jobs, "commit", _stop)
+            patch.setattr(jobs, "_commit", _stop)
             with pytest.raises(Stopped):
                 train_job(job(run))
         return run

@@ -67,4 +67,4 @@ def test_the_temperature_undoes_overconfidence() -> None:
 def test_means_by_time() -> None:
     t = torch.tensor([0.0, 0.05, 0.95, 1.0])
     means = by_time(torch.tensor([1.0, 3.0, 5.0, 7.0]), t)
-    assert means == [2.0, *[None] * 8, 6.0]
+    assert means == (2.0, *[None] * 8, 6.0)

@@ -18,8 +18,8 @@ from atoll.core import config
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Shards
 from atoll.data.prepare import prepare
-from atoll.ensemble.loading import open_member
 from atoll.experts.expert import OpenExpert
+from atoll.experts.run import expert_of_run
 from atoll.nets import Condition
 from atoll.train import build_task, resolve_job, train_job
 from atoll.train.tasks import ExpertTask
@@ -95,7 +95,7 @@ def test_a_converted_sit_is_the_same_network_as_an_expert(
     x, _, label = noisy(run, t)
     with torch.no_grad():
         expected = -dit_release.release_forward(release, x, 1 - t, label, HEADS)[:, :4]
-        got = atoll.load(run, "expert:0").velocity(x, t, Condition(label=label))
+        got = atoll.load(run, "expert:0").ensemble.velocity(x, t, Condition(label=label))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -113,7 +113,7 @@ def test_a_converted_dit_is_the_same_network_as_an_expert(
     state = x * (wide_alpha + wide_sigma)
     with torch.no_grad():
         eps = dit_release.release_forward(release, state, steps.float(), label, HEADS)[:, :4]
-        got = atoll.load(run, "expert:0").velocity(x, t, Condition(label=label))
+        got = atoll.load(run, "expert:0").ensemble.velocity(x, t, Condition(label=label))
     x0 = (state - wide_sigma * eps) / wide_alpha
     expected = eps - x0
     torch.testing.assert_close(got, expected, atol=5e-3, rtol=1e-3)
@@ -168,7 +168,7 @@ def test_the_bridge_of_an_expert_has_the_moments_of_its_data(tmp_path: Path, sha
     statistics = Shards.open(run, [0]).statistics
     mean, std = (torch.tensor(values)[:, None, None] for values in (statistics.data_mean, statistics.data_std))
     assert mean.min() > 0.3
-    member = open_member(run, "experts/000")
+    member = expert_of_run(run, "experts/000")
     bridge = member.declaration.bridge
     assert (bridge.data_mean, bridge.data_std) == (statistics.data_mean, statistics.data_std)
     assert bridge.prediction_error > 0.01

@@ -236,16 +236,12 @@ class Evaluation:
             )
 
         def dense(subject: Subject) -> Summary:
-            return cached(
-                self.run,
-                "diagnostics",
-                subject.model,
-                made_from={**made_from, "networks": subject.digests},
-                result=Summary,
-                compute=lambda: diagnostics.dense_error(
-                    subject.open().ensemble, shards, limit, seed=seed, name=subject.model
-                ),
-            )
+            def compute() -> Summary:
+                model = subject.open().ensemble
+                return diagnostics.dense_error(model, shards, limit, seed=seed, name=subject.model)
+
+            own = {**made_from, "networks": subject.digests}
+            return cached(self.run, "diagnostics", subject.model, made_from=own, result=Summary, compute=compute)
 
         images = ValidationSet(shards, seed, limit).images
         alone = [one for one in found if one.routing is None and not one.model.startswith("expert:")]
