@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,8 @@ from atoll.core.artifacts import Artifact, Kind
 from atoll.core.manifests import EXPERT
 from atoll.core.manifests import ROUTER as ROUTER_KIND
 from atoll.core.networks import read_network
-from atoll.ensemble import Ensemble
-from atoll.ensemble.sampler import NOISE_STREAM
+from atoll.ensemble import Sampler
 from atoll.experts.batch_conditions import BatchConditions
-from atoll.flow import rng
 from atoll.nets import build, save_network
 from harness import Row, run
 
@@ -140,7 +139,7 @@ def ask(url: str, clients: Sequence[Sequence[dict[str, Any]]]) -> list[list[tupl
     return asyncio.run(together())
 
 
-def offline(model: Ensemble, wishes: Iterable[Wish]) -> dict[Wish, Image.Image]:
+def offline(model: Sampler, wishes: Iterable[Wish]) -> dict[Wish, Image.Image]:
     """The same pictures in batches of equal steps."""
     by_steps: dict[int, list[Wish]] = {}
     for wish in wishes:
@@ -154,14 +153,12 @@ def offline(model: Ensemble, wishes: Iterable[Wish]) -> dict[Wish, Image.Image]:
 
 
 @torch.no_grad()
-def _latents(model: Ensemble, part: Sequence[Wish], steps: int) -> Tensor:
+def _latents(model: Sampler, part: Sequence[Wish], steps: int) -> Tensor:
     """What `generate` does, with a seed for each picture."""
     told = BatchConditions.of(model.encode([wish.prompt for wish in part]), torch.arange(len(part)), reused=True)
-    shape = (1, *model.shape)
-    noise = [rng.normal(shape, seed=wish.seed, stream=NOISE_STREAM, first=0) for wish in part]
-    return flow.solve(
-        lambda x, t: model.velocity(x, t[:1], told, routing="top-1", guidance=GUIDANCE), torch.cat(noise), steps=steps
-    )
+    noise = [model.noise(1, wish.seed) for wish in part]
+    field = partial(model.ensemble.velocity, condition=told, routing="top-1", guidance=GUIDANCE)
+    return flow.solve(lambda x, t: field(x, t[:1]), torch.cat(noise), steps=steps)
 
 
 def measure(quick: bool) -> Iterable[Row]:
@@ -175,7 +172,7 @@ def measure(quick: bool) -> Iterable[Row]:
             yield from _memory(url, process, 100 if quick else 1000)
 
 
-def _throughput(url: str, model: Ensemble, steps: Sequence[int], turns: int, rounds: int) -> Iterable[Row]:
+def _throughput(url: str, model: Sampler, steps: Sequence[int], turns: int, rounds: int) -> Iterable[Row]:
     plans = [
         [
             Wish(f"picture {turn} of client {client}", 1000 * client + turn, steps[(client + turn) % len(steps)])
@@ -216,7 +213,7 @@ def _throughput(url: str, model: Ensemble, steps: Sequence[int], turns: int, rou
 
 
 def _difference(
-    model: Ensemble, plans: Sequence[Sequence[Wish]], answers: Sequence[Sequence[tuple[float, list[str]]]]
+    model: Sampler, plans: Sequence[Sequence[Wish]], answers: Sequence[Sequence[tuple[float, list[str]]]]
 ) -> float:
     """Of eight bits, over some pictures, each made by itself."""
     worst = 0.0

@@ -74,39 +74,37 @@ def naive(ensemble: Ensemble, given: dict[str, Tensor], told: Condition, routing
 @pytest.mark.parametrize("routing", STRATEGIES)
 def test_grouped_is_naive(run: Path, routing: str) -> None:
     """Mixed objectives, mixed sizes, times and guidance that differ from sample to sample."""
-    ensemble, given, told = atoll.load(run), batch(), condition()
+    ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
     for guidance in (torch.ones(B), torch.full((B,), 4.0), torch.tensor([1.0, 2.5, 7.0] * 3)):
         expected = naive(ensemble, given, told, routing, guidance)
         how = {"routing": routing, "cluster": given["cluster"], "draw": given["draw"]}
-        got = ensemble.ensemble.velocity(given["x"], given["t"], told, guidance=guidance, **how)
+        got = ensemble.velocity(given["x"], given["t"], told, guidance=guidance, **how)
         assert_alike(got, expected)
 
 
 def test_prepared_conditions_and_one_time_give_the_same(run: Path) -> None:
     """The path of sampling: distinct prompts prepared once, one time for the batch."""
-    ensemble, given, told = atoll.load(run), batch(), condition()
+    ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
     rows = torch.tensor([0, 1, 2, 0, 1, 2, 0, 0, 4])
     reused = BatchConditions.of(told[:5], rows, reused=True)
     for t, routing in product((0.9, 0.2), ("top-1", "top-2", "full")):
-        expected = ensemble.ensemble.velocity(
-            given["x"], torch.full((B,), t), told[rows], routing=routing, guidance=3.0
-        )
+        expected = ensemble.velocity(given["x"], torch.full((B,), t), told[rows], routing=routing, guidance=3.0)
         for _ in range(2):
-            got = ensemble.ensemble.velocity(given["x"], t, reused, routing=routing, guidance=3.0)
+            got = ensemble.velocity(given["x"], t, reused, routing=routing, guidance=3.0)
             assert_alike(got, expected)
 
 
 def test_a_router_that_is_told_has_its_own_answer_for_the_null_condition(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", router_told=("pooled",))
-    ensemble, given, told = atoll.load(run), batch(), condition()
-    with_text = ensemble.ensemble.route(given["x"], given["t"], told, routing="full")
-    without = ensemble.ensemble.route(given["x"], given["t"], None, routing="full")
+    ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
+    with_text = ensemble.route(given["x"], given["t"], told, routing="full")
+    without = ensemble.route(given["x"], given["t"], None, routing="full")
     assert (with_text - without).abs().max() > 0.01
     guidance = torch.full((B,), 4.0)
     for routing in ("full", "top-1", "sample-1"):
         expected = naive(ensemble, given, told, routing, guidance)
         how = {"routing": routing, "draw": given["draw"]}
-        got = ensemble.ensemble.velocity(given["x"], given["t"], told, guidance=4.0, **how)
+        got = ensemble.velocity(given["x"], given["t"], told, guidance=4.0, **how)
         assert_alike(got, expected)
 
 
@@ -114,8 +112,8 @@ def test_a_drawn_expert_paints_alone_and_the_router_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for the null condition, of which a told router thinks otherwise."""
-    ensemble, prompts = atoll.load(write_run(tmp_path / "run", router_told=("pooled",))), ["a red circle"]
-    assert ensemble.ensemble.router is not None
+    sampler, prompts = atoll.load(write_run(tmp_path / "run", router_told=("pooled",))), ["a red circle"]
+    assert sampler.ensemble.router is not None
     asked, ask = list[int](), OpenRouter.logits
 
     def logits(self: OpenRouter, x: Tensor, *rest: Any) -> Tensor:
@@ -124,35 +122,35 @@ def test_a_drawn_expert_paints_alone_and_the_router_is_asked_once(
 
     monkeypatch.setattr(OpenRouter, "logits", logits)
     how: dict[str, Any] = {"n": B, "steps": 4, "guidance": 3.0}
-    made = ensemble.generate(prompts, routing="drawn", trace=True, **how)
+    made = sampler.generate(prompts, routing="drawn", trace=True, **how)
     assert asked == [2 * B]
     assert made.trace is not None
     chosen = made.trace.weights.argmax(-1)
     assert bool((chosen == chosen[0]).all())
     assert len(set(chosen[0].tolist())) > 1
-    alone = ensemble.generate(prompts, routing="oracle", clusters=chosen[0].tolist(), **how)
+    alone = sampler.generate(prompts, routing="oracle", clusters=chosen[0].tolist(), **how)
     torch.testing.assert_close(made.latents, alone.latents)
 
 
 def test_labels_and_text_together(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", told=("text", "label"))
-    ensemble, given, told = atoll.load(run), batch(), condition()
+    ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
     for parts in (told, Condition(told.text, told.text_mask), Condition(label=told.label)):
         rows = torch.arange(B)
-        plain = ensemble.ensemble.velocity(given["x"], 0.5, parts, routing="top-2", guidance=3.0)
-        prepared = ensemble.ensemble.velocity(
+        plain = ensemble.velocity(given["x"], 0.5, parts, routing="top-2", guidance=3.0)
+        prepared = ensemble.velocity(
             given["x"], 0.5, BatchConditions.of(parts, rows, reused=True), routing="top-2", guidance=3.0
         )
         assert_alike(prepared, plain)
-    with_label = ensemble.ensemble.velocity(given["x"], 0.5, told, routing="top-2")
-    assert (with_label - ensemble.ensemble.velocity(given["x"], 0.5, None, routing="top-2")).abs().max() > 1e-3
+    with_label = ensemble.velocity(given["x"], 0.5, told, routing="top-2")
+    assert (with_label - ensemble.velocity(given["x"], 0.5, None, routing="top-2")).abs().max() > 1e-3
 
 
 def test_rescaled_guidance_has_the_spread_of_the_unguided(run: Path) -> None:
-    ensemble, given, told = atoll.load(run), batch(), condition()
-    plain = ensemble.ensemble.velocity(given["x"], 0.5, told)
-    guided = ensemble.ensemble.velocity(given["x"], 0.5, told, guidance=7.0)
-    rescaled = ensemble.ensemble.velocity(given["x"], 0.5, told, guidance=7.0, rescale=1.0)
+    ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
+    plain = ensemble.velocity(given["x"], 0.5, told)
+    guided = ensemble.velocity(given["x"], 0.5, told, guidance=7.0)
+    rescaled = ensemble.velocity(given["x"], 0.5, told, guidance=7.0, rescale=1.0)
     assert (guided.flatten(1).std(1) > 1.2 * plain.flatten(1).std(1)).all()
     torch.testing.assert_close(rescaled.flatten(1).std(1), plain.flatten(1).std(1))
 
@@ -173,22 +171,22 @@ def test_an_expert_with_another_scale_sees_the_same_picture(tmp_path: Path) -> N
 
 def test_dense_models_are_ensembles_of_one(run: Path) -> None:
     given, told = batch(), condition()
-    whole = atoll.load(run)
+    whole = atoll.load(run).ensemble
     for model, number in (("expert:1", 1), ("monolith", None), ("student", None)):
-        dense = atoll.load(run, model)
-        assert len(dense.ensemble.experts) == 1
-        assert dense.ensemble.router is None
-        got = dense.ensemble.velocity(given["x"], given["t"], told)
+        dense = atoll.load(run, model).ensemble
+        assert len(dense.experts) == 1
+        assert dense.router is None
+        got = dense.velocity(given["x"], given["t"], told)
         if number is not None:
             cluster = torch.full((B,), number)
-            expected = whole.ensemble.velocity(given["x"], given["t"], told, routing="oracle", cluster=cluster)
+            expected = whole.velocity(given["x"], given["t"], told, routing="oracle", cluster=cluster)
             assert_alike(got, expected)
 
 
 def test_velocity_carries_gradients_to_the_state(run: Path) -> None:
-    ensemble = atoll.load(run)
+    ensemble = atoll.load(run).ensemble
     x = batch()["x"].requires_grad_(True)
-    ensemble.ensemble.velocity(x, 0.5, condition(), routing="top-2", guidance=2.0).square().sum().backward()
+    ensemble.velocity(x, 0.5, condition(), routing="top-2", guidance=2.0).square().sum().backward()
     assert x.grad is not None
     assert bool((x.grad.flatten(1).abs().sum(1) > 0).all())
 
@@ -196,7 +194,7 @@ def test_velocity_carries_gradients_to_the_state(run: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"routing": "oracle"}, "needs the cluster of every sample"),
+        ({"routing": "oracle"}, "needs the cluster of every image"),
         ({"routing": "oracle", "cluster": torch.full((B,), 7)}, "no expert of cluster 7"),
         ({"routing": "top2"}, "did you mean 'top-2'?"),
     ],
@@ -219,9 +217,9 @@ def test_impossible_routings_are_refused(run: Path, how: dict, says: str) -> Non
     ],
 )
 def test_tensors_of_another_batch_are_refused(changes: dict[str, Tensor], words: str, run: Path) -> None:
-    ensemble = atoll.load(run)
+    ensemble = atoll.load(run).ensemble
     with pytest.raises((AtollError, ValueError), match=words):
-        ensemble.ensemble.velocity(**{**batch(), **changes})
+        ensemble.velocity(**{**batch(), **changes})
     if "guidance" not in changes:
         with pytest.raises((AtollError, ValueError), match=words):
-            ensemble.ensemble.route(**{**batch(), **changes})
+            ensemble.route(**{**batch(), **changes})

@@ -67,7 +67,7 @@ def test_experts_that_leave_take_only_their_own_data_with_them() -> None:
     """Without the expert of one cluster, full routing is the exact velocity of the remaining data."""
     mixture = random_mixture()
     whole = ideal_ensemble(mixture, CLUSTERS)
-    rest = type(whole)([whole.members[k] for k in (0, 1, 3)], whole.router, missing=["experts/002"])
+    rest = type(whole)([whole.members[k] for k in (0, 1, 3)], whole.router)
     x, t = states(mixture, 300)
     remaining = mixture.part([0, 1, 3, 5])
     got = answer(rest, x, t, routing="full")

@@ -139,7 +139,7 @@ def test_classes_are_told_by_name_or_number(tmp_path: Path, capsys) -> None:
     [
         ({"solver": "eulr"}, "did you mean 'euler'?"),
         ({"steps": 0}, "steps >= 1"),
-        ({"n": 0}, "at least one picture"),
+        ({"n": 0}, "at least one image"),
         ({"guidance_interval": (0.9, 0.1)}, "interval of times"),
         ({"prompts": "one string"}, "prompts must be a list"),
         ({"prompts": []}, "prompts must be a list that is not empty"),
@@ -184,7 +184,7 @@ def test_without_a_router_nearest_and_oracle_still_work(run: Path, tmp_path: Pat
         value = json.loads(manifest.read_text())
         del value["files"]["cluster.safetensors"]
         manifest.write_text(json.dumps(value))
-    with pytest.raises(AtollError, match="experts/000 does not tell how its cluster is distributed"):
+    with pytest.raises(AtollError, match="experts/000 does not declare how its cluster is distributed"):
         atoll.load(alone).sample(PROMPTS, routing="nearest", steps=2)
 
 
