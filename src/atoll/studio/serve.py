@@ -11,7 +11,7 @@ import uvicorn
 
 from atoll.core.errors import AtollError
 from atoll.ensemble import parse
-from atoll.ensemble.folder import is_folder
+from atoll.experts.folder import is_folder
 from atoll.studio.app import Studio, create_app
 from atoll.studio.engine import Engine
 from atoll.studio.middleware import is_loopback
