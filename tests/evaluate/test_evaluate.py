@@ -118,7 +118,7 @@ def test_the_same_command_again_computes_nothing(
     trained: Path, answer: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(trained)
-    monkeypatch.setattr("atoll.ensemble.sampler.generate", None)
+    monkeypatch.setattr("atoll.ensemble.sampler.Sampler.generate", None)
     monkeypatch.setattr("atoll.evaluate.diagnostics.noisy", None)
     monkeypatch.setattr("atoll.evaluate.diagnostics.validate", None)
     monkeypatch.setattr("atoll.evaluate.features.open_configured", None)

@@ -101,7 +101,7 @@ def test_euler_is_the_step_of_diffusers(shift: float) -> None:
         assert timestep.item() / 1000 == pytest.approx(times[i], abs=1e-6)
         v = MIXTURE.velocity(x.double(), torch.full((500,), float(timestep) / 1000, dtype=FLOAT)).float()
         x = scheduler.step(v, timestep, x, return_dict=False)[0]
-        ours = flow.step(lambda *_, v=v: v, ours, times[i : i + 1], times[i + 1 : i + 2]).x
+        ours = flow.step(lambda *_, v=v: v, ours, times[i : i + 1], to=times[i + 1 : i + 2]).x
         torch.testing.assert_close(ours, x, rtol=1e-5, atol=1e-5)
 
 

@@ -22,7 +22,8 @@ from atoll.core.manifests import EXPERT, ROUTER
 from atoll.data.dataset import Batch, Shards
 from atoll.data.prepare import prepare
 from atoll.experts.density import FILE, Density, of_shards
-from atoll.experts.expert import open_expert
+from atoll.experts.expert import DeviceOptions, open_expert
+from atoll.experts.run import expert_of_run
 from atoll.experts.validation import condition_of, validate
 from atoll.nets import Condition, load_network, save_network
 from atoll.report import Options, report
@@ -139,7 +140,8 @@ def test_student_targets_are_the_velocities_of_the_own_cluster_expert(trained_ex
     seen = set()
     for i, number in enumerate(numbers):
         batch = task.shards.read(np.array([number]))
-        teacher = open_expert(trained_experts, f"experts/{int(batch.cluster):03d}", task.shards.statistics)
+        reference = expert_of_run(trained_experts, f"experts/{int(batch.cluster):03d}")
+        teacher = open_expert(reference, task.shards.statistics, DeviceOptions())
         x0 = task.latents(batch, 20 + i)
         noised = flow.Objective().corrupt(x0, seed=task.seed, position=20 + i)
         with torch.no_grad():

@@ -162,26 +162,26 @@ class Sampler:
             return flow.run_scheduler(scheduler, velocity, state.x, steps=settings.steps, scheduler_times=own)
         x = state.x
         for t, t_next in pairwise(flow.solver_times(settings.steps, settings.shift)):
-            x = flow.step(velocity, x, [t], [t_next], solver=settings.solver).x
+            x = flow.step(velocity, x, [t], to=[t_next], solver=settings.solver).x
         return x
 
     def step(
         self,
         state: SamplerState,
         t: Sequence[float],
-        t_next: Sequence[float],
         *,
+        to: Sequence[float],
         settings: Settings,
         guidance: Guidance,
     ) -> flow.Step:
-        """Move images from their own times t to t_next by one Euler step."""
+        """Move images from their own times t to the times `to` by one Euler step."""
         # One time for all images costs a network less than one for each.
         alike = len(set(t)) == 1
 
         def velocity(x: Tensor, times: Tensor) -> Tensor:
             return self.velocity(state, x, times[:1] if alike else times, settings=settings, guidance=guidance)
 
-        return flow.step(velocity, state.x, t, t_next)
+        return flow.step(velocity, state.x, t, to=to)
 
     def velocity(self, state: SamplerState, x: Tensor, t: Tensor, *, settings: Settings, guidance: Guidance) -> Tensor:
         """Return the ensemble's velocity for images at states x and times t (1 or batch,)."""

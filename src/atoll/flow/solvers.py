@@ -46,7 +46,7 @@ def solve(
         scheduler = diffusers_scheduler(solver, shift)
         return run_scheduler(scheduler, velocity, x, steps=steps, scheduler_times=scheduler_times)
     for t, t_next in pairwise(solver_times(steps, shift)):
-        x = step(velocity, x, [t], [t_next], solver=solver).x
+        x = step(velocity, x, [t], to=[t_next], solver=solver).x
     return x
 
 
@@ -57,23 +57,21 @@ class Step(NamedTuple):
     velocity: Tensor
 
 
-def step(
-    velocity: VelocityField, x: Tensor, t: Sequence[float], t_next: Sequence[float], *, solver: str = "euler"
-) -> Step:
-    """Move states x (batch, ...) from times t to t_next: one time for each state, or one for all.
+def step(velocity: VelocityField, x: Tensor, t: Sequence[float], *, to: Sequence[float], solver: str = "euler") -> Step:
+    """Move states x (batch, ...) from times t to the times `to`: one time for each state, or one for all.
 
-    Euler is of first order: one evaluation. Heun is of second order: two evaluations, and one where t_next is 0, at
-    which no network was trained.
+    Euler is of first order: one evaluation. Heun is of second order: two evaluations, and one where a step ends at
+    t = 0, at which no network was trained.
     """
     # Differences of times are taken in double precision and rounded once, whether one or many.
-    spans = [after - before for before, after in zip(t, t_next, strict=True)]
+    spans = [after - before for before, after in zip(t, to, strict=True)]
     span: float | Tensor = spans[0] if len(spans) == 1 else broadcast(_times(spans, x), x)
     first = velocity(x, _times(t, x))
     v = first
-    if solver == "heun" and max(t_next) > 0:
-        v = (v + velocity(x + span * v, _times(t_next, x))) / 2
-        if min(t_next) == 0:
-            v = torch.where(broadcast(_times(t_next, x), x) > 0, v, first)
+    if solver == "heun" and max(to) > 0:
+        v = (v + velocity(x + span * v, _times(to, x))) / 2
+        if min(to) == 0:
+            v = torch.where(broadcast(_times(to, x), x) > 0, v, first)
     return Step(x + span * v, first)
 
 
