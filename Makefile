@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ALL    := $(VENV)/.ready-all
 
-.PHONY: demo test test-all test-portable test-cuda-wheel golden lint format bench clean
+.PHONY: demo test test-all test-portable test-cuda-wheel golden walk lint format bench clean
 
 $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/models.txt scripts/check_environment.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer; set PYTHON=…")'
@@ -45,6 +45,9 @@ test-cuda-wheel:
 
 golden: $(READY)
 	@$(BIN)/python scripts/golden.py
+
+walk: $(READY)
+	@$(BIN)/python scripts/walk.py
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -21,8 +21,8 @@ _NO_CODE = {
 }  # fmt: skip
 
 
-def code_lines(text: str) -> int:
-    """Count the lines of a Python file that hold code."""
+def code_lines(text: str) -> set[int]:
+    """Return the numbers of a Python file's lines that hold code."""
     docstrings = set()
     for node in ast.walk(ast.parse(text)):
         # A string that stands alone is documentation: of a module, class, function or constant.
@@ -32,7 +32,7 @@ def code_lines(text: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in _NO_CODE:
             lines |= set(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
+    return lines - docstrings
 
 
 def working_tree() -> Iterator[tuple[str, str]]:
@@ -57,7 +57,7 @@ def by_package(files: Iterator[tuple[str, str]]) -> Counter[str]:
     """Count the lines of code of each package."""
     counts: Counter[str] = Counter()
     for name, text in files:
-        counts[name.split("/")[0] if "/" in name else "."] += code_lines(text)
+        counts[name.split("/")[0] if "/" in name else "."] += len(code_lines(text))
     return counts
 
 

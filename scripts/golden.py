@@ -32,6 +32,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from golden import GOLDEN_COMMIT
 from golden.compare import (
     Results,
     Rows,
@@ -43,9 +44,6 @@ from golden.compare import (
     update_differences,
 )
 from golden.source import write_source
-
-GOLDEN_COMMIT = "3dcaa54180d5a39089888101f6b3a8c915759b9a"
-"""The commit whose results count. When it changes, write the committed results anew."""
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "scripts" / "golden"

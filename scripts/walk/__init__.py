@@ -1,0 +1,1 @@
+"""The parts of scripts/walk.py: the recording of calls, and the functions in the source code."""
