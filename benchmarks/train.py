@@ -18,7 +18,7 @@ from atoll.data.dataset import Batch, Shards
 from atoll.nets import build
 from atoll.train import TrainSpec, build_task, resolve_job
 from atoll.train.checkpoints import Checkpoints, State
-from atoll.train.cost import training_bytes
+from atoll.train.cost import image_cost, training_bytes
 from atoll.train.distributed import World
 from atoll.train.ema import Averages
 from atoll.train.loop import make_optimizer, train
@@ -153,7 +153,7 @@ def peak(name: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         config = make_run(Path(scratch), rows=256, batch=32, samples=96)
         job = resolve_job(Path(scratch), config.model_copy(update={"networks": {"default": name}}), "expert", expert=0)
-        estimate = training_bytes(job.cost, 32, 1, half=False)
+        estimate = training_bytes(image_cost(job.network, job.shapes), 32, 1, half=False)
         before = memory_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
         train(build_task(job), job.settings, Checkpoints(Path(scratch), job.job, {}, ALONE), world=ALONE)

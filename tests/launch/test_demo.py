@@ -17,6 +17,7 @@ from atoll.core.errors import AtollError
 from atoll.data.sources.base import Options
 from atoll.data.sources.emoji import EmojiSource
 from atoll.launch import demo
+from atoll.train.cost import image_cost
 from atoll.train.spec import TrainSpec, resolve_job
 from train.conftest import merge
 from train.workers import TINY
@@ -51,7 +52,7 @@ def test_the_plan_has_a_ddpm_expert_and_a_monolith_of_equal_flops(tmp_path: Path
     assert objectives.count("velocity") == len(objectives) - objectives.count("epsilon")
 
     def flops(job: TrainSpec, samples: int) -> int:
-        return samples * job.cost.training_flops(checkpointing=False)
+        return samples * image_cost(job.network, job.shapes).training_flops(checkpointing=False)
 
     spent = [
         flops(resolve_job(tmp_path, config, "expert", expert=number), planned[name].samples)

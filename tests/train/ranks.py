@@ -76,7 +76,9 @@ def impatient(run: Path, rank: int, *, phase: str) -> None:
     from atoll.train import job
     from atoll.train.checkpoints import Checkpoints
 
-    owner, name = {"save": (Checkpoints, "save"), "resume": (Checkpoints, "load_newest"), "end": (job, "_commit")}[phase]
+    owner, name = {"save": (Checkpoints, "save"), "resume": (Checkpoints, "load_newest"), "end": (job, "_commit")}[
+        phase
+    ]
     work, hash_file = getattr(owner, name), artifacts.sha256_of
     hashed: list[Path] = []
 

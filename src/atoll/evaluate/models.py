@@ -13,7 +13,8 @@ from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import EXPERT, ROUTER, ComputeSpec, NetworkContent
 from atoll.ensemble import Sampler, Settings, load, parse
 from atoll.evaluate.results import ForwardCost, TrainingCost
-from atoll.train.cost import Cost, cost, training_bytes
+from atoll.train.cost import Cost, image_cost, training_bytes
+from atoll.train.expected import DataShapes
 
 KINDS = (*layout.MODELS, "singles")
 
@@ -94,8 +95,7 @@ class Subject:
     def _costs(self) -> dict[str, Cost]:
         costs = {}
         for content in self._contents():
-            text = (content.text.max_tokens, content.text.dimensions) if content.text else None
-            costs[content.job] = cost(content.network, content.latents.shape, text)
+            costs[content.job] = image_cost(content.network, DataShapes.of(content))
         return costs
 
     def _contents(self) -> list[NetworkContent]:

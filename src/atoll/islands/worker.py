@@ -32,6 +32,7 @@ from atoll.islands.remote_run import open_config, settle
 from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
 from atoll.islands.transfer import commit, fetch, read_manifest, signature_key, upload
+from atoll.train.cost import parameter_count
 from atoll.train.job import train_job
 from atoll.train.loop import Requeue
 from atoll.train.spec import TrainSpec, made_from, resolve_job
@@ -268,10 +269,9 @@ def check_allowed(spec: TrainSpec, policy: Policy) -> None:
     kind = spec.network.class_name
     if kind not in policy.networks:
         raise AtollError(f"the run's policy allows the networks {', '.join(policy.networks)} only, not {kind}")
-    if spec.cost.parameters > policy.max_parameters:
-        raise AtollError(
-            f"the network has {spec.cost.parameters:,} parameters; the run's policy allows {policy.max_parameters:,}"
-        )
+    count = parameter_count(spec.network)
+    if count > policy.max_parameters:
+        raise AtollError(f"the network has {count:,} parameters; the run's policy allows {policy.max_parameters:,}")
 
 
 def check_checkpoint(manifest: Manifest, spec: TrainSpec) -> None:
@@ -284,7 +284,7 @@ def check_checkpoint(manifest: Manifest, spec: TrainSpec) -> None:
         raise Refused("it is no checkpoint of this job: it has seen more samples than the job has")
     if Manifest("", made_from(spec), {}, {}).to_json() != Manifest("", manifest.made_from, {}, {}).to_json():
         raise Refused("it was made with other settings")
-    room = (4 + len(spec.settings.ema)) * 4 * spec.cost.parameters + (1 << 24)
+    room = (4 + len(spec.settings.ema)) * 4 * parameter_count(spec.network) + (1 << 24)
     if sum(entry.size for entry in manifest.files.values()) > room:
         raise Refused(f"it is larger than the {room:,} bytes that this network's state takes")
 

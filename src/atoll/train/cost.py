@@ -14,6 +14,7 @@ from atoll.core.errors import AtollError, first_line
 from atoll.core.networks import DiffusersConfig, NetworkConfig, RouterConfig, read_network
 from atoll.nets import Condition, build
 from atoll.train.distributed import transformer_blocks
+from atoll.train.expected import DataShapes
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass."""
@@ -34,9 +35,16 @@ class Cost:
         return self.forward_flops * (1 + BACKWARD + checkpointing)
 
 
-def cost(config: NetworkConfig, shape: tuple[int, ...], text: tuple[int, int] | None) -> Cost:
-    """Count one forward pass of a network on one latent of that shape; `text` is (tokens, width)."""
-    return _count(json.dumps(config.to_dict(), sort_keys=True), shape, text)
+def image_cost(config: NetworkConfig, shapes: DataShapes) -> Cost:
+    """Count one forward pass of a network on one image of these shapes."""
+    text = shapes.text and shapes.text[:2]
+    return _count(json.dumps(config.to_dict(), sort_keys=True), shapes.latents, text)
+
+
+def parameter_count(config: NetworkConfig) -> int:
+    """Count the parameters of a network without building it in memory."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(config).parameters())
 
 
 @cache

@@ -16,7 +16,7 @@ from rich.table import Table
 from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.presets import PUBLISHED, Published
-from atoll.train.cost import measured_rate, training_bytes
+from atoll.train.cost import image_cost, measured_rate, training_bytes
 from atoll.train.spec import TrainSpec, resolve_job
 
 UTILISATION = 0.5
@@ -42,7 +42,7 @@ class JobCosts:
     @classmethod
     def of(cls, spec: TrainSpec, gpus: int | None = None) -> Self:
         """Count the costs of a job on so many GPUs."""
-        settings, cost, world = spec.settings, spec.cost, _processes(gpus)
+        settings, cost, world = spec.settings, image_cost(spec.network, spec.shapes), _processes(gpus)
         checkpointing = settings.checkpointing
         flops = cost.training_flops(checkpointing)
         return cls(

@@ -27,10 +27,9 @@ from atoll.experts import density
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import DiffusersExpert
 from atoll.train.checkpoints import Checkpoints
-from atoll.train.cost import cost
+from atoll.train.cost import image_cost
 from atoll.train.distill import StudentTask
 from atoll.train.distributed import World, join, whole
-from atoll.train.expected import DataShapes
 from atoll.train.loop import Outcome, Watch, train
 from atoll.train.spec import TrainSpec, made_from
 from atoll.train.tasks import ExpertTask, RouterTask, Task
@@ -63,6 +62,7 @@ def train_job(spec: TrainSpec, watch: Watch | None = None) -> Manifest:
     kind: Kind[Any] = ROUTER if spec.kind == "router" else EXPERT
     for cluster in spec.clusters if spec.data is None else ():
         Artifact(spec.run, layout.shards(cluster)).open(SHARDS)  # names the shards that are missing
+    image_cost(spec.network, spec.shapes)  # refuses a network that does not take the data
     inputs = made_from(spec)
     goal = {**inputs, "samples": spec.settings.samples}
 
@@ -126,7 +126,8 @@ def _gathered(weights: Mapping[str, Tensor], keep: bool = True) -> dict[str, Ten
 def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkContent:
     """Return what a network of any kind declares, so that the ensemble needs no other knowledge."""
     images = spec.settings.samples
-    flops = spec.cost.training_flops(spec.settings.checkpointing)
+    cost = image_cost(spec.network, spec.shapes)
+    flops = cost.training_flops(spec.settings.checkpointing)
     if spec.kind == "student":
         flops += _teacher_flops(spec, task.shards)
     return NetworkContent(
@@ -135,17 +136,14 @@ def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkConten
         clusters=spec.clusters,
         network=spec.network,
         conditioning=tuple(sorted(spec.conditioning)),
-        compute=ComputeSpec(
-            samples=images, parameters=spec.cost.parameters, flops=flops * images, seconds=outcome.seconds
-        ),
+        compute=ComputeSpec(samples=images, parameters=cost.parameters, flops=flops * images, seconds=outcome.seconds),
     )
 
 
 def _teacher_flops(spec: TrainSpec, shards: Shards) -> int:
     """Return the forward FLOPs of the teachers for one image, on average over the clusters."""
-    sizes, shapes = shards.cluster_sizes(), DataShapes.of(shards.content)
-    total = 0
+    sizes, total = shards.cluster_sizes(), 0
     for expert, size in enumerate(sizes):
         network = Artifact(spec.run, layout.final(layout.expert_job(expert))).read(EXPERT).network
-        total += size * cost(network, shapes.latents, shapes.text and shapes.text[:2]).forward_flops
+        total += size * image_cost(network, spec.shapes).forward_flops
     return total // sum(sizes)

@@ -32,7 +32,7 @@ from atoll.core.networks import (
 from atoll.data.stages.latents import Statistics
 from atoll.flow import objective
 from atoll.nets import build
-from atoll.train.cost import Cost, cost
+from atoll.train.cost import image_cost
 from atoll.train.expected import DataShapes
 
 _NO_EFFECT = {"samples", "save_every", "keep_last", "log_every", "grid_every", "grid_size", "grid_guidance"}
@@ -62,6 +62,8 @@ class TrainSpec:
     """The job's folder in the run."""
     clusters: tuple[int, ...]
     """The clusters whose data the job needs."""
+    shapes: DataShapes
+    """Those of the data or, before it is prepared, those to be expected."""
     data: PreparedData | None
     """None before the shards are made."""
     conditioning: frozenset[str]
@@ -73,8 +75,6 @@ class TrainSpec:
     """None for a router and a student."""
     settings: Train
     """`train` with the job's own section on top, in whole steps."""
-    cost: Cost
-    """FLOPs and memory of one image."""
     teacher_block: int
     """Images whose teacher velocities a student computes at a time."""
 
@@ -120,23 +120,22 @@ def resolve_job(
     _check_network(network, config, data, classes=needed.get("num_classes", 0), key=key)
 
     settings = _settings(config, kind)
-    costs = cost(network, shapes.latents, shapes.text and shapes.text[:2])
     images = settings.samples
     if match_flops is not None:
-        images = expert_flops(match_flops) // costs.training_flops(settings.checkpointing)
+        images = expert_flops(match_flops) // image_cost(network, shapes).training_flops(settings.checkpointing)
     steps = max(1, -(-images // settings.batch))
     return TrainSpec(
         run=run,
         kind=kind,
         job=job,
         clusters=clusters,
+        shapes=shapes,
         data=data,
         conditioning=conditioning,
         network=network,
         init_from=init_from,
         objective=objective(**objective_choice.model_dump()).spec if kind in ("expert", "monolith") else None,
         settings=Train.model_validate({**settings.model_dump(), "samples": steps * settings.batch}),
-        cost=costs,
         teacher_block=config.student.block,
     )
 
