@@ -29,7 +29,6 @@ from atoll.nets import Condition, load_network, save_network
 from atoll.report import Options, report
 from atoll.report.gallery import choose
 from atoll.train import build_task, resolve_job, train_job
-from atoll.train.cost import image_cost
 from atoll.train.distill import StudentTask
 from atoll.train.expected import DataShapes
 from atoll.train.tasks import RouterTask
@@ -265,8 +264,7 @@ def test_a_network_that_does_not_fit_the_data_is_refused_by_its_key(
 ) -> None:
     run = new_run(only=[0], networks={0: network})
     with pytest.raises(AtollError, match=words):
-        spec = resolve_job(run, config.load(run), "expert", expert=0)
-        image_cost(spec.network, spec.shapes)
+        train_job(resolve_job(run, config.load(run), "expert", expert=0))
 
 
 def test_a_learned_variance_may_stand_beside_the_prediction(new_run: Copy) -> None:
