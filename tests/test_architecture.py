@@ -115,7 +115,21 @@ def long_files(package: Path) -> list[str]:
     return [f"{file.relative_to(package)} has {count} lines" for file, count in lengths.items() if count > MAX_LINES]
 
 
-CHECKS = [package_order, module_cycles, path_literals, positional_parameters, long_files]
+def files_in_properties(package: Path) -> list[str]:
+    """Find properties that open files: a reader does not expect an attribute to read a disk."""
+    wrong = []
+    for name, tree in modules(package).items():
+        for node in ast.walk(tree):
+            decorators = getattr(node, "decorator_list", [])
+            if any(getattr(one, "id", None) in ("property", "cached_property") for one in decorators):
+                calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+                named = [getattr(call, "attr", getattr(call, "id", "")) for call in calls]
+                opens = [call for call in named if re.match(r"_?(open|read|load|manifest|r?glob|iterdir)", call)]
+                wrong += [f"{name}:{node.lineno} {node.name} calls {call}" for call in opens]
+    return wrong
+
+
+CHECKS = [package_order, module_cycles, path_literals, positional_parameters, long_files, files_in_properties]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -151,6 +165,8 @@ MINIATURE = {
         (positional_parameters, "cli/verb.py", "def wide(a, b, c, d): ..."),
         (positional_parameters, "cli/verb.py", "class Wide:\n    async def wide(self, a, b, c, d): ..."),
         (long_files, "core/errors.py", "\n" * MAX_LINES),
+        (files_in_properties, "nets/dit.py", "class A:\n    @property\n    def b(self): return self.c.read_text()"),
+        (files_in_properties, "nets/dit.py", "class A:\n    @cached_property\n    def b(self): return load_file(self.c)"),
     ],
 )  # fmt: skip
 def test_a_violation_is_found(check: Check, file: str, planted: str, tmp_path: Path) -> None:

@@ -138,9 +138,9 @@ def test_figures_can_be_taken_again_from_what_is_kept(trained: Path, answer: dic
         of_reference(trained, config, "train", count=24, vision=EXTRACTOR),
     )
     found = answer["models"][0]["metrics"][EXTRACTOR]
-    distance = frechet(Gaussian.of(made.features), Gaussian.of(real.features))
+    distance = frechet(Gaussian.of(made.features()), Gaussian.of(real.features()))
     assert distance == pytest.approx(found["frechet"]["value"], rel=1e-9)
-    assert kernel_distance(made.features, real.features).value == pytest.approx(found["kid"]["value"], rel=1e-9)
+    assert kernel_distance(made.features(), real.features()).value == pytest.approx(found["kid"]["value"], rel=1e-9)
     pictures = np.concatenate(list(samples.chunks()))
     assert pictures.shape == (12, 32, 32, 3)
     assert pictures.dtype == np.uint8

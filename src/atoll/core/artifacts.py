@@ -228,7 +228,6 @@ class Artifact:
         """Whether somebody has said what it is, or will be, made from."""
         return self._plan() is not None
 
-    @property
     def orphaned(self) -> bool:
         """Whether there are files in it though nobody has said what they are made from."""
         found = not self.begun and any(map(self._belongs, self.folder.rglob("*")))

@@ -176,7 +176,7 @@ class Preparation:
 
 
 def _is_made(artifact: Artifact, kind: Kind[Any], inputs: Inputs) -> bool:
-    if artifact.orphaned:
+    if artifact.orphaned():
         raise AtollError(f"{artifact.folder} has files but nothing says what they are made from; delete it")
     return artifact.check(kind, inputs)
 

@@ -173,12 +173,12 @@ class Evaluation:
         """Return which experts ran, and what an image cost."""
         use = trajectories.expert_use(samples)
         cost = subject.sampling(self.settings(subject), 1.0 if use is None else use.mean_active)
-        memory, seconds = self._memory(subject, len(samples)), samples.seconds / len(samples)
+        memory, seconds = self._memory(subject, len(samples)), samples.seconds() / len(samples)
         return use, SamplingCost(**dict(cost), **dict(memory), seconds=seconds)
 
     def _memory(self, subject: Subject, samples: int) -> MemoryPlan:
         batch, guided = min(self.options.batch, samples), self.options.settings.guidance != 1
-        made_from = {"networks": subject.digests, "batch": batch, "guided": guided, "resident": self.options.resident}
+        made_from = {"networks": subject.digests(), "batch": batch, "guided": guided, "resident": self.options.resident}
 
         def compute() -> MemoryPlan:
             return MemoryPlan(bytes=subject.open(self.options.resident).plan(batch, guided=guided).total)
@@ -190,7 +190,7 @@ class Evaluation:
         made_from = {
             "settings": asdict(settings),
             "prompts": asdict(prompts),
-            "networks": subject.digests,
+            "networks": subject.digests(),
             "data": Artifact(self.run, layout.shards(0)).read(SHARDS).fingerprint,
         }
 
@@ -216,7 +216,7 @@ class Evaluation:
         routings = [subject.routing for subject in found if subject.routing is not None]
         if routings:
             group = Subject(self.run, "experts", routings[0])
-            digests = sorted({digest for subject in found if subject.routing for digest in subject.digests})
+            digests = sorted({digest for subject in found if subject.routing for digest in subject.digests()})
             router = Artifact(
                 self.run, layout.final(layout.ROUTER)
             ).manifest()  # it is measured whether or not a routing asks it
@@ -240,7 +240,7 @@ class Evaluation:
                 model = subject.open().ensemble
                 return diagnostics.dense_error(model, shards, limit, seed=seed, name=subject.model)
 
-            own = {**made_from, "networks": subject.digests}
+            own = {**made_from, "networks": subject.digests()}
             return cached(self.run, "diagnostics", subject.model, made_from=own, result=Summary, compute=compute)
 
         images = ValidationSet(shards, seed, limit).images

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,28 +47,19 @@ class FeatureSet:
     """Features of some pictures through one network, in the run."""
 
     artifact: Artifact
+    content: FeaturesContent
+    """The shape of the features, and how they were taken."""
+    digest: str
+    """Of the artifact's manifest."""
 
-    @cached_property
-    def content(self) -> FeaturesContent:
-        """Return the shape of the features, and how they were taken."""
-        return self.artifact.read(FEATURES)
-
-    @cached_property
     def features(self) -> Tensor:
-        """Features (N, D)."""
-        files = sorted(file for file in self.artifact.open(FEATURES).files if file != _STATISTICS)
-        return torch.cat([load_file(self.artifact.path(file))["features"] for file in files])
+        """Read the features (N, D)."""
+        return _features(self.artifact)
 
-    @cached_property
     def gaussian(self) -> Gaussian:
-        """Mean and covariance."""
+        """Read mean and covariance."""
         stored = load_file(self.artifact.path(_STATISTICS))
         return Gaussian(stored["mean"], stored["root"])
-
-    @property
-    def digest(self) -> str:
-        """Fingerprint of the set."""
-        return self.artifact.open(FEATURES).digest
 
     def __len__(self) -> int:
         return self.content.rows
@@ -81,9 +72,15 @@ class Reference(FeatureSet):
     about: ReferenceSpec
 
 
+@lru_cache(maxsize=2)  # generated images and real ones, for all metrics that compare them
+def _features(artifact: Artifact) -> Tensor:
+    files = sorted(file for file in artifact.open(FEATURES).files if file != _STATISTICS)
+    return torch.cat([load_file(artifact.path(file))["features"] for file in files])
+
+
 def of_samples(run: Path, samples: Samples, vision: str) -> FeatureSet:
     """Features of generated pictures."""
-    made_from = {"samples": samples.digest, "extractor": vision, "weights": weights_of(vision)}
+    made_from = {"samples": samples.digest(), "extractor": vision, "weights": weights_of(vision)}
     artifact = keyed(run, "features", f"{samples.label}-{_short(vision)}", made_from=made_from)
     if artifact.begin(FEATURES, made_from) is None:
         chunks = Chunks(artifact, len(samples), CHUNK)
@@ -92,7 +89,7 @@ def of_samples(run: Path, samples: Samples, vision: str) -> FeatureSet:
         encoded = ((c, len(p), {"features": opened(vision)(p)}) for c, p in enumerate(samples.chunks()) if c in todo)
         chunks.fill(f"features of {samples.label}", missing, encoded)
         _commit(artifact, chunks, opened(vision))
-    return FeatureSet(artifact)
+    return FeatureSet(artifact, artifact.read(FEATURES), artifact.open(FEATURES).digest)
 
 
 def of_reference(run: Path, config: Config, split: Split, *, count: int, vision: str) -> Reference:
@@ -110,7 +107,7 @@ def of_reference(run: Path, config: Config, split: Split, *, count: int, vision:
         encoded = _encoded(pictures, opened(vision), chunks, missing=missing)
         chunks.fill(f"reference ({split}, {_short(vision)})", missing, encoded)
         _commit(artifact, chunks, opened(vision))
-    return Reference(artifact, about)
+    return Reference(artifact, artifact.read(FEATURES), artifact.open(FEATURES).digest, about)
 
 
 def _commit(artifact: Artifact, chunks: Chunks, vision: Vision) -> None:

@@ -9,7 +9,6 @@ evaluation/samples/experts-top-2-0123456789/
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -120,17 +119,14 @@ class Samples:
     artifact: Artifact
     prompts: Prompts
 
-    @cached_property
     def seconds(self) -> float:
         """Return how long it took to make all of them."""
         return self.artifact.read(SAMPLES).seconds
 
-    @property
     def digest(self) -> str:
         """Fingerprint of the set."""
         return self.artifact.open(SAMPLES).digest
 
-    @property
     def protocol(self) -> SampleProtocol:
         """Return how the images were made, to be written beside every metric."""
         made_from = self.artifact.open(SAMPLES).made_from
@@ -166,7 +162,7 @@ def draw(
     """Make a set of samples, or open it if it is there; interrupted, it continues with the next chunk."""
     plain = {key: value for key, value in asdict(settings).items() if key != "routing" or subject.routing}
     told = to_json(asdict(prompts))
-    made_from = {"model": subject.model, "networks": subject.digests, "settings": plain, "prompts": asdict(prompts)}
+    made_from = {"model": subject.model, "networks": subject.digests(), "settings": plain, "prompts": asdict(prompts)}
     artifact = keyed(subject.run, "samples", f"{subject.label} {what}", made_from=made_from)
     short = {**made_from, "prompts": f"{len(prompts)} in prompts.json"}
     if artifact.begin(SAMPLES, short) is None:

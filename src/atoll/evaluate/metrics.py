@@ -41,10 +41,10 @@ def against_reference(run: Path, samples: Samples, reference: Reference, *, visi
 
     def compute() -> Distances:
         count = min(len(made), len(reference))
-        kid = kernel_distance(made.features, reference.features)
-        near = precision_recall(_first(reference, count), made.features[:count])
+        kid = kernel_distance(made.features(), reference.features())
+        near = precision_recall(_first(reference, count), made.features()[:count])
         return Distances(
-            frechet=Frechet(value=frechet(made.gaussian, reference.gaussian), note=_ERROR),
+            frechet=Frechet(value=frechet(made.gaussian(), reference.gaussian()), note=_ERROR),
             kid=Kid(**dict(kid), note="unbiased; standard_error is that of value"),
             precision_recall=PrecisionRecall(**dict(near), pictures_of_each=count),
             floor=floor(reference, len(made)),
@@ -52,7 +52,7 @@ def against_reference(run: Path, samples: Samples, reference: Reference, *, visi
 
     found = cached(run, "figures", label, made_from=made_from, result=Distances, compute=compute)
     protocol = results.MetricsProtocol(
-        **dict(samples.protocol),
+        **dict(samples.protocol()),
         **dict(reference.content.protocol),
         reference=reference.about,
         reference_fingerprint=reference.digest,
@@ -63,14 +63,14 @@ def against_reference(run: Path, samples: Samples, reference: Reference, *, visi
 def _first(reference: FeatureSet, count: int) -> torch.Tensor:
     """`count` rows at random, always the same."""
     rows = torch.randperm(len(reference), generator=torch.Generator().manual_seed(0))[:count]
-    return reference.features[rows]
+    return reference.features()[rows]
 
 
 def floor(reference: FeatureSet, samples: int) -> Baseline:
     """What real pictures get against real pictures: the small-sample bias of the Frechet distance, and KID's noise."""
     count = min(samples, len(reference) // 2)
     order = torch.randperm(len(reference), generator=torch.Generator().manual_seed(1))
-    part, rest = reference.features[order[:count]], reference.features[order[count:]]
+    part, rest = reference.features()[order[:count]], reference.features()[order[count:]]
     kid = kernel_distance(part, rest, subsets=1)
     return Baseline(
         frechet=frechet(Gaussian.of(part), Gaussian.of(rest)),
@@ -84,7 +84,7 @@ def floor(reference: FeatureSet, samples: int) -> Baseline:
 def diversity(run: Path, samples: Samples, seeds: int, *, vision: str, lpips: Path | None) -> Diversity:
     """Mean distance between pictures of one prompt, over prompts. `samples` has each prompt `seeds` times in a row."""
     distance = open_perceptual(opened(vision), lpips)
-    made_from = {"samples": samples.digest, "seeds": seeds, "distance": distance.name, "weights": distance.weights}
+    made_from = {"samples": samples.digest(), "seeds": seeds, "distance": distance.name, "weights": distance.weights}
 
     def compute() -> Spread:
         pictures = np.concatenate(list(samples.chunks()))
@@ -99,7 +99,7 @@ def diversity(run: Path, samples: Samples, seeds: int, *, vision: str, lpips: Pa
     label = f"{samples.label} diversity"
     found = cached(run, "figures", label, made_from=made_from, result=Spread, compute=compute)
     protocol = results.DiversityProtocol(
-        **dict(samples.protocol), distance=distance.name, weights_sha256=distance.weights, seeds_per_prompt=seeds
+        **dict(samples.protocol()), distance=distance.name, weights_sha256=distance.weights, seeds_per_prompt=seeds
     )
     return Diversity(**dict(found), protocol=protocol)
 
@@ -109,7 +109,7 @@ def alignment(run: Path, samples: Samples, model: Alignment) -> results.Alignmen
     captions = samples.prompts.captions
     if captions is None:
         raise AtollError("text alignment needs prompts; this run has classes only")
-    made_from = {"samples": samples.digest, "model": model.name, "weights": model.weights}
+    made_from = {"samples": samples.digest(), "model": model.name, "weights": model.weights}
 
     def compute() -> Spread:
         scores, start = [], 0
@@ -121,6 +121,6 @@ def alignment(run: Path, samples: Samples, model: Alignment) -> results.Alignmen
     label = f"{samples.label} alignment"
     found = cached(run, "figures", label, made_from=made_from, result=Spread, compute=compute)
     protocol = results.AlignmentProtocol(
-        **dict(samples.protocol), image_text_model=model.name, weights_sha256=model.weights
+        **dict(samples.protocol()), image_text_model=model.name, weights_sha256=model.weights
     )
     return results.Alignment(**dict(found), protocol=protocol)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ class Subject:
         """For people."""
         return f"{self.model} {self.routing}" if self.routing else self.model
 
-    @cached_property
     def parts(self) -> list[Artifact]:
         """The finished networks it is made of: its experts and, if its routing asks one, the router."""
         if self.model == "experts":
@@ -44,15 +43,14 @@ class Subject:
             names = [self.model]
         return [Artifact(self.run, layout.final(name)) for name in names]
 
-    @property
     def digests(self) -> list[str]:
         """Fingerprints of its networks."""
-        return [part.open(_kind(part)).digest for part in self.parts]
+        return [part.open(_kind(part)).digest for part in self.parts()]
 
     def open(self, resident: int | None = None) -> Sampler:
         """The model itself, with no routing chosen: all routings of the experts share one."""
         router = Artifact(self.run, layout.final(layout.ROUTER)).manifest()
-        return _opened(self.run, self.model, resident, _networks=frozenset({*self.digests, router and router.digest}))
+        return _opened(self.run, self.model, resident, _networks=frozenset({*self.digests(), router and router.digest}))
 
     def training(self, config: Config) -> TrainingCost:
         """Return what its networks cost in training, from their manifests, with an estimate of the memory."""
@@ -77,7 +75,7 @@ class Subject:
         return ForwardCost(
             network_evaluations=answers,
             flops=asked + answers * sum(experts) / len(experts),
-            weights_bytes=sum(entry.size for part in self.parts for entry in part.open(_kind(part)).files.values()),
+            weights_bytes=sum(entry.size for part in self.parts() for entry in part.open(_kind(part)).files.values()),
         )
 
     @property
@@ -99,7 +97,7 @@ class Subject:
         return costs
 
     def _contents(self) -> list[NetworkContent]:
-        return [part.read(_kind(part)) for part in self.parts]
+        return [part.read(_kind(part)) for part in self.parts()]
 
 
 @lru_cache(maxsize=1)

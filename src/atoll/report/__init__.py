@@ -32,7 +32,7 @@ class Options:
 
 def report(run: Path, config: Config, options: Options | None = None, *, out: Path | None = None) -> Path:
     """Write the page of a run and return where it is; pictures that are not there yet are drawn."""
-    options, findings = options or Options(), Findings(run, config)
+    options, findings = options or Options(), Findings.read(run, config)
     if not findings.experts:
         raise AtollError(f"{run} has no finished expert to report on; train with: atoll train {run} --expert K")
     evaluation = findings.evaluation

@@ -5,8 +5,8 @@ import os
 import platform
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -81,16 +81,20 @@ class Findings:
 
     run: Path
     config: Config
+    jobs: list[Job]
+    """All finished networks."""
+    clusters: list[Cluster]
+    """The partition; empty on a machine that has none of the preparation."""
+    evaluation: EvaluationResult | None
+    """The last evaluation."""
+    makers: list[str]
+    """Who made the images, under which license, where the source says so."""
 
-    @cached_property
-    def jobs(self) -> list[Job]:
-        """All finished networks."""
-        return [self._job(name) for name in finished(self.run)]
-
-    def _job(self, name: str) -> Job:
-        artifact = Artifact(self.run, layout.final(name))
-        content = artifact.read(ROUTER) if name == layout.ROUTER else artifact.read(EXPERT)
-        return Job(name, content, read_lines(self.run / layout.metrics(name)))
+    @classmethod
+    def read(cls, run: Path, config: Config) -> Self:
+        """Read a run."""
+        jobs = [_read_job(run, name) for name in finished(run)]
+        return cls(run, config, jobs, _read_clusters(run), EvaluationResult.read(run), _read_makers(run))
 
     def job(self, name: str) -> Job | None:
         """A finished network by name."""
@@ -101,46 +105,47 @@ class Findings:
         """The finished experts."""
         return [job for job in self.jobs if job.expert is not None]
 
-    @cached_property
-    def clusters(self) -> list[Cluster]:
-        """The partition; empty on a machine that has none of the preparation."""
-        artifact = Artifact(self.run, clusters.NAME)
-        if artifact.manifest() is None:
-            return []
-        sizes = artifact.read(CLUSTERS).sizes
-        sheets = [Image.open(artifact.path(f"cluster_{number:03d}.png")) for number in range(len(sizes["train"]))]
-        rows = enumerate(zip(sizes["train"], sizes["held-out"], sheets, strict=True))
-        return [Cluster(number, size, out, sheet, self._mostly(number)) for number, (size, out, sheet) in rows]
-
-    def _mostly(self, cluster: int) -> str | None:
-        shards = Shards.open(self.run, [cluster])
-        names, count = shards.content.labels, min(LABELS_LOOKED_AT, len(shards))
-        if not names or not count:
-            return None
-        labels = shards.read(np.linspace(0, len(shards) - 1, count).round()).label.tolist()
-        common = Counter(names[label] for label in labels if label >= 0).most_common(2)
-        return " and ".join(f"{name} ({number / count:.0%})" for name, number in common) or None
-
-    @cached_property
-    def evaluation(self) -> EvaluationResult | None:
-        """Return the last evaluation."""
-        return EvaluationResult.read(self.run)
-
-    @cached_property
+    @property
     def pictures(self) -> int | None:
         """Number of training pictures."""
         return sum(cluster.size for cluster in self.clusters) or None
 
-    @cached_property
-    def makers(self) -> list[str]:
-        """Who made the pictures, under which licence, where the source says so."""
-        artifact = Artifact(self.run, ingest.NAME)
-        if artifact.manifest() is None:
-            return []
-        column = pq.read_table(artifact.path(ingest.SAMPLES), columns=["attributes"])["attributes"]
-        found = [json.loads(text) for text in column.unique().to_pylist()]
-        told = {(row["attribution"], row.get("licence", "licence unknown")) for row in found if "attribution" in row}
-        return [f"{maker} ({licence})" for maker, licence in sorted(told)]
+
+def _read_job(run: Path, name: str) -> Job:
+    artifact = Artifact(run, layout.final(name))
+    content = artifact.read(ROUTER) if name == layout.ROUTER else artifact.read(EXPERT)
+    return Job(name, content, read_lines(run / layout.metrics(name)))
+
+
+def _read_clusters(run: Path) -> list[Cluster]:
+    artifact = Artifact(run, clusters.NAME)
+    if artifact.manifest() is None:
+        return []
+    sizes = artifact.read(CLUSTERS).sizes
+    sheets = [Image.open(artifact.path(f"cluster_{number:03d}.png")) for number in range(len(sizes["train"]))]
+    rows = enumerate(zip(sizes["train"], sizes["held-out"], sheets, strict=True))
+    return [Cluster(number, size, out, sheet, _mostly(run, number)) for number, (size, out, sheet) in rows]
+
+
+def _mostly(run: Path, cluster: int) -> str | None:
+    """Name the two most frequent classes of a cluster."""
+    shards = Shards.open(run, [cluster])
+    names, count = shards.content.labels, min(LABELS_LOOKED_AT, len(shards))
+    if not names or not count:
+        return None
+    labels = shards.read(np.linspace(0, len(shards) - 1, count).round()).label.tolist()
+    common = Counter(names[label] for label in labels if label >= 0).most_common(2)
+    return " and ".join(f"{name} ({number / count:.0%})" for name, number in common) or None
+
+
+def _read_makers(run: Path) -> list[str]:
+    artifact = Artifact(run, ingest.NAME)
+    if artifact.manifest() is None:
+        return []
+    column = pq.read_table(artifact.path(ingest.SAMPLES), columns=["attributes"])["attributes"]
+    found = [json.loads(text) for text in column.unique().to_pylist()]
+    told = {(row["attribution"], row.get("licence", "licence unknown")) for row in found if "attribution" in row}
+    return [f"{maker} ({licence})" for maker, licence in sorted(told)]
 
 
 def machine() -> str:

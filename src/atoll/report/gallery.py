@@ -111,7 +111,7 @@ class Showcase:
     def strip(self, subject: Subject) -> Strip:
         """The pictures of one model, drawn now or before."""
         settings = replace(self.settings, routing=subject.routing or "top-1")
-        made_from = {"networks": subject.digests, "settings": asdict(settings), "prompts": asdict(self.prompts)}
+        made_from = {"networks": subject.digests(), "settings": asdict(settings), "prompts": asdict(self.prompts)}
         artifact = keyed(subject.run, "showcase", subject.label, made_from=made_from)
         if artifact.begin(GALLERY, made_from) is None:
             print(f"pictures of {subject.label}", flush=True)
