@@ -14,14 +14,8 @@ from atoll.data.chunks import Share
 from atoll.data.stages import clusters, features, ingest, latents, shards, text
 from atoll.data.stages.base import Job, Stage, StageName
 
-STAGES: tuple[Stage, ...] = (
-    ingest.STAGE,
-    features.STAGE,
-    clusters.STAGE,
-    latents.STAGE,
-    text.STAGE,
-    shards.STAGE,
-)
+STAGES: tuple[Stage, ...] = tuple(module.STAGE for module in (ingest, features, clusters, latents, text, shards))
+"""In an order in which each comes after those it needs."""
 
 
 def open_job(run: Path, config: Config) -> Job:
@@ -38,8 +32,11 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, shar
     job = open_job(run, config)
     for stage in wanted:
         name = stage.name
-        if stage is not ingest.STAGE and not ingest.STAGE.is_done(job):
-            raise AtollError(f"the stage {name!r} needs the stage 'ingest' first: atoll prepare {run} --stage ingest")
+        if earlier := stage.first_missing(job):
+            needed = earlier.name
+            raise AtollError(
+                f"the stage {name!r} needs the stage {needed!r} first: atoll prepare {run} --stage {needed}"
+            )
         if stage.is_done(job):
             for artifact in stage.artifacts(job):
                 artifact.sweep()  # what a job that was killed right after its commit left behind

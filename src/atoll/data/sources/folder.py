@@ -58,15 +58,8 @@ class FolderSource:
                 if _is_picture(file):
                     captions = captions or f"{file.stem}.txt" in names
                     classes = classes or folder != self.root
-        how = (
-            "metadata"
-            if metadata
-            else ".txt captions"
-            if captions
-            else "class subfolders"
-            if classes
-            else "no captions"
-        )
+        ways = {"metadata": metadata, ".txt captions": captions, "class subfolders": classes, "no captions": True}
+        how = next(name for name, found in ways.items() if found)
         return f"folder of pictures with {how}", digest("folder", *parts)
 
     def samples(self) -> Iterator[Sample]:

@@ -75,6 +75,11 @@ class Stage:
         common, own = self.made_from(job), self.outputs(job.config)
         return [(artifact, {**common, **own[artifact.name]}) for artifact in self.artifacts(job)]
 
+    def first_missing(self, job: Job) -> "Stage | None":
+        """Return the earliest stage that must be done before this one, None if this one can begin."""
+        later = next((stage for stage in self.inputs if not stage.is_done(job)), None)
+        return later and (later.first_missing(job) or later)
+
     def is_done(self, job: Job) -> bool:
         """Return whether it is finished. Raises `AtollError` if what is there was made from something else."""
         if not all(stage.is_done(job) for stage in self.inputs):
@@ -83,7 +88,7 @@ class Stage:
             return True
         found = []
         for artifact, inputs in self._resolve(job):
-            if artifact.orphaned:
+            if artifact.orphaned():
                 raise AtollError(f"{artifact.folder} has files but nothing says what they are made from; delete it")
             found.append(artifact.check(self.kind, inputs))
         return all(found)
