@@ -193,9 +193,14 @@ def test_a_share_needs_a_stage_that_can_be_shared(prepared: Path, capsys: pytest
 def test_a_stage_without_the_one_before_it_says_so(
     tmp_path: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "run", shapes)
-    assert cli.main(["prepare", str(tmp_path / "run"), "--stage", "latents"]) == 2
-    assert "needs the stage 'ingest' first" in capsys.readouterr().err
+    config = write_run(tmp_path / "run", shapes)
+    for stage in ("latents", "clusters", "shards"):
+        assert cli.main(["prepare", str(tmp_path / "run"), "--stage", stage]) == 2
+        assert f"the stage {stage!r} needs the stage 'ingest' first" in capsys.readouterr().err
+    prepare(tmp_path / "run", config, ["ingest"])
+    for stage in ("clusters", "shards"):
+        assert cli.main(["prepare", str(tmp_path / "run"), "--stage", stage]) == 2
+        assert f"the stage {stage!r} needs the stage 'features' first" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_the_source_and_does_nothing(

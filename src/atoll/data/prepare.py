@@ -33,10 +33,8 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, shar
     for stage in wanted:
         name = stage.name
         if earlier := stage.first_missing(job):
-            needed = earlier.name
-            raise AtollError(
-                f"the stage {name!r} needs the stage {needed!r} first: atoll prepare {run} --stage {needed}"
-            )
+            command = f"atoll prepare {run} --stage {earlier.name}"
+            raise AtollError(f"the stage {name!r} needs the stage {earlier.name!r} first: {command}")
         if stage.is_done(job):
             for artifact in stage.artifacts(job):
                 artifact.sweep()  # what a job that was killed right after its commit left behind
