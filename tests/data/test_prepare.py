@@ -17,7 +17,8 @@ from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
 from atoll.data import chunks
 from atoll.data.chunks import Share
-from atoll.data.prepare import STAGES, Preparation, prepare
+from atoll.data.prepare import STAGES, open_job, prepare
+from atoll.data.stages import latents
 from atoll.data.stages.clusters import Assigner
 from atoll.data.stages.ingest import Index
 from shapes import write_run, write_shapes
@@ -136,7 +137,7 @@ def test_doing_it_again_changes_nothing(prepared: Path, capsys: pytest.CaptureFi
     before = files(prepared)
     assert cli.main(["prepare", str(prepared)]) == 0
     assert files(prepared) == before
-    assert capsys.readouterr().out.splitlines() == [f"{stage}: done before" for stage in STAGES]
+    assert capsys.readouterr().out.splitlines() == [f"{stage.name}: done before" for stage in STAGES]
 
 
 def test_scratch_of_a_job_killed_right_after_its_commit_is_removed(prepared: Path) -> None:
@@ -165,11 +166,12 @@ def test_half_of_a_stage_is_never_taken_for_that_of_other_settings(tmp_path: Pat
 def test_jobs_that_share_the_work_give_the_same_bytes(prepared: Path, tmp_path: Path, shapes: Path) -> None:
     run = tmp_path / "run"
     config = write_run(run, shapes)
-    prepare(run, config, ["ingest"])
-    for stage in ("features", "latents", "text"):
+    divisible = [stage for stage in STAGES if stage.divisible]
+    assert [stage.name for stage in divisible] == ["ingest", "features", "latents", "text"]
+    for stage in divisible:
         for index in (2, 0, 1):
-            assert not Preparation(run, config).done(stage)  # type: ignore[arg-type]
-            prepare(run, config, [stage], share=Share(index, 3))  # type: ignore[list-item]
+            assert not stage.is_done(open_job(run, config))
+            prepare(run, config, [stage.name], share=Share(index, 3))
     prepare(run, config)
     assert {name: data for name, data in files(run).items() if name != "atoll.yaml"} == {
         name: data for name, data in files(prepared).items() if name != "atoll.yaml"
@@ -185,15 +187,20 @@ def test_shares_are_checked() -> None:
 
 def test_a_share_needs_a_stage_that_can_be_shared(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["prepare", str(prepared), "--shard", "0/2"]) == 2
-    assert "--shard divides the stages features, latents, text" in capsys.readouterr().err
+    assert "--shard divides the stages ingest, features, latents, text;" in capsys.readouterr().err
 
 
 def test_a_stage_without_the_one_before_it_says_so(
     tmp_path: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "run", shapes)
-    assert cli.main(["prepare", str(tmp_path / "run"), "--stage", "latents"]) == 2
-    assert "needs the stage 'ingest' first" in capsys.readouterr().err
+    config = write_run(tmp_path / "run", shapes)
+    for stage in ("latents", "clusters", "shards"):
+        assert cli.main(["prepare", str(tmp_path / "run"), "--stage", stage]) == 2
+        assert f"the stage {stage!r} needs the stage 'ingest' first" in capsys.readouterr().err
+    prepare(tmp_path / "run", config, ["ingest"])
+    for stage in ("clusters", "shards"):
+        assert cli.main(["prepare", str(tmp_path / "run"), "--stage", stage]) == 2
+        assert f"the stage {stage!r} needs the stage 'features' first" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_the_source_and_does_nothing(
@@ -208,7 +215,10 @@ def test_a_dry_run_shows_the_source_and_does_nothing(
     assert shown.count("to do") == 6
     assert cli.main(["prepare", str(run), "--dry-run", "--json", "--text.encoder", "none"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert [(step["stage"], step["state"]) for step in plan][-2:] == [("text", "not needed"), ("shards", "to do")]
+    assert [(step["stage"], step["state"]) for step in plan][-2:] == [
+        ("text", "not needed: text.encoder is none"),
+        ("shards", "to do"),
+    ]
     assert files(run) == before
 
 
@@ -220,8 +230,8 @@ def test_pictures_in_the_autoencoder_of_emoji_are_cautioned_against(
     for autoencoder, cautioned in (("emoji", True), ("pixels", False)):
         assert cli.main(["prepare", str(run), "--dry-run", "--latents.autoencoder", autoencoder]) == 0
         assert ("atoll init --preset pictures" in capsys.readouterr().out) == cautioned
-    assert Preparation(run, configuration.resolve(PRESETS["emoji"])).caution is None
-    assert Preparation(run, configuration.resolve(PRESETS["demo"])).caution is None
+    assert latents.note(configuration.resolve(PRESETS["emoji"])) is None
+    assert latents.note(configuration.resolve(PRESETS["demo"])) is None
 
 
 STALE = {

@@ -52,7 +52,7 @@ def commit(run: Path, name: str) -> None:
 
 def test_a_fresh_run_in_shares(fresh: Path) -> None:
     assert groups(fresh, kinds=WORK, shares=2) == {
-        "ingest": (["prepare/ingest"], ()),
+        "ingest": (["prepare/ingest-0-of-2", "prepare/ingest-1-of-2"], ()),
         "features": (["prepare/features-0-of-2", "prepare/features-1-of-2"], ("ingest",)),
         "clusters": (["prepare/clusters"], ("features",)),
         "latents": (["prepare/latents-0-of-2", "prepare/latents-1-of-2"], ("ingest",)),
@@ -195,7 +195,7 @@ def test_skypilot_accepts_the_documented_task(tmp_path: Path) -> None:
 
 
 def test_preparation_in_shares_gives_the_same_bytes(fresh: Path, prepared: Path) -> None:
-    """Stopped in the middle by a signal and launched again; two jobs side by side."""
+    """Stopped in the middle of features by a signal and launched again; two jobs side by side, from ingest on."""
     command = [sys.executable, "-m", "atoll.cli", "launch", str(fresh), "--on", "local", "--jobs", "prepare"]
     command += ["--shares", "2", "--at-once", "2", "--island.cores", "1", "--json"]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -3,15 +3,12 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from atoll.cli.verb import Overrides
 from atoll.core import config as configuration
-
-if TYPE_CHECKING:
-    from atoll.data.prepare import Preparation
 
 
 @dataclass
@@ -23,7 +20,7 @@ class Prepare:
     stage: tuple[Literal["ingest", "features", "clusters", "latents", "text", "shards"], ...] = ()
     """Only these stages, instead of all."""
     shard: Annotated[str, arg(metavar="i/n")] = "0/1"
-    """This job's share of the stages features, latents and text: 0/4, 1/4, 2/4 and 3/4 make up the whole."""
+    """This job's share of the stages ingest, features, latents and text: 0/4, 1/4, 2/4 and 3/4 make up the whole."""
     dry_run: bool = False
     """Show the source and what would be done, and do nothing."""
     json: bool = False
@@ -34,24 +31,26 @@ class Prepare:
         """Do the stages, or show the plan."""
         config = configuration.load(self.folder, self.overrides)
         from atoll.data.chunks import Share
-        from atoll.data.prepare import Preparation, prepare
+        from atoll.data.prepare import prepare
 
         share = Share.parse(self.shard)
         if self.dry_run:
-            self.show(Preparation(self.folder, config))
+            self.show(config)
         else:
             prepare(self.folder, config, self.stage, share=share)
 
-    def show(self, work: "Preparation") -> None:
+    def show(self, config: configuration.Config) -> None:
         """Print the plan."""
+        from atoll.data.prepare import STAGES, open_job, plan
         from atoll.data.sources.base import describe
 
-        plan = [step for step in work.plan() if not self.stage or step["stage"] in self.stage]
+        job = open_job(self.folder, config)
+        steps = [step for step in plan(job) if not self.stage or step["stage"] in self.stage]
         if self.json:
-            print(json.dumps(plan))
+            print(json.dumps(steps))
             return
-        describe(work.source)
-        for step in plan:
+        describe(job.source)
+        for step in steps:
             print(f"{step['stage']:<9} {step['state']:<22} {step['uses']:<28} {self.folder / step['folder']}")
-        if caution := work.caution:
-            print(f"note: {caution}")
+        for note in filter(None, (stage.note(config) for stage in STAGES)):
+            print(f"note: {note}")

@@ -33,7 +33,7 @@ class Launch:
     experts: tuple[int, ...] = ()
     """Only these experts, instead of all."""
     shares: int = 1
-    """Jobs that features, latents and text are each divided into."""
+    """Jobs that ingest, features, latents and text are each divided into."""
     at_once: int | None = None
     """Jobs that run side by side at most; on this machine the default is one, or as many as have their GPUs."""
     retries: int = 3

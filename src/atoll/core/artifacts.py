@@ -223,15 +223,14 @@ class Artifact:
             )
         return self.manifest() is not None
 
-    @property
     def begun(self) -> bool:
-        """Whether somebody has said what it is, or will be, made from."""
+        """Return whether somebody has said what it is, or will be, made from."""
         return self._plan() is not None
 
     def orphaned(self) -> bool:
-        """Whether there are files in it though nobody has said what they are made from."""
-        found = not self.begun and any(map(self._belongs, self.folder.rglob("*")))
-        return found and not self.begun  # another job may have begun it in between
+        """Return whether there are files in it though nobody has said what they are made from."""
+        found = not self.begun() and any(map(self._belongs, self.folder.rglob("*")))
+        return found and not self.begun()  # another job may have begun it in between
 
     def _plan(self) -> _Plan | None:
         """What the artifact is, or will be, made from; None if nobody has begun it."""

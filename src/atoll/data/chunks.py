@@ -1,7 +1,8 @@
 """Work in chunks: the unit that is committed, resumed and shared between jobs.
 
-Chunk c is the samples c·size up to (c+1)·size of the index, cut into batches in the same way whoever works on it and
-however often they were interrupted; so on one machine the same chunk always holds the same bytes.
+Chunk c is the samples c·size up to (c+1)·size of the index (in the ingest stage: of the source), cut into batches in
+the same way whoever works on it and however often they were interrupted; so on one machine the same chunk always holds
+the same bytes.
 """
 
 from collections import deque
@@ -29,7 +30,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Share:
-    """One job's part of a stage: the chunks whose number leaves `index` when divided by `of`."""
+    """One worker's part of a stage: a run of neighboring chunks.
+
+    Neighbors lie in the same tar or row group of the source, which then one worker reads instead of all. `index` counts
+    the workers from 0.
+    """
 
     index: int = 0
     of: int = 1
@@ -50,6 +55,7 @@ class Chunks:
     artifact: Artifact
     rows: int
     size: int
+    files: str = "{:06d}.safetensors"
 
     @property
     def count(self) -> int:
@@ -58,7 +64,7 @@ class Chunks:
 
     def file(self, chunk: int) -> str:
         """Name of a chunk's file."""
-        return f"{chunk:06d}.safetensors"
+        return self.files.format(chunk)
 
     def length(self, chunk: int) -> int:
         """Number of samples in a chunk."""
@@ -66,7 +72,7 @@ class Chunks:
 
     def missing(self, share: Share = Share()) -> list[int]:  # noqa: B008 - it is frozen
         """The chunks of this share that are not there yet."""
-        mine = range(share.index, self.count, share.of)
+        mine = range(self.count * share.index // share.of, self.count * (share.index + 1) // share.of)
         return [chunk for chunk in mine if not self.artifact.path(self.file(chunk)).is_file()]
 
     def fill(self, what: str, missing: list[int], batches: Iterable[tuple[int, int, dict[str, Tensor]]]) -> None:

@@ -41,7 +41,7 @@ def export(run: Path, destination: Path, model: str = "experts", *, licence: str
     trained = _trained(run, ensemble)
     destination = destination.resolve()
     artifact = Artifact(destination.parent, destination.name)
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())) and not artifact.begun:
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())) and not artifact.begun():
         raise AtollError(f"{destination} exists and is not an export of {run}; choose another folder")
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
     if artifact.begin(PIPELINE, made_from) is None:

@@ -120,18 +120,19 @@ def _preparation(run: Path, config: Config, wish: Wish) -> list[Group]:
     """The stages of preparation that are not finished; with shares, those that can be divided are."""
     if wish.shares == 1:
         return [Group("prepare", (Step("prepare", 0, ("prepare", str(run), *wish.options)),), (), "gpu")]
-    from atoll.data.prepare import NEEDS, SHARED, STAGES, Preparation
+    from atoll.data.prepare import STAGES, open_job
 
-    work = Preparation(run, config)
+    job = open_job(run, config)
     groups = []
     for stage in STAGES:
-        if (stage == "text" and work.unneeded(stage)) or work.done(stage):
+        if stage.unneeded(job) or stage.is_done(job):
             continue
-        count = wish.shares if stage in SHARED else 1
+        count = wish.shares if stage.divisible else 1
         steps = []
         for share in range(count):
             divided = ("--shard", f"{share}/{count}") if count > 1 else ()
-            name = f"prepare/{stage}" + (f"-{share}-of-{count}" if count > 1 else "")
-            steps.append(Step(name, share, ("prepare", str(run), "--stage", stage, *divided, *wish.options)))
-        groups.append(Group(stage, tuple(steps), NEEDS[stage], "gpu" if stage in SHARED else "cpu"))
+            name = f"prepare/{stage.name}" + (f"-{share}-of-{count}" if count > 1 else "")
+            steps.append(Step(name, share, ("prepare", str(run), "--stage", stage.name, *divided, *wish.options)))
+        needs = tuple(earlier.name for earlier in stage.inputs)
+        groups.append(Group(stage.name, tuple(steps), needs, "gpu" if stage.needs_gpu else "cpu"))
     return groups

@@ -56,13 +56,10 @@ class Sample:
 class Source(Protocol):
     """A data set that can be listed."""
 
-    @property
-    def kind(self) -> str:
-        """What was recognised, in a few words."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of what identifies the content (names, sizes, captions, options); the same after moving the data."""
+    kind: str
+    """What was recognized, in a few words."""
+    fingerprint: str
+    """Hash of what identifies the content (names, sizes, captions, options); the same after moving the data."""
 
     def samples(self) -> Iterator[Sample]:
         """Every sample, in an order that depends on the content alone; cheap, since no picture is decoded."""

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from importlib import metadata, util
 from pathlib import Path
 
@@ -79,17 +79,9 @@ class EmojiSource:
         self.categories = _choice("category", wanted["categories"], categories)
         (tones,) = _choice("answer to skin-tones", wanted["skin-tones"] or "yes", ["no", "yes"])
         self.skin_tones = tones == "yes"
-
-    @property
-    def kind(self) -> str:
-        """What this is, in a few words."""
-        return f"built-in emoji ({', '.join(self.styles)})"
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hash of the packages' versions and the selection."""
+        self.kind = f"built-in emoji ({', '.join(self.styles)})"
         picked = [self.styles, self.categories, self.skin_tones, self.options.held_out, SIDE, self.versions]
-        return digest("emoji", json.dumps(picked, sort_keys=True))
+        self.fingerprint = digest("emoji", json.dumps(picked, sort_keys=True))
 
     def samples(self) -> Iterator[Sample]:
         """Every emoji of every style that has it, style by style, by code point."""

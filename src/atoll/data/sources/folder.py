@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,10 @@ class FolderSource:
     def __init__(self, root: Path, options: Options) -> None:
         self.root = root
         self.options = options
+        self.kind, self.fingerprint = self._survey()
 
-    @property
-    def kind(self) -> str:
-        """How captions and classes are given here."""
-        return self._survey[0]
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of all names and sizes, and of the metadata's content."""
-        return self._survey[1]
-
-    @cached_property
     def _survey(self) -> tuple[str, str]:
+        """Return how captions and classes are given, and a hash of all names, sizes and metadata."""
         captions = classes = metadata = False
         parts = [repr((self.options.caption, self.options.label, self.options.held_out))]
         for folder, files in folders(self.root):
@@ -67,15 +58,8 @@ class FolderSource:
                 if _is_picture(file):
                     captions = captions or f"{file.stem}.txt" in names
                     classes = classes or folder != self.root
-        how = (
-            "metadata"
-            if metadata
-            else ".txt captions"
-            if captions
-            else "class subfolders"
-            if classes
-            else "no captions"
-        )
+        ways = {"metadata": metadata, ".txt captions": captions, "class subfolders": classes, "no captions": True}
+        how = next(name for name, found in ways.items() if found)
         return f"folder of pictures with {how}", digest("folder", *parts)
 
     def samples(self) -> Iterator[Sample]:

@@ -14,8 +14,16 @@ _EXPECTED = (
 )
 
 
-def detect(spec: str, options: Options) -> Source:
-    """The source that `spec` names, its kind found out unless `options.kind` tells it."""
+def open_source(spec: str | Path, options: Options | None = None) -> Source:
+    """Open what `spec` names: a folder, tars, parquet files, a datasets name or path, or the built-in `emoji`.
+
+    Raises `AtollError` if there is nothing there or nothing in it that is known.
+    """
+    spec, options = str(spec), options or Options()
+    if not 0 <= options.held_out < 1:
+        raise AtollError(f"held_out is {options.held_out}; expected a share from 0 up to but not including 1")
+    if options.kind is not None and options.kind not in KINDS:
+        raise AtollError(unknown("kind of source", options.kind, KINDS))
     kind = options.kind or find_kind(spec)
     if kind == "emoji":
         from atoll.data.sources.emoji import EmojiSource
@@ -27,15 +35,13 @@ def detect(spec: str, options: Options) -> Source:
         return DatasetsSource(spec, options)
     if kind == "folder":
         return FolderSource(_existing(spec), options)
-    suffix = ".tar" if kind == "webdataset" else ".parquet"
-    root, files = files_of(spec, suffix)
     if kind == "webdataset":
         from atoll.data.sources.webdataset import TarSource
 
-        return TarSource(root, files, options)
+        return TarSource(*files_of(spec, ".tar"), options)
     from atoll.data.sources.tables import ParquetSource
 
-    return ParquetSource(root, files, options)
+    return ParquetSource(*files_of(spec, ".parquet"), options)
 
 
 def find_kind(spec: str) -> Kind:
@@ -101,18 +107,3 @@ def _common_parts(files: list[Path]) -> list[str]:
             break
         shared.append(parts[0])
     return shared
-
-
-def open_source(spec: str | Path, options: Options | None = None) -> Source:
-    """Open what `spec` names: a folder, tars, parquet files, a datasets name or path, or the built-in `emoji`.
-
-    Raises `AtollError` if there is nothing there or nothing in it that is known.
-    """
-    from atoll.data.sources.open import detect
-
-    options = options or Options()
-    if not 0 <= options.held_out < 1:
-        raise AtollError(f"held_out is {options.held_out}; expected a share from 0 up to but not including 1")
-    if options.kind is not None and options.kind not in KINDS:
-        raise AtollError(unknown("kind of source", options.kind, KINDS))
-    return detect(str(spec), options)

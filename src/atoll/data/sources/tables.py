@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +134,8 @@ class ParquetSource:
         self.files = files
         self.options = options
         self.columns = Columns.find(_open(files[0]).schema_arrow, options, str(files[0]))
-
-    @property
-    def kind(self) -> str:
-        """What this is, in a few words."""
-        return f"{len(self.files)} parquet files"
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hash of the files' names and sizes."""
-        return fingerprint_of("parquet", self.root, self.files, options=self.options)
+        self.kind = f"{len(files)} parquet files"
+        self.fingerprint = fingerprint_of("parquet", root, files, options=options)
 
     def samples(self) -> Iterator[Sample]:
         """Every row, file by file; pictures are left unread where another column gives the id."""
@@ -208,18 +200,10 @@ class DatasetsSource:
         data = _load(spec, options.split)
         self.columns = Columns.find(data.features.arrow_schema, options, spec)
         self.data = data.with_format("arrow")
-
-    @property
-    def kind(self) -> str:
-        """What this is, in a few words."""
-        return f"datasets {Path(self.spec).name} ({self.options.split})"
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hash of the names and sizes of the data set's files."""
+        self.kind = f"datasets {Path(spec).name} ({options.split})"
         files = [Path(file["filename"]) for file in self.data.cache_files]
-        parts = [fingerprint_of("datasets", file.parent, [file], options=self.options) for file in files]
-        return digest("datasets", self.options.split, str(len(self.data)), *parts)
+        parts = [fingerprint_of("datasets", file.parent, [file], options=options) for file in files]
+        self.fingerprint = digest("datasets", options.split, str(len(self.data)), *parts)
 
     def samples(self) -> Iterator[Sample]:
         """Every row, in the data set's own order."""

@@ -5,7 +5,7 @@ import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,16 +44,8 @@ class TarSource:
         self.root = root
         self.files = files
         self.options = options
-
-    @property
-    def kind(self) -> str:
-        """What this is, in a few words."""
-        return f"WebDataset of {len(self.files)} tars"
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hash of the tars' names and sizes."""
-        return fingerprint_of("webdataset", self.root, self.files, options=self.options)
+        self.kind = f"WebDataset of {len(files)} tars"
+        self.fingerprint = fingerprint_of("webdataset", root, files, options=options)
 
     def samples(self) -> Iterator[Sample]:
         """Every key, tar by tar, in the order in which they were written; a broken tar is listed itself, as bad."""

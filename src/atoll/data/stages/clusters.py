@@ -19,17 +19,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Inputs, Manifest, to_json
-from atoll.core.config import Clusters, Config
+from atoll.core.artifacts import Artifact, Inputs, to_json
+from atoll.core.config import Clusters
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, FEATURES, ClustersContent
 from atoll.core.progress import progress
-from atoll.data.chunks import Chunks, read_rows
+from atoll.data.chunks import Chunks, Share, read_rows
 from atoll.data.contact_sheet import contact_sheets
 from atoll.data.kmeans import Floats, Integers, Part, fine_count, fit_fine, merge, nearest_centre, separation
 from atoll.data.shuffle import shuffled
-from atoll.data.sources.base import Source
 from atoll.data.stages import features
+from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index
 
 NAME = layout.CLUSTERS
@@ -41,36 +41,46 @@ _SCHEMA = pa.schema([("id", pa.string()), ("fine", pa.int32()), ("coarse", pa.in
 _FINE_SCHEMA = pa.schema([("fine", pa.int32()), ("distance", pa.float32())])
 
 
-def needs_features(clusters: Clusters, index: Index) -> bool:
-    """Whether this partition looks at features at all."""
-    if clusters.count == 1 or clusters.method == "random":
-        return False
-    return clusters.method == "features" or len(index.labels) > clusters.count
+def _made_from(job: Job) -> Inputs:
+    config, index = job.config.clusters, Index.open(job.run)
+    seen = Artifact(job.run, features.NAME).open(FEATURES).digest if features.needed(config, index) else None
+    return {"ingest": index.manifest.digest, "features": seen, "clusters": config.model_dump()}
 
 
-def made_from(config: Config, index: Index, run: Path) -> Inputs:
-    """What the partition is made from."""
-    seen = Artifact(run, features.NAME).open(FEATURES).digest if needs_features(config.clusters, index) else None
-    return {"ingest": index.manifest.digest, "features": seen, "clusters": config.clusters.model_dump()}
-
-
-def partition(run: Path, config: Config, source: Source) -> Manifest:
-    """Make `data/clusters`."""
-    artifact, index = Artifact(run, NAME), Index.open(run)
-    if done := artifact.begin(CLUSTERS, made_from(config, index, run)):
-        return done
-    settings = config.clusters
+def _run(job: Job, artifact: Artifact, _: Share) -> ClustersContent:
+    index, settings = Index.open(job.run), job.config.clusters
     if settings.method == "random" and settings.count > 1:
         warnings.warn(
             "clusters.method is random: no router can learn which expert fits, so use it only for comparison",
             stacklevel=2,
         )
-    stage = Partition(artifact, index, settings, index.chunks(Artifact(run, features.NAME)))
-    stage.assign()
-    report = stage.report()
+    partition = Partition(artifact, index, settings, index.chunks(Artifact(job.run, features.NAME)))
+    partition.assign()
+    report = partition.report()
     artifact.write(REPORT, to_json(report.model_dump(exclude_none=True)))
-    contact_sheets(artifact, index, source, examples=report.examples)
-    return artifact.commit(ClustersContent(**report.model_dump(include=set(ClustersContent.model_fields))))
+    contact_sheets(artifact, index, job.source, examples=report.examples)
+    return ClustersContent(**report.model_dump(include=set(ClustersContent.model_fields)))
+
+
+def _summary(artifact: Artifact, content: ClustersContent) -> str:
+    parts = [f"sizes {list(content.sizes['train'])}", f"largest/mean {content.imbalance:.3f}"]
+    if found := Report.model_validate(artifact.read_json(REPORT)).separation:
+        parts += [
+            f"{key} {found['clusters'][key]:.3f} (random {found['random'][key]:.3f})" for key in found["clusters"]
+        ]
+    return f"{', '.join(parts)}; look at {artifact.folder}/cluster_*.png"
+
+
+STAGE = Stage(
+    name="clusters",
+    kind=CLUSTERS,
+    inputs=(features.STAGE,),
+    outputs=lambda _: {NAME: {}},
+    made_from=_made_from,
+    run=_run,
+    uses=lambda config: f"{config.clusters.count} by {config.clusters.method}",
+    summary=_summary,
+)
 
 
 class Report(ClustersContent):
@@ -93,7 +103,7 @@ class Partition:
 
     def assign(self) -> None:
         """Write the table of assignments and, where there are any, the centres."""
-        if needs_features(self.settings, self.index):
+        if features.needed(self.settings, self.index):
             self.fit()
             self.assign_fine()
             self.write_assignments(self.rows_by_table(self.merge_fine()))
@@ -245,7 +255,7 @@ class Partition:
             imbalance=float(sizes["train"].max() / sizes["train"].mean()),
             fine=fine,
             examples=self.examples(),
-            separation=self._separation() if needs_features(self.settings, self.index) else None,
+            separation=self._separation() if features.needed(self.settings, self.index) else None,
         )
 
     def _separation(self) -> dict[str, dict[str, float]]:

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Inputs, Manifest
-from atoll.core.config import Config
+from atoll.core.artifacts import Artifact, Inputs
+from atoll.core.config import Clusters
 from atoll.core.device import device
 from atoll.core.errors import AtollError
 from atoll.core.manifests import FEATURES, FeaturesContent
 from atoll.data.chunks import Chunks, Share
 from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
-from atoll.data.sources.base import Source
+from atoll.data.stages import ingest
+from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index, Pixels, picture_batches
 from atoll.data.vision import efficientnet
 
@@ -112,34 +113,52 @@ def _three(values: list[float], scale: float) -> tuple[float, float, float]:
     return red * scale, green * scale, blue * scale
 
 
-def made_from(config: Config, index: Manifest) -> Inputs:
-    """What the features are made from."""
-    model = config.features.model
-    weights = efficientnet.weights_file() if model == "efficientnet-lite0" else folder_of(model)
-    settings = config.features.model_dump(include={"model", "resolution", "batch"})
-    return {"ingest": index.digest, **settings, "weights": fingerprint(weights)}
+def needed(config: Clusters, index: Index | None) -> bool:
+    """Return whether a partition uses features at all. Without the index, say yes where it matters."""
+    if config.count == 1 or config.method == "random":
+        return False
+    return config.method == "features" or index is None or len(index.labels) > config.count
 
 
-def extract(run: Path, config: Config, source: Source, *, share: Share) -> Manifest | None:
-    """Make this job's share of `data/features`; the manifest once every share is there."""
-    artifact, index = Artifact(run, NAME), Index.open(run)
-    if done := artifact.begin(FEATURES, made_from(config, index.manifest)):
-        return done
+def _unneeded(job: Job) -> str | None:
+    return None if needed(job.config.clusters, Index.find(job.run)) else "the clusters need no features"
+
+
+def _made_from(job: Job) -> Inputs:
+    settings = job.config.features
+    weights = efficientnet.weights_file() if settings.model == "efficientnet-lite0" else folder_of(settings.model)
+    chosen = settings.model_dump(include={"model", "resolution", "batch"})
+    return {"ingest": Index.open(job.run).manifest.digest, **chosen, "weights": fingerprint(weights)}
+
+
+def _run(job: Job, artifact: Artifact, share: Share) -> FeaturesContent | None:
+    index, config = Index.open(job.run), job.config.features
     chunks = index.chunks(artifact)
-    missing = chunks.missing(share)
-    if missing:
-        extractor = open_extractor(config.features.model, config.features.resolution)
-        data, batch = config.data, config.features.batch
-        pictures = picture_batches(index, source, missing, resolution=extractor.side, batch=batch, workers=data.workers)
-        encoded = ((chunk, len(pixels), {"features": extractor(pixels).half()}) for chunk, pixels in pictures)
+    if missing := chunks.missing(share):
+        extractor = open_extractor(config.model, config.resolution)
+        workers = job.config.data.workers
+        images = picture_batches(
+            index, job.source, missing, resolution=extractor.side, batch=config.batch, workers=workers
+        )
+        encoded = ((chunk, len(pixels), {"features": extractor(pixels).half()}) for chunk, pixels in images)
         chunks.fill("features", missing, encoded)
     if chunks.missing():
         return None
-    return artifact.commit(FeaturesContent(rows=index.rows, dimensions=_dimensions(chunks)))
+    return FeaturesContent(rows=index.rows, dimensions=read_chunk(chunks, 0).shape[1])
 
 
-def _dimensions(chunks: Chunks) -> int:
-    return int(read_chunk(chunks, 0).shape[1])
+STAGE = Stage(
+    name="features",
+    kind=FEATURES,
+    inputs=(ingest.STAGE,),
+    outputs=lambda _: {NAME: {}},
+    made_from=_made_from,
+    run=_run,
+    uses=lambda config: config.features.model,
+    chunks=lambda job: Index.open(job.run).chunks(Artifact(job.run, NAME)),
+    needs_gpu=True,
+    unneeded=_unneeded,
+)
 
 
 def read_chunk(chunks: Chunks, chunk: int) -> Tensor:

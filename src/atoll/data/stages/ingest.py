@@ -7,6 +7,7 @@ sample, in the order of the source, in row groups of one chunk. `rejected.parque
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -18,18 +19,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Inputs, Manifest
-from atoll.core.config import Config, Data
+from atoll.core.artifacts import Artifact, Inputs, Manifest, to_json
+from atoll.core.config import Data
 from atoll.core.errors import AtollError
 from atoll.core.manifests import INGEST, IngestContent
 from atoll.core.progress import progress
-from atoll.data.chunks import Chunks, ahead, read_rows
+from atoll.data.chunks import Chunks, Share, ahead, read_rows
 from atoll.data.sources.base import BadPicture, Options, Sample, Source, decode, describe
 from atoll.data.sources.open import open_source
+from atoll.data.stages.base import Job, Stage
 
 NAME = layout.INGEST
 SAMPLES, REJECTED = "samples.parquet", "rejected.parquet"
-_PARTS = ".parts"
+_PARTS, _TOTAL = ".parts/{:06d}.parquet", ".total.json"
+"""Scratch: a table of each chunk of the source, and the number of images, which takes a pass over the source."""
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -52,53 +55,78 @@ def open_configured(data: Data) -> Source:
     return open_source(data.source, options)
 
 
-def made_from(config: Config, source: Source) -> Inputs:
-    """What the index is made from."""
+def _made_from(job: Job) -> Inputs:
     reading = {"kind", "image", "caption", "label", "id", "split", "held_out", "resolution", "chunk"}
-    return {"source": source.kind, **config.data.model_dump(include=reading), "fingerprint": source.fingerprint}
+    settings = job.config.data.model_dump(include=reading)
+    return {"source": job.source.kind, **settings, "fingerprint": job.source.fingerprint}
 
 
-def ingest(run: Path, config: Config, source: Source) -> Manifest:
-    """Make `data/ingest`."""
-    artifact = Artifact(run, NAME)
-    if done := artifact.begin(INGEST, made_from(config, source)):
-        return done
-    total = describe(source)
-    if not total:
-        raise AtollError(f"{config.data.source}: there is no picture in it")
-    _read_all(artifact, config.data, source, total=total)
-    content = _combine(artifact, config.data.chunk)
-    _check_share(artifact, config.data, rejected=content.rejected, total=total)
-    return artifact.commit(content)
+def _chunks(job: Job) -> Chunks | None:
+    """Return the chunks of the source, good and bad images alike; None if no worker has counted the images yet."""
+    artifact = Artifact(job.run, NAME)
+    try:
+        total = artifact.read_json(_TOTAL)
+    except FileNotFoundError:
+        return None
+    return Chunks(artifact, total, job.config.data.chunk, _PARTS)
 
 
-def _read_all(artifact: Artifact, data: Data, source: Source, *, total: int) -> None:
-    """Decode everything once, part by part; parts that are there from an earlier attempt are skipped."""
-    parts = [f"{_PARTS}/{part:06d}.parquet" for part in range(-(-total // data.chunk))]
-    todo = {number for number, part in enumerate(parts) if not artifact.path(part).is_file()}
+def _run(job: Job, artifact: Artifact, share: Share) -> IngestContent | None:
+    """Read this worker's share of the chunks; join all of them if this was the last.
+
+    Every worker lists the source from its start, since only the list says which ids are taken, but decodes no image
+    outside its share. So ids, splits and rejects do not depend on the number of workers.
+    """
+    chunks, data = _chunks(job), job.config.data
+    if chunks is None:
+        total = describe(job.source)
+        if not total:
+            raise AtollError(f"{data.source}: there is no image in it")
+        artifact.write(_TOTAL, to_json(total))
+        chunks = Chunks(artifact, total, data.chunk, _PARTS)
+    with suppress(_PartsRemovedError):
+        if missing := chunks.missing(share):
+            _read(chunks, job, missing)
+        if not chunks.missing():
+            _check_rejects(chunks, data)
+            content = _join(chunks)
+            return None if chunks.missing() else content
+    return None
+
+
+class _PartsRemovedError(Exception):
+    """Another worker, which found the last part too, has joined or refused all parts and removed them.
+
+    Not a `FileNotFoundError`: `Artifact.writing` excuses that one, and would put half an index in place of the whole.
+    """
+
+
+def _read_part(chunks: Chunks, number: int) -> pa.Table:
+    try:
+        return pq.read_table(chunks.artifact.path(chunks.file(number)))
+    except FileNotFoundError as error:
+        raise _PartsRemovedError from error
+
+
+def _read(chunks: Chunks, job: Job, missing: list[int]) -> None:
+    """Decode every image of the missing chunks once, and write a table of each chunk."""
+    data, wanted = job.config.data, set(missing)
+    stream = job.source.samples()
+    listed = ((number, list(islice(stream, chunks.size))) for number in range(missing[-1] + 1))
+    samples = (sample for number, chunk in listed if number in wanted for sample in chunk)
+    checked = ahead(samples, lambda sample: _check(sample, data.resolution), data.workers)
     rejected = 0
-    done = total - sum(min(data.chunk, total - number * data.chunk) for number in todo)
-    with progress("ingest", total, done) as bar:
-        stream = source.samples()
-        wanted = (
-            chunk for number in range(len(parts)) for chunk in [list(islice(stream, data.chunk))] if number in todo
-        )
-        checked = ahead(
-            (sample for chunk in wanted for sample in chunk),
-            lambda sample: _check(sample, data.resolution),
-            data.workers,
-        )
-        for number in sorted(todo):
+    with progress("ingest", chunks.rows, chunks.rows - sum(map(chunks.length, missing))) as bar:
+        for number in missing:
             rows = []
-            for row in islice(checked, data.chunk):
+            for row in islice(checked, chunks.length(number)):
                 rows.append(row)
                 bar.update()
-            with artifact.writing(parts[number]) as path:
+            with chunks.artifact.writing(chunks.file(number)) as path:
                 pq.write_table(pa.Table.from_pylist(rows, schema=_PART), path)
             rejected += sum(row["reason"] is not None for row in rows)
-            if rejected > data.max_rejects * total:
-                _combine(artifact, data.chunk)
-                _check_share(artifact, data, rejected, total=total)
+            if rejected > data.max_rejects * chunks.rows:
+                _check_rejects(chunks, data)
 
 
 def _check(sample: Sample, resolution: int) -> dict[str, str | None]:
@@ -112,8 +140,32 @@ def _check(sample: Sample, resolution: int) -> dict[str, str | None]:
     return {**row, "attributes": attributes, "reason": reason}
 
 
-def _combine(artifact: Artifact, chunk: int) -> IngestContent:
+def _check_rejects(chunks: Chunks, data: Data) -> None:
+    """Stop if too many images are bad. Chunks with a bad one are removed, so that they are read again once fixed."""
+    artifact, bad = chunks.artifact, {}
+    for number in sorted(set(range(chunks.count)) - set(chunks.missing())):
+        part = _read_part(chunks, number).select(_REJECTED.names)
+        if part["reason"].null_count < len(part):
+            bad[chunks.file(number)] = part.filter(part["reason"].is_valid())
+    rejected = sum(map(len, bad.values()))
+    if rejected <= data.max_rejects * chunks.rows:
+        return
+    table = pa.concat_tables(bad.values())
+    with artifact.writing(REJECTED) as path:
+        pq.write_table(table, path)
+    for file in (_TOTAL, *bad):
+        artifact.path(file).unlink(missing_ok=True)
+    reasons = Counter(table["reason"].to_pylist()).most_common(3)
+    raise AtollError(
+        f"{rejected} of {chunks.rows} pictures are bad, more than data.max_rejects = {data.max_rejects:g} allows: "
+        f"{'; '.join(f'{count}x {reason}' for reason, count in reasons)}. The list is {artifact.path(REJECTED)}; "
+        f"fix them, delete {artifact.folder} and start again, or allow more with --data.max_rejects"
+    )
+
+
+def _join(chunks: Chunks) -> IngestContent:
     """Join the parts into the index and the table of rejects; return what the manifest declares."""
+    artifact = chunks.artifact
     splits: Counter[str] = Counter()
     labels: Counter[str] = Counter()
     captions = rejected = 0
@@ -124,8 +176,8 @@ def _combine(artifact: Artifact, chunk: int) -> IngestContent:
         pq.ParquetWriter(bad_path, _REJECTED) as bad,
     ):
         waiting = SCHEMA.empty_table()
-        for path in _parts(artifact):
-            part = pq.read_table(path)
+        for number in range(chunks.count):
+            part = _read_part(chunks, number)
             is_bad = part["reason"].is_valid()
             bad.write_table(part.filter(is_bad).select(_REJECTED.names))
             rejected += sum(is_bad.to_pylist())
@@ -134,14 +186,13 @@ def _combine(artifact: Artifact, chunk: int) -> IngestContent:
             labels.update(label for label in fine["label"].to_pylist() if label is not None)
             captions += len(fine) - fine["caption"].null_count
             waiting = pa.concat_tables([waiting, fine]).combine_chunks()
-            while len(waiting) >= chunk:
-                good.write_table(waiting.slice(0, chunk), row_group_size=chunk)
-                waiting = waiting.slice(chunk)
+            while len(waiting) >= chunks.size:
+                good.write_table(waiting.slice(0, chunks.size), row_group_size=chunks.size)
+                waiting = waiting.slice(chunks.size)
         if len(waiting):
-            good.write_table(waiting, row_group_size=chunk)
-    rows = sum(splits.values())
+            good.write_table(waiting, row_group_size=chunks.size)
     return IngestContent(
-        rows=rows,
+        rows=splits.total(),
         rejected=rejected,
         captions=captions,
         splits=dict(splits),
@@ -149,29 +200,17 @@ def _combine(artifact: Artifact, chunk: int) -> IngestContent:
     )
 
 
-def _check_share(artifact: Artifact, data: Data, rejected: int, *, total: int) -> None:
-    if rejected <= data.max_rejects * total:
-        return
-    reasons = Counter(pq.read_table(artifact.path(REJECTED))["reason"].to_pylist())
-    common = "; ".join(f"{count}x {reason}" for reason, count in reasons.most_common(3))
-    _forget_bad(artifact)
-    raise AtollError(
-        f"{rejected} of {total} pictures are bad, more than data.max_rejects = {data.max_rejects:g} allows: {common}. "
-        f"The list is {artifact.path(REJECTED)}; mend them, delete {artifact.folder} and start again, or allow "
-        "more with --data.max_rejects"
-    )
-
-
-def _forget_bad(artifact: Artifact) -> None:
-    """Remove the parts that have bad pictures, so that these are read again once they are mended."""
-    for path in _parts(artifact):
-        reasons = pq.read_table(path, columns=["reason"])["reason"]
-        if reasons.null_count < len(reasons):
-            path.unlink()
-
-
-def _parts(artifact: Artifact) -> list[Path]:
-    return sorted(artifact.path(_PARTS).glob("[0-9]*.parquet"))
+STAGE = Stage(
+    name="ingest",
+    kind=INGEST,
+    inputs=(),
+    outputs=lambda _: {NAME: {}},
+    made_from=_made_from,
+    run=_run,
+    uses=lambda config: f"{config.data.source} at {config.data.resolution} px",
+    chunks=_chunks,
+    summary=lambda _, content: f"{content.rows:,} samples, {content.rejected:,} rejected",
+)
 
 
 @dataclass(frozen=True)
@@ -186,6 +225,11 @@ class Index:
         """The index of a run whose ingest stage is done."""
         artifact = Artifact(run, NAME)
         return cls(artifact, artifact.open(INGEST))
+
+    @classmethod
+    def find(cls, run: Path) -> "Index | None":
+        """Return the index of a run, None if its ingest stage is not done."""
+        return cls.open(run) if Artifact(run, NAME).manifest() else None
 
     @cached_property
     def content(self) -> IngestContent:

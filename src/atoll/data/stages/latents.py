@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Inputs, Manifest
+from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError, unknown
@@ -26,7 +26,9 @@ from atoll.core.untrusted import Foreign
 from atoll.data import autoencoder as shipped
 from atoll.data.chunks import Chunks, Share
 from atoll.data.pretrained import fingerprint, folder_of, repeatable
-from atoll.data.sources.base import Source
+from atoll.data.sources.open import find_kind
+from atoll.data.stages import ingest
+from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index, Pixels, picture_batches
 
 NAME = layout.LATENTS
@@ -184,36 +186,31 @@ def _folder(autoencoder: str) -> Path:
     return shipped.path() if autoencoder == "emoji" else folder_of(autoencoder)
 
 
-def made_from(config: Config, index: Manifest) -> Inputs:
-    """What the latents are made from; the normalization is that of the shards, for latents are stored without."""
-    settings = config.latents.model_dump(exclude={"normalization"})
-    weights = None if config.latents.autoencoder == "pixels" else fingerprint(_folder(config.latents.autoencoder))
-    return {"ingest": index.digest, "resolution": config.data.resolution, **settings, "weights": weights}
+def _made_from(job: Job) -> Inputs:
+    config, ingested = job.config.latents, Index.open(job.run).manifest.digest
+    # Latents are stored as the autoencoder gives them; the normalization is that of the shards. But an autoencoder
+    # without a scale is refused before the work.
+    if config.normalization == "scale":
+        scale_of(config.autoencoder)
+    weights = None if config.autoencoder == "pixels" else fingerprint(_folder(config.autoencoder))
+    settings = {"resolution": job.config.data.resolution, **config.model_dump(exclude={"normalization"})}
+    return {"ingest": ingested, **settings, "weights": weights}
 
 
-def encode(run: Path, config: Config, source: Source, *, share: Share) -> Manifest | None:
-    """Make this job's share of `data/latents`; the manifest once every share is there."""
-    if config.latents.normalization == "scale":
-        scale_of(config.latents.autoencoder)  # an autoencoder without a scale is refused before the work
-    artifact, index = Artifact(run, NAME), Index.open(run)
-    if done := artifact.begin(LATENTS, made_from(config, index.manifest)):
-        return done
+def _run(job: Job, artifact: Artifact, share: Share) -> LatentsContent | None:
+    index, config, data = Index.open(job.run), job.config.latents, job.config.data
     chunks = index.chunks(artifact)
-    missing = chunks.missing(share)
-    if missing:
-        codec, dtype = open_codec(config.latents.autoencoder), getattr(torch, config.latents.dtype)
-        data, batch = config.data, config.latents.batch
-        pictures = picture_batches(
-            index, source, missing, resolution=data.resolution, batch=batch, workers=data.workers
+    if missing := chunks.missing(share):
+        codec, dtype = open_codec(config.autoencoder), getattr(torch, config.dtype)
+        images = picture_batches(
+            index, job.source, missing, resolution=data.resolution, batch=config.batch, workers=data.workers
         )
         encoded = (
             (chunk, len(pixels), {name: part.to(dtype) for name, part in codec.encode(pixels).items()})
-            for chunk, pixels in pictures
+            for chunk, pixels in images
         )
         chunks.fill("latents", missing, encoded)
-    if chunks.missing():
-        return None
-    return artifact.commit(_measured(chunks, index))
+    return None if chunks.missing() else _measured(chunks, index)
 
 
 def _measured(chunks: Chunks, index: Index) -> LatentsContent:
@@ -237,3 +234,29 @@ def _measured(chunks: Chunks, index: Index) -> LatentsContent:
         raise AtollError(f"{chunks.artifact.folder}: a latent channel is constant or not finite (std {std.tolist()})")
     statistics = ChannelStatistics(mean=tuple(centre.tolist()), std=tuple(std.tolist()))
     return LatentsContent(rows=index.rows, shape=tuple(shape), statistics=statistics)
+
+
+def note(config: Config) -> str | None:
+    """Return a warning about the autoencoder of emoji, if other images shall be encoded with it."""
+    data = config.data
+    if config.latents.autoencoder != "emoji" or (data.kind or find_kind(data.source)) == "emoji":
+        return None
+    return (
+        "latents.autoencoder is emoji, which was made for emoji of 64 pixels and spoils other images; "
+        "for these take one of diffusers, such as stabilityai/sd-vae-ft-mse, or begin with: "
+        "atoll init --preset pictures"
+    )
+
+
+STAGE = Stage(
+    name="latents",
+    kind=LATENTS,
+    inputs=(ingest.STAGE,),
+    outputs=lambda _: {NAME: {}},
+    made_from=_made_from,
+    run=_run,
+    uses=lambda config: config.latents.autoencoder,
+    chunks=lambda job: Index.open(job.run).chunks(Artifact(job.run, NAME)),
+    needs_gpu=True,
+    note=note,
+)

@@ -23,12 +23,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Inputs, Manifest
+from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, LATENTS, SHARDS, TEXT, LatentSpec, ShardsContent, TextSpec
 from atoll.core.progress import progress
+from atoll.data.chunks import Share
 from atoll.data.stages import clusters, latents, text
+from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index
 
 SPLITS = ("train", "held-out")
@@ -40,32 +42,37 @@ def name(cluster: int) -> str:
     return layout.shards(cluster)
 
 
-def made_from(run: Path, config: Config) -> Inputs:
-    """What the shards are made from."""
-    text_used = text.needed(config, Index.open(run).manifest)
-    by_scale = config.latents.normalization == "scale"
+def _outputs(config: Config) -> dict[str, Inputs]:
+    return {layout.shards(cluster): {"cluster": cluster} for cluster in range(config.clusters.count)}
+
+
+def _made_from(job: Job) -> Inputs:
+    run, normalization = job.run, job.config.latents.normalization
     return {
         "clusters": Artifact(run, layout.CLUSTERS).open(CLUSTERS).digest,
         "latents": Artifact(run, layout.LATENTS).open(LATENTS).digest,
-        "text": Artifact(run, layout.TEXT).open(TEXT).digest if text_used else None,
-        "shard_rows": config.data.shard_rows,
+        "text": None if text.unneeded(job) else Artifact(run, layout.TEXT).open(TEXT).digest,
+        "shard_rows": job.config.data.shard_rows,
         # Left out at its default, so that shards from before there was a choice are not stale.
-        **({"normalization": config.latents.normalization} if by_scale else {}),
+        **({"normalization": normalization} if normalization == "scale" else {}),
     }
 
 
-def write(run: Path, config: Config) -> list[Manifest]:
-    """Make every `data/shards/cluster_KKK`."""
-    inputs = made_from(run, config)
-    writer = _Writer(run, Index.open(run), inputs["text"] is not None, config)
-    with progress("shards", writer.index.rows) as bar:
-        manifests = []
-        for cluster in range(config.clusters.count):
-            artifact = Artifact(run, name(cluster))
-            done = artifact.begin(SHARDS, {**inputs, "cluster": cluster})
-            manifests.append(done or writer.cluster(artifact, cluster))
-            bar.update(sum(SHARDS.parse(manifests[-1], artifact.folder).rows.values()))
-    return manifests
+def _run(job: Job, artifact: Artifact, _: Share) -> ShardsContent:
+    cluster = list(_outputs(job.config)).index(artifact.name)
+    return _Writer(job.run, Index.open(job.run), not text.unneeded(job), job.config).cluster(artifact, cluster)
+
+
+STAGE = Stage(
+    name="shards",
+    kind=SHARDS,
+    inputs=(clusters.STAGE, latents.STAGE, text.STAGE),
+    outputs=_outputs,
+    made_from=_made_from,
+    run=_run,
+    uses=lambda config: f"{config.data.shard_rows:,} samples a file",
+    summary=lambda artifact, content: f"{content.clusters} folders like {artifact.folder}",
+)
 
 
 @dataclass(frozen=True)
@@ -75,25 +82,27 @@ class _Writer:
     has_text: bool
     config: Config
 
-    def cluster(self, artifact: Artifact, cluster: int) -> Manifest:
+    def cluster(self, artifact: Artifact, cluster: int) -> ShardsContent:
         """Write the shards of one cluster; those that are there from an earlier attempt are kept."""
-        rows: dict[str, int] = {}
-        for split in SPLITS:
-            rows[split] = 0
-            members = self._members(cluster, split)
-            number = 0
-            while places := list(islice(members, self.config.data.shard_rows)):
-                stem = f"{split}-{number:06d}"
-                if not artifact.path(f"{stem}.safetensors").is_file():
-                    tensors, table = self._gather(places)
-                    with artifact.writing(f"{stem}.parquet") as path:
-                        pq.write_table(table, path)
-                    artifact.write_tensors(f"{stem}.safetensors", tensors)
-                rows[split] += len(places)
-                number += 1
+        rows = dict.fromkeys(SPLITS, 0)
+        sizes = Artifact(self.run, layout.CLUSTERS).read(CLUSTERS).sizes
+        with progress(f"shards of cluster {cluster}", sum(sizes[split][cluster] for split in SPLITS)) as bar:
+            for split in SPLITS:
+                members = self._members(cluster, split)
+                number = 0
+                while places := list(islice(members, self.config.data.shard_rows)):
+                    stem = f"{split}-{number:06d}"
+                    if not artifact.path(f"{stem}.safetensors").is_file():
+                        tensors, table = self._gather(places)
+                        with artifact.writing(f"{stem}.parquet") as path:
+                            pq.write_table(table, path)
+                        artifact.write_tensors(f"{stem}.safetensors", tensors)
+                    bar.update(len(places))
+                    rows[split] += len(places)
+                    number += 1
         if not rows["train"]:
             raise AtollError(f"cluster {cluster} has no training sample; lower clusters.count")
-        return artifact.commit(self._declared(cluster, rows))
+        return self._declared(cluster, rows)
 
     def _members(self, cluster: int, split: str) -> Iterator[tuple[int, int]]:
         """(chunk, row in the chunk) of every sample of a cluster and split."""

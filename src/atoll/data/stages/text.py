@@ -14,13 +14,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Inputs, Manifest
-from atoll.core.config import Config
+from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.device import device
 from atoll.core.errors import AtollError, first_line
-from atoll.core.manifests import INGEST, TEXT, TextContent
+from atoll.core.manifests import TEXT, TextContent
 from atoll.data.chunks import Share, ahead
 from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
+from atoll.data.stages import ingest
+from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index
 
 NAME = layout.TEXT
@@ -92,37 +93,33 @@ def open_text_encoder(encoder: str, max_tokens: int, tokenizer: Path | None = No
     return TextEncoder(network, load_pretrained(AutoTokenizer, tokenizer or folder), max_tokens)
 
 
-def needed(config: Config, index: Manifest) -> bool:
-    """Whether there is any text: captions, and an encoder for them."""
-    return config.text.encoder != "none" and INGEST.parse(index, layout.INGEST).captions > 0
+def unneeded(job: Job) -> str | None:
+    """Return why a run has no text, if that is so: no encoder, or no caption."""
+    if job.config.text.encoder == "none":
+        return "text.encoder is none"
+    index = Index.find(job.run)
+    return "no sample has a caption" if index and not index.content.captions else None
 
 
-def made_from(config: Config, index: Manifest) -> Inputs:
-    """What the text states are made from."""
-    return {"ingest": index.digest, **config.text.model_dump(), "weights": fingerprint(_folder(config.text.encoder))}
+def _made_from(job: Job) -> Inputs:
+    config, ingested = job.config.text, Index.open(job.run).manifest.digest
+    return {"ingest": ingested, **config.model_dump(), "weights": fingerprint(_folder(config.encoder))}
 
 
-def encode(run: Path, config: Config, share: Share) -> Manifest | None:
-    """Make this job's share of `data/text`; the manifest once every share is there."""
-    artifact, index = Artifact(run, NAME), Index.open(run)
-    if done := artifact.begin(TEXT, made_from(config, index.manifest)):
-        return done
+def _run(job: Job, artifact: Artifact, share: Share) -> TextContent | None:
+    index, config = Index.open(job.run), job.config.text
     chunks = index.chunks(artifact)
-    missing = chunks.missing(share)
-    if missing:
-        encoder, dtype = (
-            open_text_encoder(config.text.encoder, config.text.max_tokens),
-            getattr(torch, config.text.dtype),
-        )
-        tokenized = ahead(
-            _captions(index, missing, config.text.batch), lambda item: (item[0], encoder.tokenize(item[1])), workers=1
-        )
+    if missing := chunks.missing(share):
+        encoder, dtype = open_text_encoder(config.encoder, config.max_tokens), getattr(torch, config.dtype)
+        captions = _captions(index, missing, config.batch)
+        tokenized = ahead(captions, lambda item: (item[0], encoder.tokenize(item[1])), workers=1)
         encoded = ((chunk, len(tokens["input_ids"]), _stored(encoder, tokens, dtype)) for chunk, tokens in tokenized)
         chunks.fill("text", missing, encoded)
     if chunks.missing():
         return None
-    widths = _stored_widths(artifact.path(chunks.file(0)))
-    return artifact.commit(TextContent(rows=index.rows, max_tokens=config.text.max_tokens, **widths))
+    with safe_open(artifact.path(chunks.file(0)), "pt") as chunk:
+        width, pooled = (chunk.get_slice(name).get_shape()[1] for name in ("tokens", "pooled"))
+    return TextContent(rows=index.rows, max_tokens=config.max_tokens, dimensions=width, pooled=pooled)
 
 
 def _captions(index: Index, chunks: list[int], batch: int) -> Iterator[tuple[int, list[str]]]:
@@ -138,10 +135,15 @@ def _stored(encoder: TextEncoder, tokens: dict[str, Tensor], dtype: torch.dtype)
     return {"tokens": states[mask].to(dtype), "lengths": lengths, "pooled": pooled.to(dtype)}
 
 
-def _stored_widths(file: Path) -> dict[str, int]:
-    """Return the width of a token and that of the pooled vector, from the header of a chunk."""
-    with safe_open(file, "pt") as chunk:
-        return {
-            "dimensions": chunk.get_slice("tokens").get_shape()[1],
-            "pooled": chunk.get_slice("pooled").get_shape()[1],
-        }
+STAGE = Stage(
+    name="text",
+    kind=TEXT,
+    inputs=(ingest.STAGE,),
+    outputs=lambda _: {NAME: {}},
+    made_from=_made_from,
+    run=_run,
+    uses=lambda config: config.text.encoder,
+    chunks=lambda job: Index.open(job.run).chunks(Artifact(job.run, NAME)),
+    needs_gpu=True,
+    unneeded=unneeded,
+)
