@@ -48,8 +48,6 @@ class Callback(NamedTuple):
 
 CALLBACKS = (
     Callback("flow.solvers:*", "ensemble.sampler:*.velocity", "a solver integrates the velocity it is given"),
-    Callback("flow.solvers:*", "train.previews:*.velocity", "a solver integrates the velocity it is given"),
-    Callback("flow.bridge:Bridge.wrap*", "train.tasks:ExpertTask.answer", "a bridge wraps the network it is given"),
     Callback("nets.*", "train.cost:_count*", "hooks of torch measure what a forward pass keeps in memory"),
     Callback("experts.validation:*.gather", "train.distributed:World.sum", "the processes that share a validation"),
 )

@@ -166,7 +166,7 @@ MINIATURE = {
         (positional_parameters, "cli/verb.py", "class Wide:\n    async def wide(self, a, b, c, d): ..."),
         (long_files, "core/errors.py", "\n" * MAX_LINES),
         (files_in_properties, "nets/dit.py", "class A:\n    @property\n    def b(self): return self.c.read_text()"),
-        (files_in_properties, "nets/dit.py", "class A:\n    @cached_property\n    def b(self): return load_file(self.c)"),
+        (files_in_properties, "nets/dit.py", "class A:\n    @cached_property\n    def b(self): return load_file(1)"),
     ],
 )  # fmt: skip
 def test_a_violation_is_found(check: Check, file: str, planted: str, tmp_path: Path) -> None:
