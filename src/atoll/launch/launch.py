@@ -116,7 +116,8 @@ def submit(launcher: Launcher, run: Path, config: Config, *, wish: Wish, wait: b
         if launch.todo:
             # A scheduler has an order of its own; only a launcher that starts the jobs itself can choose one.
             launcher.submit(with_flops(run, config, launch.todo) if launcher.stays else launch.todo, launch.live)
-    print("\n".join(as_lines(launch)), file=sys.stderr, flush=True)
+    for line in as_lines(launch):
+        print(line, file=sys.stderr, flush=True)
     if not (wait or launcher.stays):
         return launch
     launcher.wait(launch.groups)
