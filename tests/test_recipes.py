@@ -2,19 +2,26 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from atoll.core.artifacts import Artifact
+from atoll.core.config import Monolith, load
+from atoll.core.manifests import EXPERT
+from atoll.train.spec import resolve_job
+
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
-def shell(root: Path, words: str) -> subprocess.CompletedProcess[str]:
+def shell(root: Path, words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run some words of a recipe with the functions that all of them have."""
     command = ["bash", "-euo", "pipefail", "-c", f"source recipes/common/lib.sh; {words}"]
     environment = {**os.environ, "ROOT": str(root), "SEED": "0", "ATOLL": f"{sys.executable} -m atoll.cli"}
+    environment |= variables
     return subprocess.run(
         command, cwd=RECIPES.parent, env=environment, capture_output=True, text=True, check=False
     )  # fmt: skip
@@ -47,6 +54,30 @@ def test_unfinished_experts_are_not_taken(tmp_path: Path) -> None:
     assert refused.returncode != 0
     assert "experts/001 is not finished" in refused.stderr
     assert [path.name for path in (tmp_path / "seed0/other/experts").iterdir()] == ["000"]
+
+
+def test_an_arm_trains_its_monolith_with_settings_of_its_own(prepared: Path, tmp_path: Path) -> None:
+    """The monolith has the whole batch and the samples of all experts together; nothing is trained twice."""
+    run = tmp_path / "seed0/small"
+    shutil.copytree(prepared / "data", run / "data")
+    size = {"STEPS": "20", "TOTAL": "24", "NETWORK": "{name: DiT-XS/8, width: 32, depth: 2, heads: 2}"}
+    train = "make_arm small 3 features; train small --jobs monolith"
+    first = shell(tmp_path, train, **size)
+    assert first.returncode == 0, first.stderr
+    assert "monolith: started for 480 images" in first.stderr
+
+    options = {"batch": "24", "samples": "480", "warmup": "24", "save_every": "120", "log_every": "12", "ema.ema": "12"}
+    plain = load(run, {f"train.{key}": value for key, value in options.items()})
+    expected = resolve_job(run, plain.model_copy(update={"monolith": Monolith()}), "monolith")
+    assert resolve_job(run, load(run), "monolith") == expected
+    assert expected.settings.lr == 4e-3
+    assert load(run).train.batch == 8
+    compute = Artifact(run, "monolith/final").read(EXPERT).compute
+    assert compute is not None
+    assert compute.samples == 480
+
+    again = shell(tmp_path, train, **size)
+    assert (again.returncode, again.stderr.strip()) == (0, "nothing is missing")
 
 
 def measured(root: Path, seed: int, kid: float, diversity: float | None) -> None:

@@ -5,7 +5,7 @@
 set -euo pipefail
 source recipes/common/lib.sh
 make_arm nine 9 features
-train nine 0 1 2 3 4 5 6 7 8
+train nine --jobs experts
 make_arm eight-of-nine 9 features
 take nine eight-of-nine 0 1 2 3 4 5 6 7
 make_arm one-left 9 features

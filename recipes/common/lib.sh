@@ -26,19 +26,15 @@ link() { # link FROM TO: a folder by hard links, whole or not at all
     mv "$2.part" "$2"
 }
 
-settings() { # settings BATCH SAMPLES: those of `train` for a job of this size
+settings() { # settings SECTION BATCH SAMPLES: what depends on the size of a job, for `train` or `monolith`
     cat <<YAML
-train:
-  samples: $2
-  batch: $1
-  lr: ${LR:-4.0e-3}
-  decay: ${DECAY:-cosine}
-  warmup: $(($2 / 20))
-  ema: {ema: $(($2 / 40))}
-  seed: $SEED
-  save_every: $(($2 / 4))
-  log_every: $(($2 / 40))
-  grid_every: $2
+$1:
+  samples: $3
+  batch: $2
+  warmup: $(($3 / 20))
+  ema: {ema: $(($3 / 40))}
+  save_every: $(($3 / 4))
+  log_every: $(($3 / 40))
 YAML
 }
 
@@ -70,7 +66,9 @@ make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
         echo "router: {network: $NETWORK, told: $TOLD, samples: $((STEPS * TOTAL / 8)), batch: 64, lr: 1.0e-3}"
         echo "clusters: {count: $2, method: $3}"
         echo "experts: ${4:-{default: flow-matching\}}"
-        settings $((TOTAL / $2)) $samples
+        settings monolith $TOTAL $((STEPS * TOTAL)) # the samples of all experts together
+        settings train $((TOTAL / $2)) $samples
+        printf '  %s\n' "lr: ${LR:-4.0e-3}" "decay: ${DECAY:-cosine}" "seed: $SEED" "grid_every: $samples"
     } > "$run/atoll.yaml"
     $atoll config "$run" > /dev/null
 }
@@ -84,18 +82,9 @@ take() { # take FROM TO EXPERT...: finished experts of one arm as experts of ano
     [ ! -f "$from/router/final/manifest.json" ] || link "$from/router" "$to/router"
 }
 
-train() { # train NAME JOB...: jobs of an arm ("0" to "7", router, "monolith --train.batch 128"), JOBS at a time
+train() { # train NAME OPTION...: the missing jobs of an arm, JOBS at a time; options of atoll launch choose and change them
     local run; run=$(arm "$1"); shift
-    for job in "$@"; do
-        case $job in [0-9]*) job="expert $job" ;; esac
-        echo "$atoll train $run --$job"
-    done | xargs -P "$JOBS" -I{} sh -c '{} || exit 255'
-}
-
-dense() { # dense NAME [BATCH]: the monolith of an arm, with the samples of all experts together
-    local samples=$((STEPS * TOTAL))
-    train "$1" "monolith --train.batch ${2:-$TOTAL} --train.samples $samples --train.warmup $((samples / 20)) \
-        --train.ema.ema $((samples / 40)) --train.save_every $((samples / 4)) --train.log_every $((samples / 40))"
+    $atoll launch "$run" --at-once "$JOBS" --island.cores "$OMP_NUM_THREADS" "$@"
 }
 
 measure() { # measure NAME OPTION...: figures of an arm; the features of the real pictures are computed once for all arms

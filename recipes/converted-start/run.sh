@@ -8,13 +8,13 @@ source recipes/common/lib.sh
 export LR=2.0e-3 DECAY=constant
 make_arm pretrained 8 features "{default: ddpm}"
 samples=$((STEPS * TOTAL / 4))
-train pretrained "expert 4 --networks.default.modulation zero --train.condition label --train.batch 64 \
-    --train.samples $samples --train.warmup $((samples / 20)) --train.ema.ema $((samples / 40))"
+train pretrained --jobs experts --experts 4 --networks.default.modulation zero --train.condition label --train.batch 64 \
+    --train.samples $samples --train.warmup $((samples / 20)) --train.ema.ema $((samples / 40))
 start=$(arm pretrained)/converted
 [ -f "$start/conversion.json" ] ||
     $atoll convert "$(arm pretrained)/experts/004/final" "$start" --to flow-matching --text-width 384 --force
 make_arm scratch 8 features
 make_arm converted 8 features
-train scratch 0 3
-train converted "expert 0 --train.init_from $start" "expert 3 --train.init_from $start"
+train scratch --jobs experts --experts 0 3
+train converted --jobs experts --experts 0 3 --train.init_from "$start"
 ${ATOLL_PYTHON:-.venv/bin/python} recipes/converted-start/figures.py "$(arm scratch)" "$(arm converted)" 0 3

@@ -5,13 +5,12 @@ export STEPS=${STEPS:-4000}
 source recipes/common/lib.sh
 prepare
 make_arm long8 8 features
-dense long8
-train long8 0 1 2 3 4 5 6 7 router
+train long8 --jobs monolith experts router
 few="--extractors inception efficientnet-lite0 --skip diversity trajectories"
 measure long8 --models monolith experts --routings top-1 top-2 drawn oracle nearest $few
 recipe=held-out measure long8 --models monolith experts --routings top-1 top-2 drawn oracle nearest --reference held-out $few diagnostics
 make_arm long-small-batch 8 features
-dense long-small-batch $((TOTAL / 8))
+train long-small-batch --jobs monolith --monolith.batch $((TOTAL / 8))
 measure long-small-batch --models monolith $few
 table k8 long8 long-small-batch
 echo "against held-out pictures:"

@@ -8,8 +8,7 @@ source recipes/common/lib.sh
 few="--extractors inception efficientnet-lite0 --skip diversity trajectories"
 prepare
 make_arm k8 8 features
-dense k8
-train k8 0 1 2 3 4 5 6 7 router
+train k8 --jobs monolith experts router
 if [ -n "${CORE:-}" ]; then
     measure k8 --models monolith experts --routings top-1 top-2 oracle nearest $few
     exit
@@ -19,21 +18,21 @@ measure k8 --models monolith experts --routings $routings --extractors inception
 recipe=held-out measure k8 --models monolith experts --routings $routings --reference held-out $few diagnostics
 for count in 4 2; do
     make_arm k$count $count features
-    train k$count $(seq 0 $((count - 1))) router
+    train k$count --jobs experts router
     measure k$count --models experts --routings top-1 top-2 oracle $few
 done
 make_arm random8 8 random
-train random8 0 1 2 3 4 5 6 7 router
+train random8 --jobs experts router
 measure random8 --models experts --routings top-1 oracle full $few
 TOLD=nothing make_arm untold 8 features
-train untold router
+train untold --jobs router
 take k8 untold 0 1 2 3 4 5 6 7
 measure untold --models experts --routings top-1 top-2 $few
 make_arm small-batch 8 features
-dense small-batch $((TOTAL / 8))
+train small-batch --jobs monolith --monolith.batch $((TOTAL / 8))
 measure small-batch --models monolith $few
 LR=8.0e-3 make_arm monolith-lr8 8 features
-dense monolith-lr8
+train monolith-lr8 --jobs monolith
 measure monolith-lr8 --models monolith $few
 table k8 k4 k2 random8 untold small-batch monolith-lr8
 echo "against held-out pictures:"

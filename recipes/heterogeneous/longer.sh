@@ -5,7 +5,7 @@ set -euo pipefail
 export STEPS=${STEPS:-4000}
 source recipes/common/lib.sh
 make_arm long-ddpm2 8 features "{default: flow-matching, 0: ddpm, 3: ddpm}"
-train long-ddpm2 0 3
+train long-ddpm2 --jobs experts --experts 0 3
 take long8 long-ddpm2 1 2 4 5 6 7
 for name in long8 long-ddpm2; do
     measure $name --models experts --routings top-1 top-2 --extractors inception efficientnet-lite0 --diversity 64 8

@@ -5,16 +5,16 @@ set -euo pipefail
 source recipes/common/lib.sh
 make_arm ddpm4 8 features "{default: flow-matching, 0: ddpm, 3: ddpm, 1: ddpm, 5: ddpm}"
 take k8 ddpm4 2 4 6 7
-train ddpm4 0 3 1 5
+train ddpm4 --jobs experts --experts 0 3 1 5
 make_arm ddpm2 8 features "{default: flow-matching, 0: ddpm, 3: ddpm}"
 take ddpm4 ddpm2 0 3
 take k8 ddpm2 1 2 4 5 6 7
 make_arm x02 8 features "{default: flow-matching, 0: x0, 3: x0}"
 take k8 x02 1 2 4 5 6 7
-train x02 0 3
+train x02 --jobs experts --experts 0 3
 make_arm v2 8 features "{default: flow-matching, 0: v-prediction, 3: v-prediction}"
 take k8 v2 1 2 4 5 6 7
-train v2 0 3
+train v2 --jobs experts --experts 0 3
 for name in k8 ddpm2 ddpm4 x02 v2; do
     measure $name --models experts --routings top-1 top-2 --extractors inception efficientnet-lite0 --diversity 64 8
 done

@@ -12,8 +12,8 @@ native=$(arm pretrained)/native
 make_arm started8 8 features
 make_arm started-ddpm2 8 features "{default: flow-matching, 0: ddpm, 3: ddpm}"
 link "$(arm k8)/router" "$(arm started8)/router"
-for expert in 0 1 2 3 4 5 6 7; do echo "expert $expert --train.init_from $converted"; done | { mapfile -t jobs; train started8 "${jobs[@]}"; }
-train started-ddpm2 "expert 0 --train.init_from $native" "expert 3 --train.init_from $native"
+train started8 --jobs experts --train.init_from "$converted"
+train started-ddpm2 --jobs experts --experts 0 3 --train.init_from "$native"
 take started8 started-ddpm2 1 2 4 5 6 7
 for name in started8 started-ddpm2; do
     measure $name --models experts --routings top-1 top-2 --extractors inception efficientnet-lite0 --diversity 64 8

@@ -5,7 +5,7 @@
 set -euo pipefail
 source recipes/common/lib.sh
 samples=$((STEPS * TOTAL * 3 / 4))
-train k8 "student --student.samples $samples --student.block 6400 --train.batch $TOTAL --train.warmup $((samples / 20)) \
-    --train.ema.ema $((samples / 40)) --train.save_every $((samples / 4))"
+train k8 --jobs student --student.samples $samples --student.block 6400 --train.batch $TOTAL --train.warmup $((samples / 20)) \
+    --train.ema.ema $((samples / 40)) --train.save_every $((samples / 4))
 measure k8 --models student monolith experts --routings top-1 --extractors inception efficientnet-lite0 --diversity 64 8
 table k8

@@ -41,6 +41,8 @@ from atoll.core.errors import AtollError
         ({"student": {"network": {"modulation": "Zero"}}}, "student.network: modulation: .*got 'Zero'"),
         ({"train": {"ema": {"../../x": 1.0}}}, r"train.ema: '../../x' is not a name of at most 32 letters"),
         ({"train": {"ema": {"/tmp/x": 1.0}}}, "train.ema: '/tmp/x' is not a name"),
+        ({"monolith": {"ema": {"../x": 1.0}}}, "monolith.ema: '../x' is not a name"),
+        ({"train": {"accumulate": 4}, "monolith": {"batch": 6}}, "monolith.batch 6 is not a multiple of accumulate 4"),
         ({"train": {"ema": {"..\\x": 1.0}}}, "train.ema: .* is not a name"),
         ({"train": {"ema": {".hidden": 1.0}}}, "train.ema: '.hidden' is not a name"),
         ({"train": {"ema": {"": 1.0}}}, "train.ema: '' is not a name"),

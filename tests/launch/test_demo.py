@@ -1,6 +1,7 @@
 """The demo: what it plans, that it goes on where it was, and, slowly, all of it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,16 +12,21 @@ import pytest
 import yaml
 
 from atoll import cli
-from atoll.core.artifacts import Artifact
-from atoll.core.config import Config, load
+from atoll.core import layout
+from atoll.core.artifacts import Artifact, Content, Kind
+from atoll.core.config import load
 from atoll.core.errors import AtollError
 from atoll.data.sources.base import Options
 from atoll.data.sources.emoji import EmojiSource
 from atoll.launch import demo
+from atoll.launch.base import logs_of
+from atoll.launch.launch import names_of
+from atoll.launch.local import images_seen
+from atoll.launch.plan import Step, Wish, missing_groups
 from atoll.train.cost import image_cost
 from atoll.train.spec import TrainSpec, resolve_job
 from train.conftest import merge
-from train.workers import TINY
+from train.workers import TINY, metrics
 
 
 @pytest.fixture
@@ -36,29 +42,28 @@ def test_minutes_scale_the_samples() -> None:
     usual, longer = demo.scaled(demo.MINUTES), demo.scaled(2 * demo.MINUTES - demo.AROUND)
     assert longer.train.samples == 2 * usual.train.samples
     assert longer.router.samples == 2 * (usual.router.samples or 0)
+    assert longer.monolith.samples == 2 * (usual.monolith.samples or 0)
     assert longer.train.samples % longer.train.batch == 0
-    assert longer.model_copy(update={"train": usual.train, "router": usual.router}) == usual
+    sections = {"train": usual.train, "router": usual.router, "monolith": usual.monolith}
+    assert longer.model_copy(update=sections) == usual
     with pytest.raises(AtollError, match="no time for training"):
         demo.scaled(demo.AROUND)
 
 
-def test_the_plan_has_a_ddpm_expert_and_a_monolith_of_equal_flops(tmp_path: Path) -> None:
-    config = demo.scaled(demo.MINUTES)
-    planned = {job.name: job for job in demo.jobs(config)}
-    experts = [name for name in planned if name.startswith("experts/")]
-    assert len(experts) == config.clusters.count >= 4
-    objectives = [config.objective(number).prediction for number in range(config.clusters.count)]
+@pytest.mark.parametrize("minutes", [demo.MINUTES, 7.3])
+def test_the_plan_has_a_ddpm_expert_and_a_monolith_of_equal_flops(minutes: float, tmp_path: Path) -> None:
+    config = demo.scaled(minutes)
+    count = config.clusters.count
+    assert count >= 4
+    objectives = [config.objective(number).prediction for number in range(count)]
     assert objectives.count("epsilon") >= 1
     assert objectives.count("velocity") == len(objectives) - objectives.count("epsilon")
 
-    def flops(job: TrainSpec, samples: int) -> int:
-        return samples * image_cost(job.network, job.shapes).training_flops(checkpointing=False)
+    def flops(job: TrainSpec) -> int:
+        return job.settings.samples * image_cost(job.network, job.shapes).training_flops(checkpointing=False)
 
-    spent = [
-        flops(resolve_job(tmp_path, config, "expert", expert=number), planned[name].samples)
-        for number, name in enumerate(experts)
-    ]
-    assert flops(resolve_job(tmp_path, config, "monolith"), planned["monolith"].samples) == sum(spent)
+    spent = [flops(resolve_job(tmp_path, config, "expert", expert=number)) for number in range(count)]
+    assert flops(resolve_job(tmp_path, config, "monolith")) == sum(spent)
 
 
 def test_the_prompts_are_captions_of_the_data_and_three_of_them_unseen() -> None:
@@ -80,43 +85,58 @@ def test_settings_that_are_there_stay(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["demo", "--run", str(tmp_path), "--train.lr", "1"]) == 2
 
 
-def test_a_half_written_journal_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
-    job = demo.Job("experts/000", (), 100)
-    assert demo.position(tmp_path, job) == 0
+def test_half_written_metrics_are_read_up_to_their_last_whole_line(tmp_path: Path) -> None:
+    step = Step("experts/000", 0, (), 100)
+    assert images_seen(tmp_path, step) == 0
     (tmp_path / "experts/000").mkdir(parents=True)
     (tmp_path / "experts/000/metrics.jsonl").write_text(
         json.dumps({"samples": 40, "loss": 1.0, "samples_per_second": 2.0}) + "\n" + '{"samples": 8'
     )
-    assert demo.position(tmp_path, job) == 40
+    assert images_seen(tmp_path, step) == 40
 
 
-def done(run: Path, config: Config) -> list[str]:
-    return [job.name for job in demo.jobs(config) if Artifact(run, f"{job.name}/final").manifest()]
+def missing(run: Path) -> list[str]:
+    return names_of(missing_groups(run, load(run), Wish(("experts", "router", "monolith"))))
 
 
-def test_training_does_what_is_missing_and_a_failure_tells_its_last_words(run: Path) -> None:
-    config = load(run)
-    wanted = [job for job in demo.missing(run, config) if job.name in ("experts/001", "router")]
-    demo.train(run, wanted)
-    assert done(run, config) == ["experts/001", "router"]
-    assert [job.name for job in demo.missing(run, config)] == ["monolith", "experts/000", "experts/002"]
-    with pytest.raises(AtollError, match="there is no expert 9"):
-        demo.train(run, [demo.Job("experts/009", ("--expert", "9"), 100)])
+def finished(run: Path, *jobs: str) -> None:
+    for job in jobs:
+        Artifact(run, layout.final(job)).begin(Kind("test", Content), {})
+        Artifact(run, layout.final(job)).commit({})
+
+
+def test_training_does_what_is_missing_and_a_failure_shows_the_end_of_its_log(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    finished(run, "experts/000", "experts/002", "monolith")
+    assert missing(run) == ["experts/001", "router"]
+    demo.train(run, load(run))
+    assert missing(run) == []
+    assert metrics(run, "experts/001")[-1]["samples"] == metrics(run, "router")[-1]["samples"] == 160
+    assert not (run / "experts/000/metrics.jsonl").exists()
+
+    shutil.rmtree(run / "experts/002/final")
+    next((run / "data/shards/cluster_002").glob("*.safetensors")).unlink()
+    with pytest.raises(AtollError, match="not finished: experts/002;"):
+        demo.train(run, load(run))
+    assert "is missing though the manifest lists it" in capfd.readouterr().err
 
 
 def test_a_stopped_demo_lets_its_networks_save(run: Path) -> None:
-    """SIGTERM while an expert trains: it saves, and training goes on from there."""
-    config = load(run)
-    job = demo.Job("experts/000", ("--expert", "0", "--train.samples", "400000"), 400_000)
-    code = f"from pathlib import Path; from atoll.launch import demo; demo.train(Path({str(run)!r}), [demo.{job!r}])"
+    """SIGTERM while networks train: they save, and training continues from there."""
+    finished(run, "experts/001", "experts/002", "router", "monolith")
+    code = "from pathlib import Path; from atoll.core.config import load; from atoll.launch import demo; "
+    code += f"run = Path({str(run)!r}); demo.train(run, load(run))"
+    file = run / "atoll.yaml"
+    file.write_text(yaml.safe_dump(merge(yaml.safe_load(file.read_text()), {"train": {"samples": 400_000}})))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    while demo.position(run, job) < 200 and process.poll() is None:
+    while images_seen(run, Step("experts/000", 0, (), 400_000)) < 200 and process.poll() is None:
         time.sleep(0.1)
     process.terminate()
     assert "the same command continues" in process.communicate(timeout=60)[1]
-    assert "stopped at" in demo.log_of(run, job).read_text()
+    assert "stopped at" in (logs_of(run) / "experts/000.log").read_text()
     assert list((run / "experts/000/checkpoints").iterdir())
-    assert "experts/000" in [job.name for job in demo.missing(run, config)]
+    assert missing(run) == ["experts/000"]
 
 
 @pytest.mark.slow
@@ -129,8 +149,11 @@ def test_the_whole_demo_at_a_small_scale(
     said = capfd.readouterr()
     assert str(folder / "report.html") in said.out
     assert "atoll sample" in said.out
-    assert done(folder, load(folder)) == [job.name for job in demo.jobs(load(folder))]
+    assert missing(folder) == []
+    started = re.findall(r"^(\S+): started for ([\d,]+) images", said.err, re.MULTILINE)
+    assert started[0][0] == "monolith"
+    assert started[-1][0] == "router"
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert all(f'alt="experts top-2: {prompt}"' in page for prompt in demo.PROMPTS)
     assert cli.main(["demo", "--minutes", "4.1", "--run", str(folder)]) == 0
-    assert "training: " not in capfd.readouterr().err
+    assert ": started" not in capfd.readouterr().err

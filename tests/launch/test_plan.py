@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from atoll.islands.leases import Lease
 from atoll.islands.store import Store
 from atoll.launch.base import Setting
 from atoll.launch.launch import open_launcher
-from atoll.launch.plan import Wish, missing_groups
+from atoll.launch.plan import Group, Wish, missing_groups, with_flops
 from shapes import write_run
 
 WORK = ("prepare", "experts", "router", "monolith", "student")
@@ -102,6 +103,34 @@ def test_every_job_gets_the_overrides_but_those_of_the_island(fresh: Path) -> No
     for group in found(fresh, config, kinds=WORK, overrides=overrides):
         for step in group.steps:
             assert step.arguments[-2:] == ("--train.samples", "64")
+
+
+def test_a_launch_on_this_machine_starts_the_longest_job_first(fresh: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By FLOPs, not by images: expert 2 has the larger network. Here each job only checks the configuration."""
+    large, small = ({"name": "DiT-XS/4", "width": width, "depth": 2, "heads": 2} for width in (64, 32))
+    overrides = {
+        "networks.default": json.dumps(small), "networks.2": json.dumps(large), "router.network": json.dumps(small),
+        "train.samples": "640", "router.samples": "320", "monolith.samples": "1280",
+    }  # fmt: skip
+    config = configuration.load(fresh, overrides)
+    kinds = ("prepare", "experts", "router", "monolith")
+    planned = with_flops(fresh, config, found(fresh, config, kinds=kinds, experts=(0, 2)))[1:]
+    assert [step.samples for group in planned for step in group.steps] == [640, 640, 320, 1280]
+
+    def checks_only(group: Group) -> Group:
+        return replace(group, steps=tuple(replace(step, arguments=("config", str(fresh))) for step in group.steps))
+
+    launcher = open_launcher("local", Setting(fresh, config.island, at_once=1))
+    launcher.submit([checks_only(group) for group in planned], {})
+    launcher.wait(planned)
+    started = re.findall(r"^(\S+): started", capfd.readouterr().err, re.MULTILINE)
+    assert started == ["experts/002", "monolith", "experts/000", "router"]
+
+
+def test_jobs_that_cannot_be_resolved_yet_keep_their_order(fresh: Path) -> None:
+    """The shape of the latents of an unknown autoencoder is known only after the preparation."""
+    config = configuration.load(fresh, {"latents.autoencoder": "someone/unknown"})
+    assert {step.flops for group in with_flops(fresh, config, found(fresh, config)) for step in group.steps} == {0}
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -53,7 +53,7 @@ class Launch:
         from contextlib import redirect_stdout
 
         from atoll.launch.base import Setting
-        from atoll.launch.launch import as_dict, as_lines, finish, open_launcher, show, submit
+        from atoll.launch.launch import as_dict, open_launcher, show, submit
         from atoll.launch.plan import Wish
 
         launcher = open_launcher(self.on, Setting(run, config.island, self.retries, self.at_once))
@@ -62,10 +62,7 @@ class Launch:
             print(show(launcher, run, config, wish=wish))
             return
         with redirect_stdout(sys.stderr):  # Ray tells of its nodes there
-            found = submit(launcher, run, config, wish=wish)
-            print("\n".join(as_lines(found)), flush=True)
-            if self.wait or launcher.stays:
-                finish(found, run, config, wish=wish)
+            found = submit(launcher, run, config, wish=wish, wait=self.wait)
         if self.json:
             print(json.dumps(as_dict(found)))
 

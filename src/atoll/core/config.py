@@ -75,6 +75,16 @@ def _checked(kind: Literal["DiT", "Router"]) -> AfterValidator:
 ExpertKey = Literal["default"] | int
 _EMA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 """Names of EMAs become parts of file names, so they must not lead to another folder."""
+
+
+def _check_ema_names(ema: dict[str, float]) -> dict[str, float]:
+    for name in ema:
+        if not _EMA_NAME.fullmatch(name):
+            raise ValueError(f"{name[:80]!r} is not a name of at most 32 letters, digits, '-' and '_'")
+    return ema
+
+
+HalfLives = Annotated[dict[str, float], Field(min_length=1), AfterValidator(_check_ema_names)]
 NetworkChoice = str | dict[str, Any]  # a named size, or some fields of a network
 ExpertNetwork = Annotated[NetworkChoice, _checked("DiT")]
 RouterNetwork = Annotated[NetworkChoice, _checked("Router")]
@@ -148,7 +158,7 @@ class Text(Section):
 
 
 class Train(Section):
-    """How every job trains; router and student may differ in their own sections."""
+    """How every job trains; router, monolith and student may differ in their own sections."""
 
     samples: int = Field(500_000, ge=1, description="samples that training sees; progress is counted in them")
     batch: int = Field(64, ge=1, description="samples of one step, over all processes")
@@ -160,8 +170,8 @@ class Train(Section):
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     precision: Literal["float32", "bfloat16"] = Field("float32", description="of the arithmetic; weights are float32")
-    ema: dict[str, float] = Field(
-        {"ema": 25_000.0}, min_length=1, description="averages of the weights: half-life in samples; the first is used"
+    ema: HalfLives = Field(
+        {"ema": 25_000.0}, description="averages of the weights: half-life in samples; the first is used"
     )
     condition: Literal["auto", "text", "label", "both", "none"] = Field(
         "auto", description="what experts are told; auto is text if there is, else the label if there is"
@@ -183,14 +193,6 @@ class Train(Section):
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field([], description="besides metrics.jsonl")
     seed: int = Field(0, ge=0, description="of weights, order, times and noise")
 
-    @field_validator("ema")
-    @classmethod
-    def _ema_names_are_plain(cls, ema: dict[str, float]) -> dict[str, float]:
-        for name in ema:
-            if not _EMA_NAME.fullmatch(name):
-                raise ValueError(f"{name[:80]!r} is not a name of at most 32 letters, digits, '-' and '_'")
-        return ema
-
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if self.batch % self.accumulate:
@@ -209,6 +211,19 @@ class Router(Section):
     batch: int | None = Field(None, ge=1, description="null is train.batch")
     lr: float | None = Field(None, gt=0, description="null is train.lr")
     decay: Literal["constant", "cosine"] | None = Field(None, description="null is train.decay")
+
+
+class Monolith(Section):
+    """The dense model's training, where it differs from `train`: it sees the data of all clusters."""
+
+    samples: int | None = Field(None, ge=1, description="null is train.samples")
+    batch: int | None = Field(None, ge=1, description="null is train.batch")
+    lr: float | None = Field(None, gt=0, description="null is train.lr")
+    decay: Literal["constant", "cosine"] | None = Field(None, description="null is train.decay")
+    warmup: int | None = Field(None, ge=0, description="null is train.warmup")
+    ema: HalfLives | None = Field(None, description="null is train.ema")
+    save_every: int | None = Field(None, ge=1, description="null is train.save_every")
+    log_every: int | None = Field(None, ge=1, description="null is train.log_every")
 
 
 class Student(Section):
@@ -255,6 +270,7 @@ class Config(Section):
     )
     train: Train = Train()
     router: Router = Router()
+    monolith: Monolith = Monolith()
     student: Student = Student()
     island: Island = Island()
 
@@ -276,6 +292,13 @@ class Config(Section):
                 if isinstance(key, int) and not 0 <= key < self.clusters.count:
                     last = self.clusters.count - 1
                     raise ValueError(f"{section}.{key}: there is no expert {key}; this run has experts 0 to {last}")
+        return self
+
+    @model_validator(mode="after")
+    def _own_batches_have_whole_parts(self) -> Self:
+        for name, own in (("router", self.router), ("monolith", self.monolith), ("student", self.student)):
+            if own.batch is not None and own.batch % self.train.accumulate:
+                raise ValueError(f"{name}.batch {own.batch} is not a multiple of accumulate {self.train.accumulate}")
         return self
 
     def objective(self, expert: int) -> Objective:

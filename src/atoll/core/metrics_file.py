@@ -45,5 +45,5 @@ def last_line(file: Path) -> MetricsLine | None:
         return None
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
-        lines = parse_lines(stream.read())
-    return lines[-1] if lines else None
+        whole = parse_lines(b"\n".join(stream.read().splitlines()[-2:]))  # the last one may be half written
+    return whole[-1] if whole else None

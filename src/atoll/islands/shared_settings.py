@@ -28,6 +28,7 @@ SHARED: Mapping[str, frozenset[str] | None] = {
     "networks": None,
     "train": frozenset(configuration.Train.model_fields) - {"init_from", "trackers", "workers"},
     "router": None,
+    "monolith": None,
     "student": None,
 }
 """The sections that are shared, each with its shared keys; None is all of them."""

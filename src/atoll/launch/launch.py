@@ -13,7 +13,7 @@ from atoll.core.errors import AtollError
 from atoll.islands.leases import survey
 from atoll.islands.store import Store
 from atoll.launch.base import Launcher, Setting, logs_of
-from atoll.launch.plan import Group, Wish, missing_groups
+from atoll.launch.plan import Group, Wish, missing_groups, with_flops
 from atoll.launch.supervisor import is_over
 
 Engine = Literal["local", "slurm", "ray"]
@@ -105,26 +105,28 @@ def show(launcher: Launcher, run: Path, config: Config, *, wish: Wish) -> str:
     return launcher.show(found.todo, found.live)
 
 
-def submit(launcher: Launcher, run: Path, config: Config, *, wish: Wish) -> Launch:
-    """Look around and submit; two launches at the same time do it one after the other."""
+def submit(launcher: Launcher, run: Path, config: Config, *, wish: Wish, wait: bool = False) -> Launch:
+    """Submit what is missing; two launches at the same time do it one after the other.
+
+    With `wait`, or if the jobs need this process, return when they have ended; raise if something is still missing.
+    """
     Store.open(run).probe()
     with _alone(run):
         launch = look_around(launcher, run, config, wish=wish)
         if launch.todo:
-            launcher.submit(launch.todo, launch.live)
-    return launch
-
-
-def finish(launch: Launch, run: Path, config: Config, *, wish: Wish) -> None:
-    """Wait for what was submitted; raise if something of it is still missing then."""
-    launch.launcher.wait(launch.groups)
-    submitted = {step.name for group in launch.todo for step in group.steps}
-    submitted |= set(launch.here)
-    left = [step.name for group in missing_groups(run, config, wish) for step in group.steps if step.name in submitted]
-    if left:
+            # A scheduler has an order of its own; only a launcher that starts the jobs itself can choose one.
+            launcher.submit(with_flops(run, config, launch.todo) if launcher.stays else launch.todo, launch.live)
+    for line in as_lines(launch):
+        print(line, file=sys.stderr, flush=True)
+    if not (wait or launcher.stays):
+        return launch
+    launcher.wait(launch.groups)
+    submitted = {*names_of(launch.todo), *launch.here}
+    if left := [name for name in names_of(missing_groups(run, config, wish)) if name in submitted]:
         raise AtollError(
             f"not finished: {', '.join(left)}; their logs are in {logs_of(run)}, the same command continues"
         )
+    return launch
 
 
 def as_lines(launch: Launch) -> list[str]:

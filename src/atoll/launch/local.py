@@ -12,12 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
+from atoll.core import layout
 from atoll.core.errors import AtollError
+from atoll.core.metrics_file import last_line
 from atoll.core.progress import progress
 from atoll.launch.base import AGAIN, TICKET, Setting, as_shell
 from atoll.launch.plan import Group, Step
 
 _PAUSE = 0.1
+_PROGRESS_SECONDS = 1.0
+"""Between two looks at the metrics of the running jobs; they write a line every few seconds."""
+_LAST_LINES = 5
+"""Of the log of a failed job: the reason and what led to it."""
 
 
 @dataclass
@@ -89,7 +95,7 @@ class Local:
     @property
     def cores(self) -> int:
         """Cores of one island."""
-        return self.setting.island.cores or max(1, _cores() // self.at_once)
+        return self.setting.island.cores or max(1, cores() // self.at_once)
 
     def environment(self, group: Group, slot: int) -> dict[str, str]:
         """What a step is told about its share."""
@@ -118,14 +124,20 @@ class Local:
             return
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, lambda *_: self._ask_to_stop()) for number in numbers}
-        total = sum(map(len, self._left.values()))
+        steps = [step for group in self._groups for step in group.steps]
+        images = sum(step.samples for step in steps)
+        done, looked = self._done(steps), time.monotonic()
         try:
-            with progress("launch", total, unit="jobs") as bar:
+            with progress("launch", images or len(steps), done, unit="images" if images else "jobs") as bar:
                 while self._running or self._startable():
                     self._fill()
                     self._pass_on()
                     time.sleep(_PAUSE)
-                    bar.update(self._reap())
+                    self._reap()
+                    if time.monotonic() - looked > _PROGRESS_SECONDS:
+                        now, looked = self._done(steps), time.monotonic()
+                        bar.update(now - done)
+                        done = now
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -133,6 +145,12 @@ class Local:
             self._list.close()
         if self._stop:
             raise AtollError("stopped; what was running has saved, and the same command continues")
+
+    def _done(self, steps: Sequence[Step]) -> int:
+        """Return the images that all jobs have seen; of a preparation alone, the jobs that are done."""
+        if any(step.samples for step in steps):
+            return sum(images_seen(self.setting.run, step) for step in steps)
+        return len(steps) - sum(map(len, self._left.values()))
 
     def _ask_to_stop(self) -> None:
         self._stop = True
@@ -146,31 +164,35 @@ class Local:
                 running.told = True
 
     def _startable(self) -> list[tuple[Group, Step]]:
-        """Steps whose needs are met, in order; none while stopping."""
+        """Return the steps whose needs are met, the longest training first; none while stopping.
+
+        The longest first is the classic rule for few slots: a long job that starts last would run alone at the end.
+        """
         if self._stop:
             return []
         busy = {running.step.name for running in self._running}
-        return [
+        ready = [
             (group, step)
             for group in self._groups
             if not any(self._left.get(need) for need in group.needs)
             for step in group.steps
             if step.name in self._left[group.name] and step.name not in busy and step.name not in self._failed
         ]
+        return sorted(ready, key=lambda one: -one[1].flops)
 
     def _fill(self) -> None:
         free = sorted(set(range(self.at_once)) - {running.slot for running in self._running})
         for slot, (group, step) in zip(free, self._startable(), strict=False):
-            print(f"{step.name}: started, log in {self.setting.logs() / step.name}.log", file=sys.stderr, flush=True)
+            length = f" for {step.samples:,} images" if step.samples else ""
+            print(f"{step.name}: started{length}, log in {self._log(step)}", file=sys.stderr, flush=True)
             process = subprocess.Popen(
                 self.setting.command(group, step), env={**os.environ, **self.environment(group, slot)},
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
             self._running.append(Running(process, group, step, slot))
 
-    def _reap(self) -> int:
-        """Note what ended and count what is done; what asks for it, or died without a word, is still left."""
-        done = 0
+    def _reap(self) -> None:
+        """Note what ended; a job that asks for another attempt, or was killed, is still left."""
         for running in list(self._running):
             code = running.process.poll()
             if code is None:
@@ -179,14 +201,25 @@ class Local:
             if code == 0:
                 self._left[running.group.name].discard(running.step.name)
                 print(f"{running.step.name}: done", file=sys.stderr, flush=True)
-                done += 1
             elif code != AGAIN and code > 0:
                 self._failed.append(running.step.name)
-                print(f"{running.step.name}: failed with code {code}", file=sys.stderr, flush=True)
-        return done
+                log = self._log(running.step)
+                text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+                lines = [f"{running.step.name}: failed with code {code}", *text.splitlines()[-_LAST_LINES:]]
+                print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def _log(self, step: Step) -> Path:
+        return self.setting.logs() / f"{step.name}.log"
 
 
-def _cores() -> int:
+def images_seen(run: Path, step: Step) -> int:
+    """Return the images that a training job has seen, by its metrics."""
+    line = last_line(run / layout.metrics(step.name))
+    return min(line.samples, step.samples) if line else 0
+
+
+def cores() -> int:
+    """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -11,7 +11,7 @@ groups. What is finished is told by the run's artifacts alone.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
@@ -30,6 +30,9 @@ class Step:
     index: int
     arguments: tuple[str, ...]
     samples: int = 0
+    """Images that a training job sees."""
+    flops: int = 0
+    """FLOPs of a training job; 0 until `with_flops` has counted them."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def _training(run: Path, config: Config, wish: Wish, *, numbers: Sequence[int]) 
     }
     groups = []
     for kind, jobs in commands.items():
-        own = {"router": config.router.samples, "student": config.student.samples}.get(kind)
+        own: int | None = getattr(config, kind).samples if kind in layout.OTHERS else None
         steps = tuple(
             Step(name, index, ("train", str(run), *arguments, *wish.options), own or config.train.samples)
             for name, index, arguments in jobs
@@ -114,6 +117,34 @@ def _training(run: Path, config: Config, wish: Wish, *, numbers: Sequence[int]) 
         )
         groups.append(Group(kind, steps, (last, "experts") if kind == "student" else (last,)))
     return groups
+
+
+def with_flops(run: Path, config: Config, groups: Sequence[Group]) -> list[Group]:
+    """Return the same groups with the FLOPs of their training jobs, so that the longest can start first.
+
+    A job that cannot be resolved has 0: its latents may have an unknown shape before the preparation, and of anything
+    else the job itself gives the reason. Counting needs torch, whose import takes seconds: a lone job is not counted.
+    """
+    if sum(step.samples > 0 for group in groups for step in group.steps) < 2:
+        return list(groups)
+    from atoll.train.cost import image_cost
+    from atoll.train.spec import resolve_job
+
+    def flops(group: Group, step: Step) -> int:
+        if not step.samples:
+            return 0
+        number = layout.expert_number(step.name)
+        kind = "expert" if number is not None else group.name
+        try:
+            spec = resolve_job(run, config, cast(layout.JobKind, kind), expert=number)
+            cost = image_cost(spec.network, spec.shapes)
+        except AtollError:
+            return 0
+        return spec.settings.samples * cost.training_flops(spec.settings.checkpointing)
+
+    return [
+        replace(group, steps=tuple(replace(step, flops=flops(group, step)) for step in group.steps)) for group in groups
+    ]
 
 
 def _preparation(run: Path, config: Config, wish: Wish) -> list[Group]:

@@ -186,9 +186,8 @@ def _read_data(run: Path, clusters: tuple[int, ...]) -> PreparedData | None:
 
 def _settings(config: Config, kind: layout.JobKind) -> Train:
     """Return `train` with the job's own section on top."""
-    own = {"router": config.router, "student": config.student}.get(kind)
-    keys = ("samples", "batch", "lr", "decay")
-    changes = {key: getattr(own, key) for key in keys if getattr(own, key, None) is not None}
+    own = {"router": config.router, "monolith": config.monolith, "student": config.student}.get(kind)
+    changes = own.model_dump(include=set(Train.model_fields), exclude_none=True) if own else {}
     if kind == "router":
         changes["checkpointing"] = False  # the router is small
     return config.train.model_copy(update=changes)
