@@ -236,7 +236,7 @@ def _company(url: str, steps: int) -> Iterable[Row]:
 
 
 def _memory(url: str, process: psutil.Process, count: int) -> Iterable[Row]:
-    """RoutingState of the server after many requests of different prompts, over that after a tenth of them."""
+    """Memory of the server after many requests of different prompts, over that after a tenth of them."""
     kept = []
     for part in (count // 10, count - count // 10):
         bodies = [

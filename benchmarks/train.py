@@ -13,6 +13,7 @@ import torch
 
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
+from atoll.core.config_yaml import to_yaml
 from atoll.core.manifests import SHARDS
 from atoll.data.dataset import Batch, Shards
 from atoll.nets import build
@@ -39,7 +40,7 @@ def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> config
     }
     config = configuration.resolve(settings)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "atoll.yaml").write_text(configuration.to_yaml(config))
+    (folder / "atoll.yaml").write_text(to_yaml(config))
     if artifact.begin(SHARDS, {"random": True}):
         return config
     generator = torch.Generator().manual_seed(0)
@@ -161,7 +162,7 @@ def peak(name: str) -> None:
 
 
 def memory_bytes(which: str) -> int:
-    """RoutingState of the process now (VmRSS) or at its highest (VmHWM)."""
+    """Memory of the process now (VmRSS) or at its highest (VmHWM)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[which].split()[0]) * 1024
 

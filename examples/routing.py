@@ -19,6 +19,7 @@ from torch import Tensor
 from atoll import flow
 from atoll.ensemble import RoutingState
 from atoll.ensemble.analytic import ideal_ensemble
+from atoll.flow import rng
 
 OBJECTIVES = ["ddpm", "ddpm-linear", "x0", "v-prediction", "flow-matching"]
 STRATEGIES = [
@@ -55,7 +56,7 @@ def sample(mixture: flow.GaussianMixture, routing: str, count: int, steps: int) 
     """Samples, and the mean number of experts that ran for one at each step."""
     ensemble = ideal_ensemble(mixture, [[k] for k in range(5)], OBJECTIVES)
     clusters = torch.multinomial(mixture.weights, count, replacement=True, generator=torch.Generator().manual_seed(3))
-    noise = flow.randomness.normal((count, 2), seed=0, stream=0, first=0)
+    noise = rng.normal((count, 2), seed=0, stream=0, first=0)
     state = RoutingState(trace=[])
     x = flow.solve(
         lambda x, t: ensemble.velocity(x, t[:1], routing=routing, cluster=clusters, state=state),

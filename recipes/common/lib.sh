@@ -52,6 +52,15 @@ partition() { # partition K METHOD: the data in K clusters, for all arms that ha
     $atoll prepare "$run"
 }
 
+keep() { # keep FILE: write the settings given to it; finished networks belong to them, so others are refused
+    local new; new=$(cat)
+    if [ -f "$1" ] && [ "$new" != "$(cat "$1")" ]; then
+        echo "$1 has other settings; remove its folder, or choose another ROOT" >&2
+        return 1
+    fi
+    echo "$new" > "$1"
+}
+
 make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
     local run; run=$(arm "$1")
     local samples=$((STEPS * TOTAL / $2))
@@ -69,7 +78,7 @@ make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
         settings monolith $TOTAL $((STEPS * TOTAL)) # the samples of all experts together
         settings train $((TOTAL / $2)) $samples
         printf '  %s\n' "lr: ${LR:-4.0e-3}" "decay: ${DECAY:-cosine}" "seed: $SEED" "grid_every: $samples"
-    } > "$run/atoll.yaml"
+    } | keep "$run/atoll.yaml"
     $atoll config "$run" > /dev/null
 }
 

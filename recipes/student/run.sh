@@ -4,6 +4,10 @@ set -euo pipefail
 run=${1:-runs/student}
 atoll=${ATOLL:-.venv/bin/atoll}
 mkdir -p "$run"
+if [ -f "$run/atoll.yaml" ] && ! cmp -s recipes/student/atoll.yaml "$run/atoll.yaml"; then
+    echo "$run has other settings; remove it, or choose another folder" >&2
+    exit 1
+fi
 cp recipes/student/atoll.yaml "$run/atoll.yaml"
 $atoll launch "$run" --jobs prepare experts router student monolith
 ${ATOLL_PYTHON:-.venv/bin/python} recipes/student/figures.py "$run"

@@ -266,6 +266,21 @@ def test_the_paris_release_is_sampled_as_its_users_do(release: Path) -> None:
     assert (got - expected).abs().max() <= 1
 
 
+def test_one_expert_of_a_release_needs_no_router(release: Path, tmp_path: Path) -> None:
+    alone = Path(shutil.copytree(release, tmp_path / "alone"))
+    shutil.rmtree(alone / "router")
+    assert atoll.load(alone, "expert:1").ensemble.experts[0].name == "expert_1"
+    with pytest.raises(AtollError, match="router is missing"):
+        atoll.load(alone)
+
+
+def test_a_release_may_name_a_custom_pipeline(release: Path, tmp_path: Path) -> None:
+    """diffusers names the class of a custom pipeline by a list."""
+    custom = Path(shutil.copytree(release, tmp_path / "custom"))
+    (custom / "model_index.json").write_text(json.dumps({"_class_name": ["pipeline", "ParisPipeline"]}))
+    assert len(atoll.load(custom).ensemble.experts) == 3
+
+
 def test_a_damaged_release_is_refused(release: Path, tmp_path: Path) -> None:
     def copy(name: str) -> Path:
         return Path(shutil.copytree(release, tmp_path / name))

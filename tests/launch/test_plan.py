@@ -51,6 +51,14 @@ def commit(run: Path, name: str) -> None:
     artifact.commit({})
 
 
+def test_a_stage_waits_for_those_before_one_that_is_left_out(fresh: Path) -> None:
+    """Random clusters need no features, but they need the images."""
+    planned = groups(fresh, "clusters.method", "random", kinds=WORK, shares=2)
+    assert "features" not in planned
+    assert planned["clusters"][1] == ("ingest",)
+    assert planned["shards"][1] == ("clusters", "latents", "text")
+
+
 def test_a_fresh_run_in_shares(fresh: Path) -> None:
     assert groups(fresh, kinds=WORK, shares=2) == {
         "ingest": (["prepare/ingest-0-of-2", "prepare/ingest-1-of-2"], ()),

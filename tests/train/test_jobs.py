@@ -207,6 +207,9 @@ def test_experts_may_start_from_networks_of_their_own(trained_experts: Path) -> 
     assert resolve_job(trained_experts, only, "expert", expert=0).init_from is None
     with pytest.raises(AtollError, match=r"train.init_from.7: there is no expert 7"):
         config.load(trained_experts, {"train.init_from": "{7: somewhere}"})
+    for wrong in ("3", "{first: somewhere}", "{0: 1}"):
+        with pytest.raises(AtollError, match=r"train.init_from: expected a folder, or \{default: FOLDER, 3: FOLDER\}"):
+            config.load(trained_experts, {"train.init_from": wrong})
 
 
 def test_experts_of_other_kinds_train_too(new_run: Copy) -> None:

@@ -72,6 +72,13 @@ def _checked(kind: Literal["DiT", "Router"]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _folders(value: object) -> object:
+    folders = value if isinstance(value, dict) else {"default": "" if value is None else value}
+    if all((key == "default" or isinstance(key, int)) and isinstance(folders[key], str) for key in folders):
+        return value
+    raise ValueError(f"expected a folder, or {{default: FOLDER, 3: FOLDER}} by expert, got {value!r}")
+
+
 ExpertKey = Literal["default"] | int
 _EMA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 """Names of EMAs become parts of file names, so they must not lead to another folder."""
@@ -177,7 +184,7 @@ class Train(Section):
         "auto", description="what experts are told; auto is text if there is, else the label if there is"
     )
     condition_dropout: float = Field(0.1, ge=0, le=1, description="share of samples trained without, for guidance")
-    init_from: str | dict[ExpertKey, str] | None = Field(
+    init_from: Annotated[str | dict[ExpertKey, str] | None, BeforeValidator(_folders)] = Field(
         None, description="folder of a network to start from, or {default: FOLDER, 3: FOLDER} by expert"
     )
     checkpointing: bool = Field(False, description="compute activations twice to save memory")

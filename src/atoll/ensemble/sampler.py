@@ -10,7 +10,6 @@ to the rounding of float32: a batch of another size is summed in another order.
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from atoll.data.encoders import Encoders
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.guidance import Guidance
 from atoll.ensemble.plan import Plan, plan
-from atoll.ensemble.routing import RoutingState, parse
+from atoll.ensemble.routing import Decision, RoutingState, parse
 from atoll.ensemble.samples import Samples, Settings, Trace
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.flow import rng
@@ -102,14 +101,16 @@ class Sampler:
         wanted = self._request(prompts, labels, n=n, clusters=clusters)
         for notice in self._notices(prompts is not None, labels is not None, settings=chosen):
             print(f"warning: {notice}", file=sys.stderr)
-        count, states = len(wanted.told), []
+        self.encoders.autoencoder()  # one that is missing is noticed before the work
+        count = len(wanted.told)
+        parts: list[Tensor] = []
+        decisions: list[list[Decision]] = []
         with progress("sampling", -(-count // batch) * len(chosen.evaluated_at), unit="steps") as bar:
             for first in range(0, count, batch):
                 state = self._begin(wanted, chosen, part=slice(first, min(first + batch, count)), trace=trace)
-                state.x = self.run(state, chosen, on_velocity=lambda *_: bar.update(1))
-                states.append(state)
-        latents = torch.cat([state.x for state in states])
-        decisions = [state.routing.trace for state in states if state.routing.trace is not None]
+                parts.append(self.run(state, chosen, on_velocity=lambda *_: bar.update(1)))
+                decisions.append(state.routing.trace or [])
+        latents = torch.cat(parts)
         names = tuple(expert.name for expert in self.ensemble.experts)
         made = Trace.of(decisions, names) if trace else None
         return Samples(latents, self.decode(latents), wanted.told, chosen, made)
@@ -154,16 +155,11 @@ class Sampler:
                 on_velocity(x, now, v)
             return v
 
-        scheduler = self.scheduler
-        if scheduler is None and settings.solver not in flow.solvers.OWN_SOLVERS:
-            scheduler = flow.diffusers_scheduler(settings.solver, settings.shift)
-        if scheduler is not None:
-            own = settings.scheduler_times
-            return flow.run_scheduler(scheduler, velocity, state.x, steps=settings.steps, scheduler_times=own)
-        x = state.x
-        for t, t_next in pairwise(flow.solver_times(settings.steps, settings.shift)):
-            x = flow.step(velocity, x, [t], to=[t_next], solver=settings.solver).x
-        return x
+        steps, own = settings.steps, settings.scheduler_times
+        if self.scheduler is not None:
+            return flow.run_scheduler(self.scheduler, velocity, state.x, steps=steps, scheduler_times=own)
+        solver, shift = settings.solver, settings.shift
+        return flow.solve(velocity, state.x, steps=steps, solver=solver, shift=shift, scheduler_times=own)
 
     def step(
         self,

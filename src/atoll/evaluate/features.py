@@ -72,7 +72,7 @@ class Reference(FeatureSet):
     about: ReferenceSpec
 
 
-@lru_cache(maxsize=2)  # generated images and real ones, for all metrics that compare them
+@lru_cache(maxsize=4)  # of two vision networks, those of the generated images and of the real ones
 def _features(artifact: Artifact) -> Tensor:
     files = sorted(file for file in artifact.open(FEATURES).files if file != _STATISTICS)
     return torch.cat([load_file(artifact.path(file))["features"] for file in files])

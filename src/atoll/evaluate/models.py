@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Kind
@@ -15,6 +15,7 @@ from atoll.ensemble import Sampler, Settings, load, parse
 from atoll.evaluate.results import ForwardCost, TrainingCost
 from atoll.train.cost import Cost, image_cost, training_bytes
 from atoll.train.expected import DataShapes
+from atoll.train.spec import job_settings
 
 KINDS = (*layout.MODELS, "singles")
 
@@ -56,12 +57,11 @@ class Subject:
         """Return what its networks cost in training, from their manifests, with an estimate of the memory."""
         spent = [content.compute for content in self._contents() if content.compute]
         totals = {key: sum(getattr(one, key) for one in spent) for key in ComputeSpec.model_fields}
-        settings = config.train
-        micro, half = settings.batch // settings.accumulate, settings.precision != "float32"
-        sizes = [
-            training_bytes(one, micro, len(settings.ema), half=half, checkpointing=settings.checkpointing)
-            for one in self._costs().values()
-        ]
+        sizes = []
+        for name, one in self._costs().items():
+            settings = job_settings(config, cast(layout.JobKind, name if name in layout.OTHERS else "expert"))
+            micro, half = settings.batch // settings.accumulate, settings.precision != "float32"
+            sizes.append(training_bytes(one, micro, len(settings.ema), half=half, checkpointing=settings.checkpointing))
         longest = max(one.seconds for one in spent)
         return TrainingCost(**totals, longest_job_seconds=longest, estimated_bytes=max(sizes))
 

@@ -44,6 +44,7 @@ class ModelIndex(Foreign):
         if not isinstance(values, dict):
             return {}
         kind = values.get("_class_name")
+        kind = kind if isinstance(kind, str) else None  # diffusers names a custom pipeline by a list
         named = [name for name in values if kind == PIPELINE_CLASS and not name.startswith("_")]
         return {"_class_name": kind, "components": {name: values[name] for name in named}}
 
@@ -103,7 +104,7 @@ def open_folder(source: str | Path, model: str) -> Opened:
         declared = experts[0].declaration
         return Opened(experts, router, Encoders.of(declared.latents, declared.text, folder)).choose(model, folder)
     if Paris.recognises(folder):
-        return Paris(folder).open().choose(model, folder)
+        return Paris(folder).open(model)
     raise refusal(folder, index)
 
 

@@ -9,8 +9,9 @@ caption. Latents are those of the autoencoder times its scaling factor. Times ar
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,16 @@ class Paris:
         file = folder / "expert_0" / WEIGHTS_FILE
         return file.is_file() and layout("paris").matches(shapes(file))
 
-    def open(self) -> Opened:
-        """Find the experts and the router."""
+    def open(self, model: str) -> Opened:
+        """Find the experts, or one of them (`expert:K`), and the router where there are several."""
         found = sorted(int(path.name[7:]) for path in self.folder.glob("expert_*") if path.name[7:].isdecimal())
         if found != list(range(len(found))):
             raise AtollError(f"{self.folder} has experts {found}; expected all from expert_0 on, one for each cluster")
         encoders = self._encoders()
-        experts = [self._reference(number, encoders) for number in found]
-        return Opened(experts, self._router(len(experts)), encoders)
+        null_text = cache(lambda: encoders.text_encoder()([""])[0][0])  # the empty caption (tokens, width)
+        experts = [self._reference(number, null_text) for number in found]
+        opened = Opened(experts, None, encoders).choose(model, self.folder)
+        return opened if len(opened.experts) == 1 else replace(opened, router=self._router(len(experts)))
 
     def _encoders(self) -> Encoders:
         """CLIP, which attends to whole captions, and the autoencoder."""
@@ -104,14 +107,14 @@ class Paris:
     def _expert(self, number: int) -> Path:
         return weights_of(self.folder / f"expert_{number}")
 
-    def _reference(self, number: int, encoders: Encoders) -> ExpertReference:
+    def _reference(self, number: int, null_text: Callable[[], Tensor]) -> ExpertReference:
         known, file = layout("paris"), self._expert(number)
         config = _config(known, file)
         assert isinstance(config, DiTConfig)
 
         def network() -> nn.Module:
             network = _filled(DiT(config), known, file, config=config)
-            network.null_text = nn.Parameter(encoders.text_encoder()([""])[0][0])  # the empty caption (tokens, width)
+            network.null_text = nn.Parameter(null_text())
             return network
 
         declaration = self._declaration(f"expert_{number}", (number,), config)

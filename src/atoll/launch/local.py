@@ -138,6 +138,7 @@ class Local:
                         now, looked = self._done(steps), time.monotonic()
                         bar.update(now - done)
                         done = now
+                bar.update(self._done(steps) - done)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

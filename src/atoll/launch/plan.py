@@ -19,7 +19,6 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError
 
 Kind = Literal["prepare", "experts", "router", "monolith", "student"]
-"""As `atoll.data.stages.shards` names them; that would import torch, and a launch shall answer at once."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +151,17 @@ def _preparation(run: Path, config: Config, wish: Wish) -> list[Group]:
     if wish.shares == 1:
         return [Group("prepare", (Step("prepare", 0, ("prepare", str(run), *wish.options)),), (), "gpu")]
     from atoll.data.prepare import STAGES, open_job
+    from atoll.data.stages.base import Stage
 
     job = open_job(run, config)
-    groups = []
+    groups: list[Group] = []
+
+    def needs_of(stage: Stage) -> tuple[str, ...]:
+        """Return the groups to wait for; in place of a stage that is left out, those that it would wait for."""
+        planned = {group.name for group in groups}
+        found = ((earlier.name,) if earlier.name in planned else needs_of(earlier) for earlier in stage.inputs)
+        return tuple(dict.fromkeys(name for names in found for name in names))
+
     for stage in STAGES:
         if stage.unneeded(job) or stage.is_done(job):
             continue
@@ -164,6 +171,5 @@ def _preparation(run: Path, config: Config, wish: Wish) -> list[Group]:
             divided = ("--shard", f"{share}/{count}") if count > 1 else ()
             name = f"prepare/{stage.name}" + (f"-{share}-of-{count}" if count > 1 else "")
             steps.append(Step(name, share, ("prepare", str(run), "--stage", stage.name, *divided, *wish.options)))
-        needs = tuple(earlier.name for earlier in stage.inputs)
-        groups.append(Group(stage.name, tuple(steps), needs, "gpu" if stage.needs_gpu else "cpu"))
+        groups.append(Group(stage.name, tuple(steps), needs_of(stage), "gpu" if stage.needs_gpu else "cpu"))
     return groups

@@ -66,7 +66,9 @@ def _latents(autoencoder: str, resolution: int) -> tuple[int, ...]:
         channels, stride = LATENTS[autoencoder]
     else:
         settings = _settings(shipped.path() if autoencoder == "emoji" else Path(autoencoder), "the latents' shape")
-        blocks = settings.get("block_out_channels") or settings["encoder_block_out_channels"]
+        blocks = settings.get("block_out_channels") or settings.get("encoder_block_out_channels")
+        if not isinstance(blocks, list) or not isinstance(settings.get("latent_channels"), int):
+            raise AtollError(f"{autoencoder} does not say how its latents are shaped; prepare the data first")
         channels, stride = settings["latent_channels"], 2 ** (len(blocks) - 1)
     return (channels, resolution // stride, resolution // stride)
 
@@ -79,7 +81,9 @@ def _text(encoder: str, max_tokens: int) -> TextShape | None:
     else:
         settings = _settings(Path(encoder), "the text's width")
         settings = settings.get("text_config", settings)
-        width = pooled = settings.get("d_model") or settings["hidden_size"]
+        width = pooled = settings.get("d_model") or settings.get("hidden_size")
+        if not isinstance(width, int):
+            raise AtollError(f"{encoder} does not say how wide its text tokens are; prepare the data first")
     return TextShape(max_tokens, width, pooled)
 
 
@@ -94,5 +98,8 @@ def _settings(folder: Path, what: str) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise AtollError(f"{what} is not known before the data is prepared: {folder} is no folder with a config.json")
-    settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise AtollError(f"{file} is not JSON: {error}") from error
     return settings

@@ -34,9 +34,12 @@ def draw_grid(task: Task, averages: Averages, journal: Journal, *, settings: Tra
             noise = rng.normal((count, *content.latents.shape), seed=task.seed, stream=GRID_STREAM, first=0)
             sampler = Sampler(Ensemble.of_expert(expert), Encoders.of(content.latents, content.text))
             # Not prepared for many steps: FSDP2 gathers a sharded network in its forward pass only.
-            conditions = BatchConditions.of(condition, torch.arange(count, device=task.device))
-            state = SamplerState(noise.to(task.device), conditions, RoutingState())
-            latents = sampler.run(state, Settings(steps=GRID_STEPS, guidance=settings.grid_guidance))
+            how, parts = Settings(steps=GRID_STEPS, guidance=settings.grid_guidance), []
+            # In two halves: guidance doubles the rows, and the optimizer's state is in memory too.
+            for part in torch.arange(count, device=task.device).chunk(2):
+                state = SamplerState(noise.to(task.device)[part], BatchConditions.of(condition, part), RoutingState())
+                parts.append(sampler.run(state, how))
+            latents = torch.cat(parts)
     task.network.train(training)
     if expert is not None:
         journal.picture(np.stack([np.asarray(image) for image in sampler.decode(latents)]))

@@ -1,6 +1,6 @@
 """Resolve a training job: from a run and its configuration to plain values.
 
-    spec = resolve_job(run, config, "expert", expert=3)    # reads manifests, nothing else
+    spec = resolve_job(run, config, "expert", expert=3)    # reads manifests and config.json files, no tensors
     train_job(spec)                                        # `atoll.train.job`
 
 A dry run is the first call without the second. It works before the data is prepared: the shapes of the data are then
@@ -119,7 +119,7 @@ def resolve_job(
         network = _fitted_network("DiT", choice, needed, key=key)
     _check_network(network, config, data, classes=needed.get("num_classes", 0), key=key)
 
-    settings = _settings(config, kind)
+    settings = job_settings(config, kind)
     images = settings.samples
     if match_flops is not None:
         images = expert_flops(match_flops) // image_cost(network, shapes).training_flops(settings.checkpointing)
@@ -184,7 +184,7 @@ def _read_data(run: Path, clusters: tuple[int, ...]) -> PreparedData | None:
     return PreparedData(contents[0], images, tuple(manifest.digest for manifest in manifests))
 
 
-def _settings(config: Config, kind: layout.JobKind) -> Train:
+def job_settings(config: Config, kind: layout.JobKind) -> Train:
     """Return `train` with the job's own section on top."""
     own = {"router": config.router, "monolith": config.monolith, "student": config.student}.get(kind)
     changes = own.model_dump(include=set(Train.model_fields), exclude_none=True) if own else {}
