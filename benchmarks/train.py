@@ -134,7 +134,7 @@ def checkpoint_pause(folder: Path, name: str) -> list[Row]:
             stream.flush()
             os.fsync(stream.fileno())
 
-    times = interleave({"save": lambda: checkpoints.save(state, next(counter), {}), "plain": plain}, repeats=5)
+    times = interleave({"save": lambda: checkpoints.save(state, next(counter), 0.0), "plain": plain}, repeats=5)
     ratio = times["save"] / times["plain"]
     return [
         Row(f"checkpoint of {len(blob) / 1e6:.0f} MB / plain write of as many bytes", ratio, None, "lower"),
