@@ -25,11 +25,15 @@ PACKAGES = (
 """In dependency order: a package imports only from those before it."""
 MAX_LINES = 400
 MAX_POSITIONAL = 3
+MAX_UNTYPED = 40
+"""Places with `dict[str, Any]`: content that is known has a type of its own."""
 RUN_PATH = re.compile(
     r"^(experts/|data/|.*/final\b|.*/checkpoints\b|.*\bmetrics\.jsonl|atoll\.yaml|policy\.json|manifest\.json|grids\b|"
     r"evaluation/|report\.html)"
 )
 """String constants that spell a path of a run. Only core/layout.py may have them; with a space in it, it is prose."""
+
+UNTYPED = "dict[str, Any]"
 
 Check = Callable[[Path], list[str]]
 
@@ -129,7 +133,22 @@ def files_in_properties(package: Path) -> list[str]:
     return wrong
 
 
-CHECKS = [package_order, module_cycles, path_literals, positional_parameters, long_files, files_in_properties]
+def untyped_dictionaries(package: Path) -> list[str]:
+    """List the places of `dict[str, Any]` if there are too many."""
+    texts = {file: file.read_text(encoding="utf-8").splitlines() for file in sorted(package.rglob("*.py"))}
+    found = [f"{file.name}: {line.strip()}" for file, lines in texts.items() for line in lines if UNTYPED in line]
+    return found if len(found) > MAX_UNTYPED else []
+
+
+CHECKS = [
+    package_order,
+    module_cycles,
+    path_literals,
+    positional_parameters,
+    long_files,
+    files_in_properties,
+    untyped_dictionaries,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -165,6 +184,7 @@ MINIATURE = {
         (positional_parameters, "cli/verb.py", "def wide(a, b, c, d): ..."),
         (positional_parameters, "cli/verb.py", "class Wide:\n    async def wide(self, a, b, c, d): ..."),
         (long_files, "core/errors.py", "\n" * MAX_LINES),
+        (untyped_dictionaries, "nets/dit.py", "a: dict[str, Any]\n" * (MAX_UNTYPED + 1)),
         (files_in_properties, "nets/dit.py", "class A:\n    @property\n    def b(self): return self.c.read_text()"),
         (files_in_properties, "nets/dit.py", "class A:\n    @cached_property\n    def b(self): return load_file(1)"),
     ],
