@@ -29,7 +29,7 @@ MAX_UNTYPED = 40
 """Places with `dict[str, Any]`: content that is known has a type of its own."""
 RUN_PATH = re.compile(
     r"^(experts/|data/|.*/final\b|.*/checkpoints\b|.*\bmetrics\.jsonl|atoll\.yaml|policy\.json|manifest\.json|grids\b|"
-    r"evaluation/|report\.html)"
+    r"evaluation/|launch/|report\.html)|experts/\["
 )
 """String constants that spell a path of a run. Only core/layout.py may have them; with a space in it, it is prose."""
 

@@ -90,7 +90,7 @@ class Sample:
             scheduler_times=self.scheduler_times, seed=self.seed,
         )  # fmt: skip
         is_run = (self.folder / layout.CONFIG_FILE).is_file()
-        files = save(samples, self.out or (self.folder / "samples" if is_run else Path("samples")))
+        files = save(samples, self.out or (self.folder / layout.SAMPLES if is_run else Path("samples")))
         quantized = sampler.ensemble.cache.quantisation_error
         for name, error in quantized.items():
             print(f"{name}: eight bits change its velocity by {error:.2%}", file=sys.stderr)

@@ -26,6 +26,10 @@ METRICS_FILE = "metrics.jsonl"
 
 INGEST, FEATURES, CLUSTERS = "data/ingest", "data/features", "data/clusters"
 LATENTS, TEXT = "data/latents", "data/text"
+LAUNCH = "launch"
+LAUNCH_LOGS, LAUNCH_LISTS = f"{LAUNCH}/logs", f"{LAUNCH}/local"
+LAUNCH_SLURM, LAUNCH_TALLIES = f"{LAUNCH}/slurm", f"{LAUNCH}/tallies"
+SAMPLES = "samples"
 EVALUATION = "evaluation"
 LATEST_EVALUATION = f"{EVALUATION}/latest.json"
 
@@ -38,6 +42,8 @@ MODELS = ("experts", MONOLITH, STUDENT, "expert:K")
 """The ids of what can be opened as one model: all experts under the router, a dense network, or one expert."""
 
 _EXPERT = re.compile(r"experts/(\d{3,})")
+JOB_PATTERN = r"^(experts/[0-9]{3,5}|router|monolith|student)$"
+"""Of the names of jobs, to check those that a request names."""
 CHECKPOINTS_PATTERN = "experts/[0-9]{3,6}/checkpoints"
 """Of the folders of experts' checkpoints, to check names that somebody else wrote."""
 

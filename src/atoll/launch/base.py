@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from atoll.core import layout
 from atoll.core.config import Island
 from atoll.launch.plan import Group, Step
 
@@ -76,7 +77,7 @@ class Setting:
 
 def logs_of(run: Path) -> Path:
     """Where every attempt at a step appends what it says: `STEP.log` in this folder."""
-    return run / "launch" / "logs"
+    return run / layout.LAUNCH_LOGS
 
 
 def as_shell(command: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.islands.leases import survey
@@ -152,7 +153,7 @@ def names_of(groups: Sequence[Group]) -> list[str]:
 
 @contextmanager
 def _alone(run: Path) -> Iterator[None]:
-    folder = run / "launch"
+    folder = run / layout.LAUNCH
     folder.mkdir(exist_ok=True)
     with (folder / ".lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

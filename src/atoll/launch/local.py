@@ -79,7 +79,7 @@ class Local:
 
     @property
     def _lists(self) -> Path:
-        return self.setting.run / "launch" / "local"
+        return self.setting.run / layout.LAUNCH_LISTS
 
     def show(self, groups: Sequence[Group], live: Mapping[str, Sequence[str]]) -> str:
         """The commands, with what is special in their environment."""

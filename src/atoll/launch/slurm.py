@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.launch.base import AGAIN, TICKET, Setting, as_shell
 from atoll.launch.plan import Group
@@ -51,7 +52,7 @@ class Slurm:
 
     def submit(self, groups: Sequence[Group], live: Mapping[str, Sequence[str]]) -> None:
         """One sbatch for each group, in order."""
-        (self.setting.run / "launch" / "slurm").mkdir(parents=True, exist_ok=True)
+        (self.setting.run / layout.LAUNCH_SLURM).mkdir(parents=True, exist_ok=True)
         new: dict[str, str] = {}
         for group in groups:
             script = self.script(group, needed_jobs(group, live, new))

@@ -84,7 +84,7 @@ class Attempt:
 
     @property
     def _tally(self) -> Path:
-        return self.run / "launch" / "tallies" / f"{self.step}.json"
+        return self.run / layout.LAUNCH_TALLIES / f"{self.step}.json"
 
     def _say(self, words: str) -> None:
         line = f"[{time.strftime('%Y-%m-%d %H:%M:%S')} {holder(self.ticket)}] {words}"
@@ -152,7 +152,7 @@ class Attempt:
 
     def _note(self, deaths: int, saved: int) -> None:
         note = to_json({"ticket": self.ticket, "deaths": deaths, "saved": saved})
-        Artifact(self.run, "launch/tallies").write(f"{self.step}.json", note)
+        Artifact(self.run, layout.LAUNCH_TALLIES).write(f"{self.step}.json", note)
 
     def _supervise(self, lease: Lease, stop: threading.Event) -> int:
         """Run the command until it ends; pass on that it shall stop, and end it if the lease is lost."""

@@ -13,6 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
+from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.version import __version__
 from atoll.studio import run_info, schemas
@@ -25,7 +26,6 @@ from atoll.studio.schemas import RefusalError
 OPENING_SECONDS = 20.0
 """Time to open models before the first request is answered; those that take longer are opened meanwhile."""
 PAGE = Path(__file__).parent / "page"
-JOB = r"^(experts/[0-9]{3,5}|router|monolith|student)$"
 _TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -174,7 +174,7 @@ def _add_facts(app: FastAPI, studio: Studio) -> None:
         return run_info.describe_islands(studio.models)
 
     @app.get("/v1/islands/{job:path}/grid.png", response_class=FileResponse, responses={200: _PNG, **_may(404)})
-    def grid(job: Annotated[str, InPath(pattern=JOB)]) -> FileResponse:
+    def grid(job: Annotated[str, InPath(pattern=layout.JOB_PATTERN)]) -> FileResponse:
         """The newest grid of samples of a job."""
         run = studio.models.run
         return _file(None if run is None else run_info.newest_grid(run, job), "this job has drawn no pictures")
