@@ -19,7 +19,7 @@ from pathlib import Path
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.manifests import CHECKPOINT
-from atoll.islands.checkpoint_publisher import Reporter
+from atoll.islands.checkpoint_publisher import CheckpointPublisher
 from atoll.islands.leases import DURATION, MARGIN, Lease
 from atoll.islands.remote_run import open_config, push
 from atoll.islands.store import Store
@@ -96,10 +96,10 @@ def train_job_shared(store: Store, folder: Path, config: Config) -> None:
     shutil.rmtree(folder / "experts", ignore_errors=True)
     clear(store)
     job = resolve_job(folder, config, "expert", expert=0)
-    lease = Lease.take(store, job.job)
+    lease = Lease.acquire(store, job.job)
     assert lease is not None
     with lease:
-        reporter = Reporter(store, lease, job, signer=None, every=PUBLISH_EVERY, stop=threading.Event())
+        reporter = CheckpointPublisher(store, lease, job, signer=None, every=PUBLISH_EVERY, stop=threading.Event())
         train_job(job, reporter)
         reporter.close()
 
@@ -126,7 +126,7 @@ def cost_of_sharing(store: Store, own: Path, config: Config) -> tuple[float, flo
     """CPU seconds of this process for one renewal, and for one checkpoint from the disk into the store."""
     clear(store)
     job = resolve_job(own, config, "expert", expert=0)
-    lease = Lease.take(store, job.job, 1000.0)
+    lease = Lease.acquire(store, job.job, 1000.0)
     assert lease is not None
     before = time.process_time()
     for _ in range(20):
@@ -139,7 +139,7 @@ def cost_of_sharing(store: Store, own: Path, config: Config) -> tuple[float, flo
     artifact.write("state.bin", os.urandom(checkpoint_size(own)))
     artifact.commit({"samples": 1, "seconds": 0.0})
     shutil.move(folder, own / "experts/000/000000000001")
-    reporter = Reporter(store, lease, job, signer=None, every=0.0, stop=threading.Event())
+    reporter = CheckpointPublisher(store, lease, job, signer=None, every=0.0, stop=threading.Event())
     before = time.process_time()
     reporter.saved(Artifact(own, "experts/000/000000000001"))
     reporter.close()

@@ -254,7 +254,7 @@ def test_preparation_in_shares_gives_the_same_bytes(fresh: Path, prepared: Path)
 def test_what_someone_else_works_on_is_neither_submitted_nor_waited_for(
     fresh: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lease = Lease.take(Store.open(fresh), "prepare", holder="another island")
+    lease = Lease.acquire(Store.open(fresh), "prepare", holder="another island")
     assert lease is not None
     assert main(["launch", str(fresh), "--on", "local", "--json"]) == 0
     answer = capsys.readouterr()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.islands.leases import Lease, Seen, look
+from atoll.islands.leases import Lease, LeaseStatus, get_lease
 from atoll.islands.store import Store
 from atoll.launch.base import AGAIN
 from atoll.launch.supervisor import holder, is_over, saved_images
@@ -33,8 +33,8 @@ def attempt(run: Path, code: str, **how: object) -> int:
 
 
 def state(run: Path) -> str:
-    seen = look(Store.open(run), STEP)
-    return seen.record.state if seen else "none"
+    lease_status = get_lease(Store.open(run), STEP)
+    return lease_status.record.state if lease_status else "none"
 
 
 def checkpoint(run: Path, samples: int) -> None:
@@ -52,7 +52,7 @@ def test_exit_codes_and_the_lease_after_them(tmp_path: Path, code: int, answer: 
 def test_a_crash_is_tried_again_until_it_happens_too_often_in_a_row(tmp_path: Path) -> None:
     assert [attempt(tmp_path, "raise SystemExit(9)") for _ in range(3)] == [AGAIN, AGAIN, 9]
     assert state(tmp_path) == "failed"
-    assert "experts/000.log" in look(Store.open(tmp_path), STEP).record.why
+    assert "experts/000.log" in get_lease(Store.open(tmp_path), STEP).record.why
     assert attempt(tmp_path, "raise SystemExit(9)", ticket="test-2") == AGAIN, "a new launch counts anew"
 
 
@@ -104,10 +104,10 @@ def test_an_attempt_whose_lease_is_taken_stops_and_leaves_the_rest_to_the_new_ho
     wait_for(lambda: trainers(tmp_path, STEP), "it runs")
     store = Store.open(tmp_path)
     # Its next renewal, a third of the lease's length away, finds the next key taken.
-    wait_for(lambda: Lease.take(store, STEP, 60, holder="another", state=("held",)), "the lease is taken")
+    wait_for(lambda: Lease.acquire(store, STEP, 60, holder="another", state=("held",)), "the lease is taken")
     assert process.wait(50) == AGAIN, "long before the command would have ended"
     assert not trainers(tmp_path, STEP)
-    assert look(store, STEP).record.holder == "another"
+    assert get_lease(store, STEP).record.holder == "another"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -139,10 +139,10 @@ def test_the_holder_of_a_lease_is_told_apart_by_machine_and_process(tmp_path: Pa
 
 
 def test_an_attempt_of_our_ticket_elsewhere_is_dead_once_it_is_silent_too(tmp_path: Path) -> None:
-    lease = Lease.take(Store.open(tmp_path), STEP, 60, holder="elsewhere:1 ticket 12345678")
+    lease = Lease.acquire(Store.open(tmp_path), STEP, 60, holder="elsewhere:1 ticket 12345678")
     assert lease is not None
-    cut_off, silent = Seen(lease.record, age=29), Seen(lease.record, age=31)
-    assert [is_over(seen, "ticket") for seen in (cut_off, silent)] == [False, True]
+    cut_off, silent = LeaseStatus(lease.record, age=29), LeaseStatus(lease.record, age=31)
+    assert [is_over(lease_status, "ticket") for lease_status in (cut_off, silent)] == [False, True]
     assert not is_over(silent, "another ticket")
     here = lease.record.model_copy(update={"holder": holder("ticket")})
-    assert not is_over(Seen(here, age=31), "ticket"), "it is this very process"
+    assert not is_over(LeaseStatus(here, age=31), "ticket"), "it is this very process"

@@ -117,10 +117,10 @@ class Join:
 
     def run(self) -> None:
         """Train until no expert is left, or until Ctrl-C."""
-        from atoll.islands.worker import check_choice, open_worker
+        from atoll.islands.worker import check_overrides, open_worker
 
         check_folder(self.url)
-        check_choice(self.overrides)
+        check_overrides(self.overrides)
         name = {} if self.name is None else {"name": self.name}
         worker = open_worker(
             self.url,

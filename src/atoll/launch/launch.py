@@ -11,7 +11,7 @@ from typing import Literal
 from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.islands.leases import survey
+from atoll.islands.leases import list_leases
 from atoll.islands.store import Store
 from atoll.launch.base import Launcher, Setting, logs_of
 from atoll.launch.plan import Group, Wish, missing_groups, with_flops
@@ -83,13 +83,13 @@ def look_around(launcher: Launcher, run: Path, config: Config, *, wish: Wish) ->
     groups = missing_groups(run, config, wish)
     here = launcher.observe(groups)
     elsewhere = {
-        job: seen.record.holder
-        for job, seen in survey(Store.open(run)).items()
+        job: lease_status.record.holder
+        for job, lease_status in list_leases(Store.open(run)).items()
         if job in names_of(groups)
         and job not in here
-        and seen.record.state == "held"
-        and not seen.expired
-        and not is_over(seen)
+        and lease_status.record.state == "held"
+        and not lease_status.expired
+        and not is_over(lease_status)
     }
     if launcher.stays:  # what another process of this machine has before it is nothing that this one could wait for
         here, elsewhere = {}, {**elsewhere, **here}

@@ -32,7 +32,7 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.metrics_file import last_line
-from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
+from atoll.islands.leases import Lease, LeaseLost, LeaseStatus, State, get_lease
 from atoll.islands.store import Store
 from atoll.launch.base import AGAIN, NODE, TICKET, logs_of
 
@@ -95,16 +95,20 @@ class Attempt:
         """The lease, as soon as whoever holds it lets go or is silent for too long; None if told to stop before."""
         store, said = Store.open(self.run), False
         while not stop.is_set():
-            seen = look(store, self.step)
-            dead = seen is not None and seen.record.state == "held" and is_over(seen, self.ticket)
-            states, epoch = ((*_ENDED, "held"), seen.record.epoch) if dead and seen else (_ENDED, None)
-            lease = Lease.take(
+            lease_status = get_lease(store, self.step)
+            dead = (
+                lease_status is not None and lease_status.record.state == "held" and is_over(lease_status, self.ticket)
+            )
+            states, epoch = ((*_ENDED, "held"), lease_status.record.epoch) if dead and lease_status else (_ENDED, None)
+            lease = Lease.acquire(
                 store, self.step, self.lease_seconds, holder=holder(self.ticket), state=states, epoch=epoch
             )
             if lease is not None:
                 return lease
-            if seen is not None and not said:
-                self._say(f"{seen.record.holder} works on {self.step}; waiting for it to finish or to fall silent")
+            if lease_status is not None and not said:
+                self._say(
+                    f"{lease_status.record.holder} works on {self.step}; waiting for it to finish or to fall silent"
+                )
                 said = True
             stop.wait(2)
         return None
@@ -175,9 +179,9 @@ class Attempt:
                     lease.check()
                 if time.monotonic() - looked > 5:
                     looked = time.monotonic()
-                    lease.tell(total=self.images)
+                    lease.set_pending(total=self.images)
                     if line := last_line(self.run / layout.metrics(self.step)):
-                        lease.tell(images=line.images, rate=line.images_per_second)
+                        lease.set_pending(images=line.images, rate=line.images_per_second)
 
 
 def saved_images(run: Path, step: str) -> int:
@@ -202,20 +206,20 @@ def holder(ticket: str) -> str:
     return f"{socket.gethostname()}:{os.getpid()} {ticket} {place()}"
 
 
-def is_over(seen: Seen, ticket: str = "") -> bool:
+def is_over(lease_status: LeaseStatus, ticket: str = "") -> bool:
     """Whether an attempt that holds a lease is dead: its process is gone from here, or its ticket is ours.
 
     A scheduler may give our ticket to a second machine while the first is only cut off. So it must have been silent
     too: a living attempt renews three times in its lease's length.
     """
-    words = seen.record.holder.split(" ")
+    words = lease_status.record.holder.split(" ")
     if len(words) != 3:
         return False
     process, its_ticket, its_place = words
     number = process.rpartition(":")[2]
     if its_place == place() and os.path.isdir("/proc/self"):
         return not is_alive(number)
-    return its_ticket == ticket and seen.age > seen.record.duration / 2
+    return its_ticket == ticket and lease_status.age > lease_status.record.duration / 2
 
 
 def is_alive(process: str) -> bool:

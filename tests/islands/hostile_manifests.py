@@ -1,4 +1,4 @@
-"""Hostile manifests and declarations: JSON that is none, networks without end, false origins and signatures."""
+"""Hostile manifests: invalid JSON, enormous networks, false origins and signatures."""
 
 import json
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def wrong_hash(offer: Offer) -> None:
 
 
 def size_beyond_the_network(offer: Offer) -> None:
-    """A file of a terabyte, of which the store need hold nothing."""
+    """A file of a terabyte, which need not exist in the store."""
     offer.listing[WEIGHTS] = FileEntry(1 << 40, "0" * 64)
 
 
@@ -85,7 +85,7 @@ def network_too_wide(offer: Offer) -> None:
     offer.content["network"] |= {"width": 16384, "depth": 64, "heads": 64}
 
 
-def network_for_huge_pictures(offer: Offer) -> None:
+def network_for_huge_images(offer: Offer) -> None:
     offer.content["network"]["size"] = 65536
 
 
@@ -169,12 +169,12 @@ def a_router(offer: Offer) -> None:
     offer.kind = "router"
 
 
-def greedy_density(offer: Offer) -> None:
+def inflated_density_count(offer: Offer) -> None:
     tensors = load(offer.files["cluster.safetensors"])
     offer.files["cluster.safetensors"] = save({**tensors, "count": torch.tensor(1e30)})
 
 
-def greedy_caption(offer: Offer) -> None:
+def inflated_caption_count(offer: Offer) -> None:
     tensors = load(offer.files["cluster.safetensors"])
     offer.files["cluster.safetensors"] = save({**tensors, "caption.count": torch.tensor(1e30)})
 
@@ -221,33 +221,33 @@ CLAIMS: dict[Callable[[Offer], None], str] = {
     missing_object: "is missing though a manifest lists it",
     network_of_a_million_layers: "depth is 1000000",
     network_too_wide: "parameters; the policy allows",
-    network_for_huge_pictures: "the latents are",
+    network_for_huge_images: "the latents are",
     unknown_network: "the policy allows DiT",
     impossible_network: "its network cannot be built",
     unknown_network_field: "its network cannot be built: unknown field",
     other_config: "is not the network that the manifest declares",
     config_as_code: "config.json is not plain JSON",
     unknown_objective: "its objective cannot be built",
-    forbidden_objective: "none of those the policy allows",
+    forbidden_objective: "not among those that the policy allows",
     strange_bridge: "expected a prediction_error",
     bridge_of_other_data: "expected a prediction_error",
-    moments_of_other_data: "its statistics is not that of this run's cluster 1",
+    moments_of_other_data: "its field 'statistics' differs from that of cluster 1",
     network_for_other_latents: r"its network is for latents normalized as z . 0.18215; this run normalizes",
     scale_below_zero: "its network cannot be built: normalization.scaling_factor",
     conditioned_on_what_is_not_there: "it is conditioned on",
     wrong_cluster: "expected 'experts/001'",
     two_clusters: "expected 'experts/001'",
-    other_data: "not made from this run's shards of cluster 1",
-    other_fingerprint: "its fingerprint is not that of this run's cluster 1",
+    other_data: "not trained on the shards of cluster 1",
+    other_fingerprint: "its field 'fingerprint' differs from that of cluster 1",
     no_statistics: "does not declare its statistics",
-    other_statistics: "its statistics is not that of this run's cluster 1",
-    a_router: "it is a 'router'",
-    greedy_density: r"counts 1\.0\d+e.30 images",
-    greedy_caption: r"counts 1\.0\d+e.30 images as its caption\.count",
-    invented_classes: "does not hold the density of latents",
-    without_captions: "does not hold the density of latents",
+    other_statistics: "its field 'statistics' differs from that of cluster 1",
+    a_router: "it is an artifact of kind 'router'",
+    inflated_density_count: r"counts 1\.0\d+e.30 images",
+    inflated_caption_count: r"counts 1\.0\d+e.30 images as its caption\.count",
+    invented_classes: "does not hold a density of latents",
+    without_captions: "does not hold a density of latents",
     unsigned: "is not signed",
     signed_for_another_expert: "is not one of this manifest under this name",
     signed_before_it_was_changed: "is not one of this manifest under this name",
 }
-"""What is wrong, and the reason that must be given."""
+"""Each corruption with the reason that the refusal must give."""
