@@ -78,7 +78,7 @@ def test_an_arm_trains_its_monolith_with_settings_of_its_own(prepared: Path, tmp
     assert compute.samples == 480
 
     again = shell(tmp_path, train, **size)
-    assert (again.returncode, again.stderr.strip()) == (0, "nothing is missing")
+    assert (again.returncode, again.stderr.strip()) == (0, "all requested jobs are done")
 
 
 def measured(root: Path, seed: int, kid: float, diversity: float | None) -> None:

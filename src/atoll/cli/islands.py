@@ -52,17 +52,17 @@ class Launch:
         config = configuration.load(run, self.overrides)
         from contextlib import redirect_stdout
 
-        from atoll.launch.base import Setting
+        from atoll.launch.base import LaunchSettings
         from atoll.launch.launch import as_dict, open_launcher, show, submit
-        from atoll.launch.plan import Wish
+        from atoll.launch.plan import LaunchRequest
 
-        launcher = open_launcher(self.on, Setting(run, config.island, self.retries, self.max_parallel))
-        wish = Wish(self.jobs, self.experts, self.prepare_workers, self.overrides)
+        launcher = open_launcher(self.on, LaunchSettings(run, config.island, self.retries, self.max_parallel))
+        request = LaunchRequest(self.jobs, self.experts, self.prepare_workers, self.overrides)
         if self.print:
-            print(show(launcher, run, config, wish=wish))
+            print(show(launcher, run, config, request=request))
             return
         with redirect_stdout(sys.stderr):  # Ray prints about its nodes there
-            found = submit(launcher, run, config, wish=wish, wait=self.wait)
+            found = submit(launcher, run, config, request=request, wait=self.wait)
         if self.json:
             print(json.dumps(as_dict(found)))
 
