@@ -141,12 +141,12 @@ def fold(trained: bool, steps: int) -> Iterable[Row]:
         for parameter in network.parameters():
             nn.init.normal_(parameter, std=0.1)
     options = FlowMatchingOptions(text_width=0, time="same")
-    state, config, _, figures = to_flow_matching(network.state_dict(), network.config, options)
+    state, config, _, metrics = to_flow_matching(network.state_dict(), network.config, options)
     source = Source(Path("source"), "atoll", network.config, network.state_dict())
     error = feature_error(source, Source(Path("folded"), "atoll", config, state))
     name = f"trained for {steps} steps" if trained else "random weights"
-    yield Row(f"fold, {name}: residual of the modulation", figures["residual"], better="lower")
-    yield Row(f"fold, {name}: residual of its change in time", figures["residual_in_time"], better="lower")
+    yield Row(f"fold, {name}: residual of the modulation", metrics["residual"], better="lower")
+    yield Row(f"fold, {name}: residual of its change in time", metrics["residual_in_time"], better="lower")
     yield Row(f"fold, {name}: error of the features", error, better="lower")
 
 
