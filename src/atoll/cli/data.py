@@ -28,6 +28,7 @@ class Prepare:
 
     def run(self) -> None:
         """Run the stages, or print the plan."""
+        # The configuration is read before torch is imported: mistakes in it are reported at once.
         config = configuration.load(self.folder, self.overrides)
         from atoll.data.chunks import Share
         from atoll.data.prepare import prepare

@@ -80,6 +80,7 @@ class Sample:
         given = max(len(self.prompts), len(self.labels))
         count = self.num_images or max(given, len(self.clusters)) or 16
         if self.plan:
+            # Memory depends on the largest batch, its number of different prompts, and whether guidance doubles it.
             rows = min(self.batch_size, count)
             plan = sampler.plan(rows, min(rows, max(given, 1)), self.guidance_scale != 1 and given > 0)
             print(json.dumps(plan.to_dict()) if self.json else "\n".join(plan.lines()))
@@ -90,6 +91,7 @@ class Sample:
             guidance_scale=self.guidance_scale, guidance_interval=self.guidance_interval, rescale=self.rescale,
             solver=self.solver, shift=self.shift, scheduler_times=self.scheduler_times, seed=self.seed,
         )  # fmt: skip
+        # An export may be a hub name or a shared folder, so its images go to the working directory.
         is_run = (self.folder / layout.CONFIG_FILE).is_file()
         files = save(samples, self.out or (self.folder / layout.SAMPLES if is_run else Path("samples")))
         quantized = sampler.ensemble.cache.quantization_error

@@ -92,6 +92,7 @@ class Evaluate:
             allow_small=self.allow_small,
             prompts=self.prompts,
         )
+        # Standard output is only for the result, so that --json can be piped; progress goes to standard error.
         with redirect_stdout(sys.stderr):
             result = evaluate(self.folder, config, options)
         if self.json:

@@ -122,6 +122,7 @@ class Join:
         check_folder(self.url)
         check_overrides(self.overrides)
         name = {} if self.name is None else {"name": self.name}
+        # Signing is optional unless the policy requires it, so the package cryptography is, too.
         worker = open_worker(
             self.url,
             self.folder,
@@ -187,13 +188,14 @@ class Status:
 
         check_folder(self.url)
         store, console = Store.open(self.url), Console()
-        looks = watch(store, self.every) if self.watch else [status(store)]
+        # In a terminal, the table is redrawn in place. A pipe or file gets every refresh as a new table.
+        refreshes = watch(store, self.every) if self.watch else [status(store)]
         with suppress(KeyboardInterrupt) if self.watch else nullcontext():
             if self.watch and console.is_terminal and not self.json:
                 with Live(console=console) as screen:
-                    for lines in looks:
+                    for lines in refreshes:
                         screen.update(as_table(lines, self.url), refresh=True)
-            for lines in looks:
+            for lines in refreshes:
                 print(as_json(lines), flush=True) if self.json else console.print(as_table(lines, self.url))
 
 
