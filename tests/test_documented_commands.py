@@ -26,6 +26,7 @@ from atoll.core import config as configuration
 from atoll.core.config import Config
 from atoll.core.policy import Policy
 from atoll.core.presets import PRESETS
+from atoll.studio.schemas import ImagesRequest
 from shapes import SETTINGS, write_shapes
 from train.workers import TINY
 
@@ -35,7 +36,7 @@ TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 PAGES = [README, *TUTORIALS, *sorted((ROOT / "docs/how-to").glob("*.md")), ROOT / "docs/glossary.md"]
 PAGE_IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
-OTHER_PROGRAMS = ("git", "cd", "source", "curl", "sky")
+OTHER_PROGRAMS = ("git", "cd", "source", "sky")
 OTHER_OPTIONS = ("--max-restarts", "--partition", "--account")
 """Options in the text that belong to torchrun and sbatch."""
 OPEN_KEYS = ("experts", "networks")
@@ -110,7 +111,9 @@ def commands(block: Block) -> Iterator[Command]:
             yield Command(block.page, block.line + number, tuple(words))
 
 
-COMMANDS = [command for page in PAGES for block in blocks(page) if block.language == "bash" for command in commands(block)]
+COMMANDS = [
+    command for page in PAGES for block in blocks(page) if block.language == "bash" for command in commands(block)
+]
 
 
 def test_there_are_commands_to_check() -> None:
@@ -124,6 +127,8 @@ def test_a_documented_command_is_valid(command: Command) -> None:
     if program == "make":
         targets = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert arguments[0] in targets
+    elif program == "curl":
+        ImagesRequest.model_validate_json(arguments[arguments.index("-d") + 1])
     elif program != "atoll":
         assert program in OTHER_PROGRAMS
     else:
