@@ -33,12 +33,12 @@ from train.workers import TINY
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
-PAGES = [README, *TUTORIALS, *sorted((ROOT / "docs/how-to").glob("*.md")), ROOT / "docs/glossary.md"]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE_IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 OTHER_PROGRAMS = ("git", "cd", "source", "sky")
-OTHER_OPTIONS = ("--max-restarts", "--partition", "--account")
-"""Options in the text that belong to torchrun and sbatch."""
+OTHER_OPTIONS = ("--help", "--max-restarts", "--partition", "--account", "--markdown")
+"""Options in the text that belong to every verb, to torchrun, sbatch and scripts/walk.py."""
 OPEN_KEYS = ("experts", "networks")
 """Sections of the configuration whose keys are numbers of experts."""
 
