@@ -33,7 +33,7 @@ from train.workers import TINY
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, ROOT / "docs/glossary.md", *sorted((ROOT / "docs").glob("*/*.md"))]
 PAGE_IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 OTHER_PROGRAMS = ("git", "cd", "source", "sky")
