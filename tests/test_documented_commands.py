@@ -178,6 +178,19 @@ def test_the_example_of_the_readme_runs() -> None:
     assert values["images"].isfinite().all()
 
 
+def test_the_example_of_sampling_with_little_memory_runs(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = ROOT / "docs/how-to/sample-with-little-memory.md"
+    (example,) = [block for block in blocks(page) if block.language == "python"]
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/mine").symlink_to(trained)
+    monkeypatch.chdir(tmp_path)
+    values: dict[str, list[object]] = {}
+    exec(compile(example.text, str(page), "exec"), values)
+    assert len(values["images"]) == 4
+
+
 # Journeys
 
 
