@@ -12,7 +12,7 @@ import re
 import textwrap
 import types
 import warnings
-from argparse import Action
+from argparse import Action, ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from itertools import pairwise
@@ -113,23 +113,28 @@ def _plain(value: Any) -> Any:
 # The pages
 
 
-def cli_page() -> str:
-    """Return the page of all verbs with their options, from the parser that reads them."""
+def option_parser(verb: type) -> ArgumentParser:
+    """Return the parser of a verb's options."""
     import tyro
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # tyro has no other way to list its options
+        return tyro.extras.get_parser(verb, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def cli_page() -> str:
+    """Return the page of all verbs with their options, from the parser that reads them."""
     from atoll.cli import VERBS
     from atoll.cli.verb import Configured
 
     lines = [
         "# Command line",
         "",
-        "`atoll VERB --help` prints the same options. A verb that is marked *takes settings*",
+        "`atoll VERB --help` prints the same options. A verb marked *takes settings*",
     ]
     lines += ["accepts any [configuration key](configuration.md) as an option: `--clusters.count 4`.", ""]
     for name, verb in VERBS.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # tyro has no other way to list its options
-            actions = [action for action in tyro.extras.get_parser(verb)._actions if action.dest != "help"]
+        actions = [action for action in option_parser(verb)._actions if action.dest != "help"]
         usage = ["atoll", name, *(str(action.metavar) for action in actions if not action.option_strings)]
         takes = any(field.name in Configured.__annotations__ for field in dataclasses.fields(verb))  # type: ignore[arg-type]
         lines += [f"## atoll {name}", "", summary(inspect.getdoc(verb)) + (" *Takes settings.*" if takes else ""), ""]

@@ -34,8 +34,8 @@ from walk.functions import Call, Function, Walk, make_walk
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "explanation" / "walks.md"
 MARKERS = ("<!-- walks: written by scripts/walk.py --markdown -->", "<!-- end of the walks -->")
-WIDTH = 128
-"""Characters in a line of the document's lists, as wide as its text."""
+WIDTH = 96
+"""Characters in a line of the document's lists: as many as fit beside the navigation of the site."""
 
 
 class Callback(NamedTuple):

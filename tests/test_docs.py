@@ -2,13 +2,11 @@
 
 import re
 import sys
-import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import tyro
 from pydantic import BaseModel
 
 ROOT = Path(__file__).parent.parent
@@ -95,13 +93,8 @@ def test_relative_links_lead_to_a_file(page: Path) -> None:
 def test_the_reference_has_every_verb_and_option(cli_page: str) -> None:
     parts = {part.split("\n")[0]: part for part in cli_page.split("\n## ")}
     for name, verb in VERBS.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            options = [option for action in tyro.extras.get_parser(verb)._actions for option in action.option_strings]
-        missing = {
-            option for option in options
-            if not option.startswith("--no-") and f"`{option}`" not in parts[f"atoll {name}"]
-        }  # fmt: skip
+        options = {option for action in reference.option_parser(verb)._actions for option in action.option_strings}
+        missing = {option for option in options if f"`{option}`" not in parts[f"atoll {name}"]}
         assert missing == {"-h", "--help"}
 
 
