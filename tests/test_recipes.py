@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from atoll.core.artifacts import Artifact
-from atoll.core.config import Monolith, load
+from atoll.core.config import load
+from atoll.core.config_sections import Monolith
 from atoll.core.manifests import EXPERT
 from atoll.train.spec import resolve_job
 
@@ -71,7 +72,7 @@ def test_an_arm_trains_its_monolith_with_settings_of_its_own(prepared: Path, tmp
     expected = resolve_job(run, plain.model_copy(update={"monolith": Monolith()}), "monolith")
     assert resolve_job(run, load(run), "monolith") == expected
     assert expected.settings.lr == 4e-3
-    assert load(run).train.batch == 8
+    assert load(run).train.batch_size == 8
     compute = Artifact(run, "monolith/final").read(EXPERT).compute
     assert compute is not None
     assert compute.samples == 480
