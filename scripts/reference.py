@@ -157,7 +157,8 @@ def option_row(action: Action) -> tuple[str, str, str, str]:
 
 def configuration_page() -> str:
     """Return the page of all configuration keys, by section, with the named objectives and the presets."""
-    from atoll.core.config import NAMED_OBJECTIVES, Config
+    from atoll.core.config import Config, resolve
+    from atoll.core.names import OBJECTIVES
     from atoll.core.presets import PRESETS
 
     lines = ["# Configuration keys", "", "The keys of `RUN/atoll.yaml`. Each is also an option of the verbs that take"]
@@ -166,11 +167,12 @@ def configuration_page() -> str:
     for name, section in sections(Config):
         lines += [f"## {name or 'Top level'}", "", summary(inspect.getdoc(section)), ""]
         lines += table(("key", "type", "default", "meaning"), field_rows(section, name))
-    objective = next(iter(NAMED_OBJECTIVES.values()))
+    objective = Config().experts["default"]
     lines += ["## An objective by its parts", "", summary(inspect.getdoc(type(objective))), ""]
     lines += table(("key", "type", "default", "meaning"), field_rows(type(objective), "experts.N"))
     lines += ["## Objectives by name", "", "Keys that are left out have the defaults above.", ""]
-    named = ((code(name), code(json.dumps(_plain(parts)))) for name, parts in NAMED_OBJECTIVES.items())
+    objectives = {name: resolve({"experts": {"default": name}}).experts["default"] for name in OBJECTIVES}
+    named = ((code(name), code(json.dumps(_plain(parts)))) for name, parts in objectives.items())
     return "\n".join([*lines, *table(("name", "keys that differ from the default"), named)])
 
 

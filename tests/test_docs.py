@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -106,12 +107,17 @@ def test_the_reference_has_every_configuration_key(configuration_page: str) -> N
 
 
 def test_generated_tables_have_no_empty_cell_and_no_unknown_marker(cli_page: str, configuration_page: str) -> None:
-    for page in (cli_page, configuration_page, reference.manifest_tables()):
+    tables = [write() for name, write in reference.TABLES.items() if name != "layout"]
+    for page in (cli_page, configuration_page, *tables):
         rows = [line for line in page.splitlines() if line.startswith("|")]
         assert rows
         assert not [row for row in rows if re.search(r"(?<!\\)\|\s*(?<!\\)\|", row)]
     markers = [m for page in GUIDES for m in re.findall(r"<!-- generated: (\w+) -->", page.read_text(encoding="utf-8"))]
     assert set(markers) == set(reference.TABLES)
+
+
+def test_the_python_api_names_modules_that_exist() -> None:
+    assert [module for module in reference.PUBLIC if find_spec(module) is None] == []
 
 
 def test_links_change_between_the_repository_and_the_site() -> None:
