@@ -91,6 +91,26 @@ def test_relative_links_lead_to_a_file(page: Path) -> None:
         assert target.exists() or target in generated, f"{name_of(page)}: {found.group(0)}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_of_the_repository_exist(page: Path) -> None:
+    named = re.findall(r"`((?:src|tests|scripts|examples|benchmarks|docs)/[\w/.-]+)`", page.read_text(encoding="utf-8"))
+    assert [path for path in named if "NAME" not in path and not (ROOT / path).exists()] == []
+
+
+def test_contributing_names_what_is_in_the_files() -> None:
+    """A step names its files and what to change in them; a step of a new file names the protocol in base.py."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## Add ")[2]
+    steps = re.findall(r"^\d+\. (.*?)(?=^\d+\. |^\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert len(steps) > 15
+    for step in steps:
+        named = re.findall(r"`((?:src|tests|examples)/[\w/.]+)`", step)
+        paths = [ROOT / path.replace("NAME", "base") for path in named]
+        files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+        code = "\n".join(file.read_text(encoding="utf-8") for file in files) or text
+        names = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", step.replace("`base.py`", ""))
+        assert [part for name in names for part in name.split(".") if part not in code] == [], step
+
+
 def test_the_reference_has_every_verb_and_option(cli_page: str) -> None:
     parts = {part.split("\n")[0]: part for part in cli_page.split("\n## ")}
     for name, verb in VERBS.items():
