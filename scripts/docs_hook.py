@@ -15,8 +15,11 @@ sys.path.append(str(Path(__file__).parent))  # mkdocs loads this file by its pat
 from reference import PAGES, TABLES
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTSIDE = ("recipes/README.md", "recipes/*/README.md", "benchmarks/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-"""Pages outside docs/ that are part of the site, under the same paths."""
+OUTSIDE = (
+    *("recipes/README.md", "recipes/*/README.md", "recipes/*/*.png", "benchmarks/README.md"),
+    *("CONTRIBUTING.md", "CHANGELOG.md"),
+)
+"""Pages outside docs/ and their images, which are part of the site under the same paths."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 """A relative link or image: exclamation mark, text, path, fragment."""
 
@@ -26,14 +29,14 @@ def fill_tables(markdown: str) -> str:
     return re.sub(r"<!-- generated: (\w+) -->", lambda found: TABLES[found.group(1)](), markdown)
 
 
-def outside_pages() -> list[str]:
-    """Return the paths of the pages outside docs/ that are part of the site."""
+def outside_files() -> list[str]:
+    """Return the paths of the files outside docs/ that are part of the site."""
     return sorted(path.relative_to(ROOT).as_posix() for pattern in OUTSIDE for path in ROOT.glob(pattern))
 
 
 def site_links(markdown: str, page: str) -> str:
     """Change links between docs/ and the rest of the repository into links of the site."""
-    outside = outside_pages()
+    outside = outside_files()
     start = page if page in outside else f"docs/{page}"
 
     def change(found: re.Match[str]) -> str:
@@ -44,7 +47,7 @@ def site_links(markdown: str, page: str) -> str:
             return f"{image}[{text}]({posixpath.relpath(target.removeprefix('docs/'), here or '.')}{fragment or ''})"
         if not (ROOT / target).exists():
             return found.group(0)  # a broken link, which mkdocs reports
-        return text if image or text.startswith("`") else f"{text} (`{target}`)"
+        return f"`{target}`" if text.strip("`") in target else f"{text} (`{target}`)"
 
     return LINK.sub(change, markdown)
 
@@ -66,7 +69,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     for path, write in PAGES.items():
         files.append(File.generated(config, path, content=write()))
-    for path in outside_pages():
+    for path in outside_files():
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     config.nav = expand_folders(config.nav, [file.src_uri for file in files.documentation_pages()])
     return files

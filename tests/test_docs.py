@@ -19,7 +19,7 @@ from atoll.cli import VERBS  # noqa: E402
 from atoll.core.config import Config, keys_at  # noqa: E402
 
 GUIDES = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [*GUIDES, ROOT / "README.md", *(ROOT / name for name in docs_hook.outside_pages())]
+PAGES = [*GUIDES, ROOT / "README.md", *(ROOT / name for name in docs_hook.outside_files() if name.endswith(".md"))]
 MAX_WORDS = 30
 LONG_SENTENCES: frozenset[str] = frozenset()
 """Beginnings of the sentences that may be longer."""
@@ -141,14 +141,13 @@ def test_the_python_api_names_modules_that_exist() -> None:
 
 
 def test_links_change_between_the_repository_and_the_site() -> None:
-    inside = "[a](../../recipes/README.md) [b](bridge.md#x) `c` [d](../../src/atoll) ![e](../figures/demo.png)"
-    outside = "[a](../../docs/explanation/bridge.md) [b](../README.md)"
+    inside = "[a](../../recipes/README.md) [b](bridge.md#x) `c` [it](../../src/atoll) [src/atoll](../../src/atoll)"
+    outside = "[a](../../docs/explanation/bridge.md) [b](../README.md) ![c](../../docs/figures/demo.png)"
     assert docs_hook.site_links(inside, "explanation/method.md") == (
-        "[a](../recipes/README.md) [b](bridge.md#x) `c` d (`src/atoll`) ![e](../figures/demo.png)"
+        "[a](../recipes/README.md) [b](bridge.md#x) `c` it (`src/atoll`) `src/atoll`"
     )
-    assert (
-        docs_hook.site_links(outside, "recipes/bridge/README.md")
-        == "[a](../../explanation/bridge.md) [b](../README.md)"
+    assert docs_hook.site_links(outside, "recipes/bridge/README.md") == (
+        "[a](../../explanation/bridge.md) [b](../README.md) ![c](../../figures/demo.png)"
     )
     nav = [{"How-to": "how-to/"}, "index.md"]
     pages = ["how-to/b.md", "index.md", "how-to/a.md"]
