@@ -221,7 +221,7 @@ def _schema(schema: Mapping[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         return ", ".join(code(value) for value in schema.get("enum", [schema.get("const")]))
     signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("maxLength", "length ≤"))
-    limits = [f"{sign} {schema[key]:,}" for key, sign in signs if key in schema]
+    limits = [f"{sign} {schema[key]:,.16g}" for key, sign in signs if key in schema]
     return ", ".join([str(schema.get("type", "")), *limits]) if schema.get("type") else ""
 
 
