@@ -17,4 +17,4 @@ make_arm scratch 8 features
 make_arm converted 8 features
 train scratch --jobs experts --experts 0 3
 train converted --jobs experts --experts 0 3 --train.init_from "$start"
-${ATOLL_PYTHON:-.venv/bin/python} recipes/converted-start/figures.py "$(arm scratch)" "$(arm converted)" 0 3
+${ATOLL_PYTHON:-.venv/bin/python} recipes/converted-start/metrics.py "$(arm scratch)" "$(arm converted)" 0 3

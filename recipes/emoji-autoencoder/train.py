@@ -86,7 +86,7 @@ def finish(recipe: Recipe, averaged: AutoencoderKL, train: Tensor, held_out: Ten
         "settings": {key: value for key, value in asdict(recipe).items() if key not in ("work", "earlier")},
         "machine": {**machine, "torch": torch.__version__},
     }
-    (recipe.work / "figures.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (recipe.work / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     reconstructions(shipped, held_out).save(recipe.work / "reconstructions.png", optimize=True)
     say(json.dumps(report, indent=2))
 

@@ -10,4 +10,4 @@ if [ -f "$run/atoll.yaml" ] && ! cmp -s recipes/student/atoll.yaml "$run/atoll.y
 fi
 cp recipes/student/atoll.yaml "$run/atoll.yaml"
 $atoll launch "$run" --jobs prepare experts router student monolith
-${ATOLL_PYTHON:-.venv/bin/python} recipes/student/figures.py "$run"
+${ATOLL_PYTHON:-.venv/bin/python} recipes/student/metrics.py "$run"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The same mixture as HDDM starts it: every expert from one pretrained DDPM checkpoint, of which the DDPM experts also keep the
-# final layer and the clock.  SEED=0 bash recipes/heterogeneous/started.sh
+# final layer and the clock.  SEED=0 bash recipes/heterogeneous/pretrained.sh
 # The checkpoint is that of converted-start, the router that of ddm-vs-monolith: run both first.
 set -euo pipefail
 source recipes/common/lib.sh
