@@ -1,6 +1,7 @@
-"""The same prompts and noise by several models: pictures.py ROOT/seedS RECIPE OUT.png ARM:LABEL[=TEXT]...
+"""Draw images of models with the same prompts and noise: images.py ROOT/seedS RECIPE OUT.png ARM:LABEL[=TEXT]...
 
-LABEL is that of a model in the evaluation ("experts top-1", "monolith"); TEXT stands beside its row, | breaks it.
+LABEL is the label of a model in the evaluation ("experts top-1", "monolith"). TEXT is drawn beside its row; | is a line
+break.
 """
 
 import json
@@ -10,34 +11,34 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
-COUNT, GAP, LEFT = 14, 4, 120
+COLUMNS, GAP, MARGIN = 14, 4, 120
 
 
-def row(arm: Path, recipe: str, label: str) -> list[Image.Image]:
-    """The first pictures of a model's set."""
-    answer = json.loads((arm / "evaluation" / f"{recipe}.json").read_text())
-    model = next(model for model in answer["models"] if model["label"] == label)
+def read_row(arm: Path, recipe: str, label: str) -> list[Image.Image]:
+    """Return the first images that a model generated for its metrics."""
+    evaluation = json.loads((arm / "evaluation" / f"{recipe}.json").read_text())
+    model = next(model for model in evaluation["models"] if model["label"] == label)
     folder = arm / model["metrics"]["inception"]["protocol"]["set"]
-    pictures = load_file(sorted(folder.glob("*.safetensors"))[0])["pictures"][:COUNT]
-    return [Image.fromarray(picture) for picture in pictures.numpy()]
+    images = load_file(sorted(folder.glob("*.safetensors"))[0])["images"][:COLUMNS]
+    return [Image.fromarray(image) for image in images.numpy()]
 
 
-def main(root: Path, recipe: str, out: Path, wanted: list[str]) -> None:
-    """Draw one row for each model."""
+def main(root: Path, recipe: str, out: Path, models: list[str]) -> None:
+    """Draw one row per model."""
     rows = []
-    for want in wanted:
-        place, _, text = want.partition("=")
-        arm, _, label = place.partition(":")
-        rows.append((text or label, row(root / arm, recipe, label)))
+    for model in models:
+        name, _, text = model.partition("=")
+        arm, _, label = name.partition(":")
+        rows.append((text or label, read_row(root / arm, recipe, label)))
     side = rows[0][1][0].width
-    page = Image.new("RGB", (LEFT + COUNT * (side + GAP), len(rows) * (side + GAP) + GAP), "white")
-    pen = ImageDraw.Draw(page)
-    for number, (text, pictures) in enumerate(rows):
-        top = GAP + number * (side + GAP)
-        pen.multiline_text((GAP, top + side // 3), text.replace("|", "\n"), fill="black")
-        for place, picture in enumerate(pictures):
-            page.paste(picture, (LEFT + place * (side + GAP), top))
-    page.save(out, optimize=True)
+    sheet = Image.new("RGB", (MARGIN + COLUMNS * (side + GAP), len(rows) * (side + GAP) + GAP), "white")
+    draw = ImageDraw.Draw(sheet)
+    for row, (text, images) in enumerate(rows):
+        top = GAP + row * (side + GAP)
+        draw.multiline_text((GAP, top + side // 3), text.replace("|", "\n"), fill="black")
+        for column, image in enumerate(images):
+            sheet.paste(image, (MARGIN + column * (side + GAP), top))
+    sheet.save(out, optimize=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Print the figures of this recipe from the manifests of its run."""
+"""Print the results of this recipe from the manifests of its run: metrics.py RUN."""
 
 import sys
 from pathlib import Path
@@ -11,28 +11,29 @@ from atoll.core.manifests import EXPERT, ROUTER
 
 
 def main(run: Path) -> None:
-    """One table for the networks, one for the router."""
-    table = Table("job", "objective", "samples", "FLOPs", "seconds", "held-out velocity error")
+    """Print one table of the networks and one of the router."""
+    networks = Table("network", "prediction", "images seen", "FLOPs", "seconds", "held-out velocity error")
     for job in [f"experts/{k:03d}" for k in range(4)] + ["student", "monolith"]:
-        facts = Artifact(run, f"{job}/final").open(EXPERT).content
-        spent = facts["compute"]
-        figures = (
-            f"{spent['samples']:,}",
-            f"{spent['flops']:.3g}",
-            f"{spent['seconds']:.0f}",
-            f"{facts['held_out_loss']:.4f}",
+        manifest = Artifact(run, f"{job}/final").read(EXPERT)
+        assert manifest.compute is not None
+        networks.add_row(
+            job,
+            manifest.objective.prediction,
+            f"{manifest.compute.images:,}",
+            f"{manifest.compute.flops:.3g}",
+            f"{manifest.compute.seconds:.0f}",
+            f"{manifest.held_out_loss:.4f}",
         )
-        table.add_row(job, facts["objective"]["prediction"], *figures)
-    router = Artifact(run, "router/final").open(ROUTER).content
+    router = Artifact(run, "router/final").read(ROUTER)
     by_time = Table("t", *(f"{t / 10:.1f}" for t in range(10)), title="router on held-out captions, by time")
-    by_time.add_row("accuracy", *(f"{value:.3f}" for value in router["accuracy_by_time"]))
-    by_time.add_row("loss", *(f"{value:.3f}" for value in router["loss_by_time"]))
+    by_time.add_row("accuracy", *(f"{value:.3f}" for value in router.accuracy_by_time or ()))
+    by_time.add_row("loss", *(f"{value:.3f}" for value in router.loss_by_time or ()))
     console = Console(width=120)
-    console.print(table)
+    console.print(networks)
     console.print(by_time)
     console.print(
-        f"prior entropy {router['prior_entropy']:.3f}, largest cluster {router['chance_accuracy']:.3f}, "
-        f"temperature {router['temperature']:.3f}"
+        f"entropy of the prior {router.prior_entropy:.3f}, largest cluster {router.chance_accuracy:.3f}, "
+        f"temperature {router.temperature:.3f}"
     )
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything of this recipe, resumable: bash recipes/student/run.sh [RUN]
+# Run the recipe with four experts: bash recipes/student/run.sh [RUN]
+# You can interrupt it; running it again resumes.
 set -euo pipefail
 run=${1:-runs/student}
 atoll=${ATOLL:-.venv/bin/atoll}
