@@ -104,7 +104,7 @@ class Interleaved(ExpertTask):
 
 
 def overhead(folder: Path, name: str, batch_size: int, steps: int) -> Row:
-    """Measure the rate of the loop over that of the bare step. The loop also reads, noises, logs and updates the EMA."""
+    """Measure the rate of the loop (with reading, noising, EMA and logging) over that of the bare step."""
     config = make_run(folder, batch_size=batch_size, total_images=batch_size * steps, log_every=8 * batch_size)
     job = resolve_job(folder, config.model_copy(update={"networks": {"default": name}}), "expert", expert=0)
     plain = build_task(job)
