@@ -28,6 +28,7 @@ from typing import NamedTuple
 import yaml
 from PIL import Image, ImageDraw
 
+from atoll.core import renamed
 from golden import GOLDEN_COMMIT
 from walk.functions import Call, Function, Walk, make_walk
 
@@ -55,15 +56,23 @@ CALLBACKS = (
 
 SHAPES = 24
 """Images: enough for two clusters with a held-out part and one batch each."""
-SETTINGS = {
-    "data": {"source": "images", "resolution": 64, "held_out": 0.2, "chunk": 16},
+Settings = dict[str, dict[str, object]]
+SETTINGS: Settings = {
+    "data": {"source": "images", "resolution": 64, "val_fraction": 0.2, "chunk": 16},
     "features": {"resolution": 64},
     "clusters": {"count": 2},
     "latents": {"autoencoder": "emoji"},
     "text": {"encoder": "minilm", "max_tokens": 12},
     "networks": {"default": {"name": "DiT-XS/2", "width": 32, "depth": 1, "heads": 2}},
     # Two steps, with all that a long training does: a checkpoint, a line of metrics and a preview.
-    "train": {"samples": 8, "batch": 4, "save_every": 4, "log_every": 4, "grid_every": 4, "grid_size": 2},
+    "train": {
+        "total_images": 8,
+        "batch_size": 4,
+        "save_every": 4,
+        "log_every": 4,
+        "sample_every": 4,
+        "sample_count": 2,
+    },
     "router": {"network": {"name": "DiT-XS/2", "width": 32, "depth": 1, "heads": 2}},
 }
 COMMANDS = (
@@ -89,7 +98,8 @@ def run_walks(tree: Path, last: str = COMMANDS[-1][0]) -> dict[str, Walk]:
         folder = Path(scratch).resolve()
         draw_shapes(folder / "images")
         (folder / "run").mkdir()
-        (folder / "run" / "atoll.yaml").write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
+        settings = SETTINGS if (tree / "src/atoll/core/renamed.py").is_file() else with_old_keys(SETTINGS)
+        (folder / "run" / "atoll.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
         commands = [(name, command.format(folder=folder)) for name, command in COMMANDS[:count]]
         (folder / "plan.json").write_text(json.dumps({"tree": str(tree), "commands": commands}), encoding="utf-8")
         path = os.pathsep.join((str(tree / "src"), str(ROOT / "scripts")))
@@ -101,6 +111,18 @@ def run_walks(tree: Path, last: str = COMMANDS[-1][0]) -> dict[str, Walk]:
             raise SystemExit(1)
         recorded = {name: json.loads((folder / f"{name}.json").read_text()) for name, _ in commands if name}
     return {name: make_walk(edges, tree / "src" / "atoll") for name, edges in recorded.items()}
+
+
+def with_old_keys(settings: Settings) -> Settings:
+    """Return the settings with the keys of the golden commit, which is older than their present names."""
+    old = {new: key for key, new in renamed.KEYS.items()}
+
+    def old_name(section: str, key: str) -> str:
+        return old.get(f"{section}.{key}", f"{section}.{key}").removeprefix(f"{section}.")
+
+    return {
+        section: {old_name(section, key): value for key, value in keys.items()} for section, keys in settings.items()
+    }
 
 
 def draw_shapes(folder: Path) -> None:

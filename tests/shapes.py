@@ -9,11 +9,11 @@ from atoll.core import config as configuration
 from atoll.core.config_yaml import to_yaml
 
 SETTINGS = {
-    "data": {"resolution": 32, "chunk": 16, "shard_rows": 20, "held_out": 0.15, "max_rejects": 0.05},
-    "features": {"resolution": 64, "batch": 8},
+    "data": {"resolution": 32, "chunk": 16, "shard_rows": 20, "val_fraction": 0.15, "max_rejects": 0.05},
+    "features": {"resolution": 64, "batch_size": 8},
     "clusters": {"count": 3},
-    "latents": {"autoencoder": "pixels", "batch": 8},
-    "text": {"max_tokens": 12, "batch": 8},
+    "latents": {"autoencoder": "pixels", "batch_size": 8},
+    "text": {"max_tokens": 12, "batch_size": 8},
 }
 COLOURS = {"circle": "crimson", "square": "seagreen", "triangle": "royalblue"}
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from atoll.core.artifacts import Artifact
-from atoll.core.config import Monolith, load
+from atoll.core.config import load
+from atoll.core.config_sections import Monolith
 from atoll.core.manifests import EXPERT
 from atoll.train.spec import resolve_job
 

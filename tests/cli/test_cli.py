@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import yaml
 
 from atoll import __version__, cli
 from atoll.cli.verb import Verb
-from atoll.core import config
+from atoll.core import config, renamed
 from atoll.core.presets import PRESETS
 
 
@@ -27,9 +28,48 @@ def test_help_lists_the_verbs_in_pipeline_order_and_never_imports_torch() -> Non
     assert result.returncode == 0, result.stderr
     listed = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")]
     assert listed == list(cli.VERBS)
-    journey = ["demo", "init", "config", "prepare", "train", "launch", "push", "join", "admit", "status"]
-    journey += ["pull", "keys", "sample", "evaluate", "report", "convert", "export", "serve"]
-    assert [verb for verb in journey if verb in listed] == listed
+    journey = ["demo", "init", "config", "prepare", "train", "launch", "keys", "push", "join", "status", "admit"]
+    journey += ["pull", "sample", "evaluate", "report", "serve", "convert", "export"]
+    assert listed == journey
+    groups = [line.removesuffix(":") for line in result.stdout.splitlines() if line.endswith(":")]
+    assert groups == ["start", "train", "share", "use", "models"]
+
+
+def test_the_help_fits_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("verb", "old", "new"), [(v, o, n) for v, names in renamed.OPTIONS.items() for o, n in names.items()]
+)
+@pytest.mark.parametrize("form", ["{} 1", "{}=1"])
+def test_a_renamed_option_is_an_error_with_its_new_name(
+    verb: str, old: str, new: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([verb, "run", *form.format(old).split()]) == 2
+    assert capsys.readouterr().err == f"atoll: {old} is now {new}\n"
+    fields = {field.name.replace("_", "-") for field in dataclasses.fields(cli.VERBS[verb])}
+    assert new.removeprefix("--") in fields, "the new name is an option of the verb"
+    assert old.removeprefix("--") not in fields, "the old name is not"
+
+
+def test_an_old_name_is_still_a_prompt_after_two_dashes() -> None:
+    renamed.check_arguments("sample", ["run", "--", "--guidance"])
+
+
+@pytest.mark.parametrize(("old", "new"), renamed.PRESETS.items())
+def test_a_renamed_preset_is_an_error_with_its_new_name(
+    old: str, new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert old not in PRESETS
+    assert new in PRESETS
+    for option in (["--preset", old], [f"--preset={old}"]):
+        assert cli.main(["init", str(tmp_path / "run"), *option]) == 2
+        assert capsys.readouterr().err == f"atoll: the preset {old!r} is now {new!r}\n"
+    assert cli.main(["init", str(tmp_path / old)]) == 0, "a run may have that name"
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
@@ -108,7 +148,7 @@ def test_dotted_options_override_the_file(tmp_path: Path, capsys: pytest.Capture
 def test_verbs_that_read_no_settings_refuse_them(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = {"demo": [], "keys": [], "convert": [str(tmp_path)] * 2}.get(verb, [str(tmp_path)])
     assert cli.main([verb, *places, "--guidance.interval", "0.2"]) == 2
-    assert f"atoll {verb} takes no settings of a run: --guidance.interval" in capsys.readouterr().err
+    assert f"atoll {verb} accepts no settings of a run: --guidance.interval" in capsys.readouterr().err
 
 
 def test_an_option_without_its_value_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,9 @@
+import re
 from pathlib import Path
 
 import pytest
 
-from atoll.core import config
+from atoll.core import config, renamed
 from atoll.core.config_yaml import to_yaml
 from atoll.core.errors import AtollError
 
@@ -16,7 +17,7 @@ from atoll.core.errors import AtollError
         ({"clusters": {"count": 0}}, "clusters.count: Input should be greater than or equal to 1, got 0"),
         ({"clusters": {"count": "many"}}, "clusters.count: .*got 'many'"),
         ({"experts": {"default": "flow-maching"}}, "experts.default: unknown objective .*did you mean 'flow-matching'"),
-        ({"experts": {"default": "edm"}}, "experts.default: the objective 'edm' is now called 've-x0'"),
+        ({"experts": {"default": "edm"}}, "experts.default: the objective 'edm' is now 've-x0'"),
         ({"experts": {"one": "ddpm"}}, "unknown key 'experts.one'; expected 'default' or the number of an expert"),
         ({"experts": {0: {"schedul": "cosine"}}}, "'experts.0.schedul'; did you mean 'experts.0.schedule'"),
         ({"experts": {0: {"schedule": "cosin"}}}, "experts.0.schedule: .*got 'cosin'"),
@@ -42,7 +43,10 @@ from atoll.core.errors import AtollError
         ({"train": {"ema": {"../../x": 1.0}}}, r"train.ema: '../../x' is not a name of at most 32 letters"),
         ({"train": {"ema": {"/tmp/x": 1.0}}}, "train.ema: '/tmp/x' is not a name"),
         ({"monolith": {"ema": {"../x": 1.0}}}, "monolith.ema: '../x' is not a name"),
-        ({"train": {"accumulate": 4}, "monolith": {"batch": 6}}, "monolith.batch 6 is not a multiple of accumulate 4"),
+        (
+            {"train": {"grad_accum_steps": 4}, "monolith": {"batch_size": 6}},
+            "monolith.batch_size 6 is not a multiple of grad_accum_steps 4",
+        ),
         ({"train": {"ema": {"..\\x": 1.0}}}, "train.ema: .* is not a name"),
         ({"train": {"ema": {".hidden": 1.0}}}, "train.ema: '.hidden' is not a name"),
         ({"train": {"ema": {"": 1.0}}}, "train.ema: '' is not a name"),
@@ -112,3 +116,15 @@ def test_options_that_are_no_yaml_are_plain_text() -> None:
 def test_numbers_that_nothing_can_count_with_are_refused(key: str, value: str) -> None:
     with pytest.raises(AtollError, match=key):
         config.resolve({}, {key: value})
+
+
+@pytest.mark.parametrize(("old", "new"), renamed.KEYS.items())
+def test_a_renamed_key_is_an_error_with_its_new_name(old: str, new: str) -> None:
+    section, key = old.split(".")
+    expected = re.escape(f"'{old}' is now '{new}'")
+    with pytest.raises(AtollError, match=expected):
+        config.resolve({section: {key: 1}})
+    with pytest.raises(AtollError, match=expected):
+        config.resolve({}, {old: "1"})
+    assert key not in config.keys_at([section])
+    assert new.removeprefix(f"{section}.") in config.keys_at([section])

@@ -7,19 +7,19 @@ from atoll.core.metrics_file import TAIL_BYTES, last_line, parse_lines, read_lin
 
 
 def line(samples: int, **extra: object) -> str:
-    return json.dumps({"samples": samples, "loss": 1.5, "samples_per_second": 2.0, **extra}) + "\n"
+    return json.dumps({"images": samples, "loss": 1.5, "images_per_second": 2.0, **extra}) + "\n"
 
 
 def test_a_half_written_line_is_passed_over(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     assert read_lines(file) == []
     assert last_line(file) is None
-    for end in ("", '{"samples": 8', '{"samples": 80, "loss": 1.0'):
+    for end in ("", '{"images": 8', '{"images": 80, "loss": 1.0'):
         file.write_text(line(20) + line(40, total=100, loss_by_time=[1.0, None]) + end)
-        assert [found.samples for found in read_lines(file)] == [20, 40]
+        assert [found.images for found in read_lines(file)] == [20, 40]
         last = last_line(file)
         assert last is not None
-        assert (last.samples, last.total) == (40, 100)
+        assert (last.images, last.total) == (40, 100)
 
 
 def test_the_last_line_of_a_long_file_is_found_without_its_beginning(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_the_last_line_of_a_long_file_is_found_without_its_beginning(tmp_path: P
     assert file.stat().st_size > 2 * TAIL_BYTES
     last = last_line(file)
     assert last is not None
-    assert last.samples == 2999
+    assert last.images == 2999
 
 
 def test_bytes_that_are_no_metrics_are_passed_over() -> None:

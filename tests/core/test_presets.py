@@ -40,7 +40,7 @@ def test_imagenet_is_shared_by_the_experts_as_in_ddm() -> None:
     found = surveyed("imagenet256")
     experts = found.jobs[:8]
     assert experts[0].parameters == pytest.approx(675e6, rel=0.01)
-    assert sum(job.samples for job in experts) == 800_000 * 256
+    assert sum(job.images for job in experts) == 800_000 * 256
     router, flops = found.jobs[8].flops, sum(job.flops for job in experts)
     assert 0.03 < router / flops < 0.07
     assert found.gpu_days["A100"] == pytest.approx(found.flops / (312e12 * 0.5 * 86400))

@@ -48,8 +48,8 @@ def test_captions_say_what_one_sees(emoji: list[Sample]) -> None:
 
 
 def test_makers_are_named(emoji: list[Sample]) -> None:
-    licences = {(s.attributes["style"], s.attributes["licence"]) for s in emoji}
-    assert licences == {("noto", "OFL-1.1"), ("openmoji", "CC-BY-SA-4.0"), ("twemoji", "CC-BY-4.0")}
+    licenses = {(s.attributes["style"], s.attributes["license"]) for s in emoji}
+    assert licenses == {("noto", "OFL-1.1"), ("openmoji", "CC-BY-SA-4.0"), ("twemoji", "CC-BY-4.0")}
     assert all(s.attributes["attribution"] == STYLES[s.attributes["style"]].attribution for s in emoji)
 
 

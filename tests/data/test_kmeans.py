@@ -110,7 +110,7 @@ def test_equal_blobs_are_kept_whole() -> None:
 
 def test_a_fine_cluster_beyond_the_limit_is_refused_with_what_to_do() -> None:
     sums, sizes = np.eye(4) * 10, np.array([97, 1, 1, 1])
-    with pytest.raises(AtollError, match=r"one fine cluster holds 97 of 100 samples.*raise clusters.fine"):
+    with pytest.raises(AtollError, match=r"one fine cluster holds 97 of 100 samples.*raise clusters.num_fine"):
         merge(sums, sizes, 2, max_imbalance=1.25, seed=0)
     with pytest.raises(AtollError, match="too coarse to fill 2 clusters"):
         merge(np.eye(3), np.array([10, 10, 10]), 2, max_imbalance=1.25, seed=0)

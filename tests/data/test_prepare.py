@@ -186,8 +186,8 @@ def test_shares_are_checked() -> None:
 
 
 def test_a_share_needs_a_stage_that_can_be_shared(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["prepare", str(prepared), "--shard", "0/2"]) == 2
-    assert "--shard divides the stages ingest, features, latents, text;" in capsys.readouterr().err
+    assert cli.main(["prepare", str(prepared), "--worker", "0/2"]) == 2
+    assert "--worker divides the stages ingest, features, latents, text;" in capsys.readouterr().err
 
 
 def test_a_stage_without_the_one_before_it_says_so(

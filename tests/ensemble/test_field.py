@@ -78,7 +78,7 @@ def test_grouped_is_naive(run: Path, routing: str) -> None:
     for guidance in (torch.ones(B), torch.full((B,), 4.0), torch.tensor([1.0, 2.5, 7.0] * 3)):
         expected = naive(ensemble, given, told, routing, guidance)
         how = {"routing": routing, "cluster": given["cluster"], "draw": given["draw"]}
-        got = ensemble.velocity(given["x"], given["t"], told, guidance=guidance, **how)
+        got = ensemble.velocity(given["x"], given["t"], told, guidance_scale=guidance, **how)
         assert_alike(got, expected)
 
 
@@ -88,9 +88,9 @@ def test_prepared_conditions_and_one_time_give_the_same(run: Path) -> None:
     rows = torch.tensor([0, 1, 2, 0, 1, 2, 0, 0, 4])
     reused = BatchConditions.of(told[:5], rows, reused=True)
     for t, routing in product((0.9, 0.2), ("top-1", "top-2", "full")):
-        expected = ensemble.velocity(given["x"], torch.full((B,), t), told[rows], routing=routing, guidance=3.0)
+        expected = ensemble.velocity(given["x"], torch.full((B,), t), told[rows], routing=routing, guidance_scale=3.0)
         for _ in range(2):
-            got = ensemble.velocity(given["x"], t, reused, routing=routing, guidance=3.0)
+            got = ensemble.velocity(given["x"], t, reused, routing=routing, guidance_scale=3.0)
             assert_alike(got, expected)
 
 
@@ -104,7 +104,7 @@ def test_a_router_that_is_told_has_its_own_answer_for_the_null_condition(tmp_pat
     for routing in ("full", "top-1", "sample-1"):
         expected = naive(ensemble, given, told, routing, guidance)
         how = {"routing": routing, "draw": given["draw"]}
-        got = ensemble.velocity(given["x"], given["t"], told, guidance=4.0, **how)
+        got = ensemble.velocity(given["x"], given["t"], told, guidance_scale=4.0, **how)
         assert_alike(got, expected)
 
 
@@ -121,7 +121,7 @@ def test_a_drawn_expert_paints_alone_and_the_router_is_asked_once(
         return ask(self, x, *rest)
 
     monkeypatch.setattr(OpenRouter, "logits", logits)
-    how: dict[str, Any] = {"n": B, "steps": 4, "guidance": 3.0}
+    how: dict[str, Any] = {"num_images": B, "steps": 4, "guidance_scale": 3.0}
     made = sampler.generate(prompts, routing="drawn", trace=True, **how)
     assert asked == [2 * B]
     assert made.trace is not None
@@ -137,9 +137,9 @@ def test_labels_and_text_together(tmp_path: Path) -> None:
     ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
     for parts in (told, Condition(told.text, told.text_mask), Condition(label=told.label)):
         rows = torch.arange(B)
-        plain = ensemble.velocity(given["x"], 0.5, parts, routing="top-2", guidance=3.0)
+        plain = ensemble.velocity(given["x"], 0.5, parts, routing="top-2", guidance_scale=3.0)
         prepared = ensemble.velocity(
-            given["x"], 0.5, BatchConditions.of(parts, rows, reused=True), routing="top-2", guidance=3.0
+            given["x"], 0.5, BatchConditions.of(parts, rows, reused=True), routing="top-2", guidance_scale=3.0
         )
         assert_alike(prepared, plain)
     with_label = ensemble.velocity(given["x"], 0.5, told, routing="top-2")
@@ -149,8 +149,8 @@ def test_labels_and_text_together(tmp_path: Path) -> None:
 def test_rescaled_guidance_has_the_spread_of_the_unguided(run: Path) -> None:
     ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
     plain = ensemble.velocity(given["x"], 0.5, told)
-    guided = ensemble.velocity(given["x"], 0.5, told, guidance=7.0)
-    rescaled = ensemble.velocity(given["x"], 0.5, told, guidance=7.0, rescale=1.0)
+    guided = ensemble.velocity(given["x"], 0.5, told, guidance_scale=7.0)
+    rescaled = ensemble.velocity(given["x"], 0.5, told, guidance_scale=7.0, rescale=1.0)
     assert (guided.flatten(1).std(1) > 1.2 * plain.flatten(1).std(1)).all()
     torch.testing.assert_close(rescaled.flatten(1).std(1), plain.flatten(1).std(1))
 
@@ -186,7 +186,7 @@ def test_dense_models_are_ensembles_of_one(run: Path) -> None:
 def test_velocity_carries_gradients_to_the_state(run: Path) -> None:
     ensemble = atoll.load(run).ensemble
     x = batch()["x"].requires_grad_(True)
-    ensemble.velocity(x, 0.5, condition(), routing="top-2", guidance=2.0).square().sum().backward()
+    ensemble.velocity(x, 0.5, condition(), routing="top-2", guidance_scale=2.0).square().sum().backward()
     assert x.grad is not None
     assert bool((x.grad.flatten(1).abs().sum(1) > 0).all())
 
@@ -213,7 +213,7 @@ def test_impossible_routings_are_refused(run: Path, how: dict, says: str) -> Non
         ({"t": torch.zeros(4)}, "4"),
         ({"cluster": torch.zeros(4, dtype=torch.int64)}, r"cluster has shape \(4,\), expected \(9,\)"),
         ({"draw": torch.zeros(4)}, r"draw has shape \(4,\), expected \(9,\)"),
-        ({"guidance": torch.zeros(4)}, r"guidance has shape \(4,\), expected \(9,\)"),
+        ({"guidance_scale": torch.zeros(4)}, r"guidance_scale has shape \(4,\), expected \(9,\)"),
     ],
 )
 def test_tensors_of_another_batch_are_refused(changes: dict[str, Tensor], words: str, run: Path) -> None:

@@ -224,7 +224,9 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
-def reference(folder: Path, prompts: list[str], noise: Tensor, steps: int, guidance: float) -> tuple[Tensor, Tensor]:
+def reference(
+    folder: Path, prompts: list[str], noise: Tensor, steps: int, guidance_scale: float
+) -> tuple[Tensor, Tensor]:
     """Top-2 sampling as it is done with the release: guidance inside each expert, Euler steps, 1000 t for the time."""
     experts = [Paris(WIDTH, HEADS, 2, 4, text_width=TEXT) for _ in range(3)]
     for number, expert in enumerate(experts):
@@ -247,7 +249,7 @@ def reference(folder: Path, prompts: list[str], noise: Tensor, steps: int, guida
         for row in range(len(x)):
             for weight, k in zip(p[row] / p[row].sum(), chosen[row], strict=True):
                 told, null = (experts[k](x[row : row + 1], time[:1], c[row : row + 1]) for c in (text, empty))
-                v[row] += (weight * (null + guidance * (told - null)))[0]
+                v[row] += (weight * (null + guidance_scale * (told - null)))[0]
         x = x - v / steps
     return x, vae.decode(x / SCALE).sample
 
@@ -255,7 +257,7 @@ def reference(folder: Path, prompts: list[str], noise: Tensor, steps: int, guida
 def test_the_paris_release_is_sampled_as_its_users_do(release: Path) -> None:
     prompts = ["a red apple", "a blue boat", "a boat"]
     ensemble = atoll.load(release)
-    made = ensemble.generate(prompts, steps=5, guidance=7.5, routing="top-2", seed=1, trace=True)
+    made = ensemble.generate(prompts, steps=5, guidance_scale=7.5, routing="top-2", seed=1, trace=True)
     noise = rng.normal((3, 4, 8, 8), seed=1, stream=NOISE_STREAM, first=0)
     latents, pixels = reference(release, prompts, noise, 5, 7.5)
     assert made.trace is not None

@@ -13,13 +13,13 @@ import atoll
 from atoll import cli
 from atoll.core.errors import AtollError
 from atoll.ensemble.images import read_settings
-from atoll.experts.quantize import Int8Linear, quantise
+from atoll.experts.quantize import Int8Linear, quantize
 from atoll.flow import SOLVERS
 from atoll.nets import Condition, DiT, PreparedCondition, load_network
 from ensemble.runs import write_run
 
 PROMPTS = ["a red circle", "a green square"]
-QUICK = {"steps": 4, "guidance": 3.0}
+QUICK = {"steps": 4, "guidance_scale": 3.0}
 # Batches of other sizes are rounded in another order: with an error of one rounding added to every kernel, latents of
 # these four guided steps differed by up to 2e-4. Those of another seed differ by more than 0.05 on average.
 ROUNDING = {"atol": 1e-3, "rtol": 1e-3}
@@ -28,12 +28,12 @@ ROUNDING = {"atol": 1e-3, "rtol": 1e-3}
 @pytest.mark.parametrize("routing", ["top-1", "top-2", "drawn", "sample-1", "nearest"])
 def test_the_same_seed_is_the_same_picture_whatever_the_batch(run: Path, routing: str) -> None:
     ensemble = atoll.load(run)
-    whole = ensemble.generate(PROMPTS, n=7, routing=routing, **QUICK)
-    parts = ensemble.generate(PROMPTS, n=7, routing=routing, batch=3, **QUICK)
+    whole = ensemble.generate(PROMPTS, num_images=7, routing=routing, **QUICK)
+    parts = ensemble.generate(PROMPTS, num_images=7, routing=routing, batch_size=3, **QUICK)
     torch.testing.assert_close(parts.latents, whole.latents, **ROUNDING)
-    fewer = ensemble.generate(PROMPTS, n=4, routing=routing, **QUICK)
+    fewer = ensemble.generate(PROMPTS, num_images=4, routing=routing, **QUICK)
     torch.testing.assert_close(fewer.latents, whole.latents[:4], **ROUNDING)
-    other = ensemble.generate(PROMPTS, n=7, routing=routing, seed=1, **QUICK)
+    other = ensemble.generate(PROMPTS, num_images=7, routing=routing, seed=1, **QUICK)
     assert (other.latents - whole.latents).flatten(1).abs().mean(1).min() > 0.05
 
 
@@ -58,9 +58,9 @@ def test_conditions_are_prepared_by_the_batch(run: Path, monkeypatch: pytest.Mon
         return prepare(self, condition)
 
     many = [f"a red circle and {number} squares" for number in range(7)]
-    expected = atoll.load(run).generate(many, batch=7, **QUICK).latents
+    expected = atoll.load(run).generate(many, batch_size=7, **QUICK).latents
     monkeypatch.setattr(DiT, "prepare", counted)
-    made = atoll.load(run).generate(many, batch=3, **QUICK).latents
+    made = atoll.load(run).generate(many, batch_size=3, **QUICK).latents
     assert set(rows) <= {2, 4}
     torch.testing.assert_close(made, expected, **ROUNDING)
 
@@ -76,17 +76,17 @@ def test_every_solver_samples(run: Path, solver: str) -> None:
 
 def test_guidance_acts_inside_its_interval_only(run: Path) -> None:
     ensemble = atoll.load(run)
-    plain = ensemble.generate(PROMPTS, steps=4, guidance=1.0).latents
-    never = ensemble.generate(PROMPTS, steps=4, guidance=9.0, guidance_interval=(0.3, 0.4)).latents
-    always = ensemble.generate(PROMPTS, steps=4, guidance=9.0).latents
-    late = ensemble.generate(PROMPTS, steps=4, guidance=9.0, guidance_interval=(0.0, 0.5)).latents
+    plain = ensemble.generate(PROMPTS, steps=4, guidance_scale=1.0).latents
+    never = ensemble.generate(PROMPTS, steps=4, guidance_scale=9.0, guidance_interval=(0.3, 0.4)).latents
+    always = ensemble.generate(PROMPTS, steps=4, guidance_scale=9.0).latents
+    late = ensemble.generate(PROMPTS, steps=4, guidance_scale=9.0, guidance_interval=(0.0, 0.5)).latents
     assert torch.equal(never, plain)
     assert not torch.allclose(always, plain, atol=1e-2)
     assert not torch.allclose(late, always, atol=1e-2)
 
 
 def test_every_decision_is_recorded(run: Path) -> None:
-    trace = atoll.load(run).generate(PROMPTS, n=5, trace=True, routing="top-2", batch=2, **QUICK).trace
+    trace = atoll.load(run).generate(PROMPTS, num_images=5, trace=True, routing="top-2", batch_size=2, **QUICK).trace
     assert trace is not None
     assert trace.weights.shape == trace.probabilities.shape == (4, 5, 3)
     assert trace.t.tolist() == [1.0, 0.75, 0.5, 0.25]
@@ -139,7 +139,7 @@ def test_classes_are_told_by_name_or_number(tmp_path: Path, capsys) -> None:
     [
         ({"solver": "eulr"}, "did you mean 'euler'?"),
         ({"steps": 0}, "steps >= 1"),
-        ({"n": 0}, "at least one image"),
+        ({"num_images": 0}, "at least one image"),
         ({"guidance_interval": (0.9, 0.1)}, "interval of times"),
         ({"prompts": "one string"}, "prompts must be a list"),
         ({"prompts": []}, "prompts must be a list that is not empty"),
@@ -189,47 +189,47 @@ def test_without_a_router_nearest_and_oracle_still_work(run: Path, tmp_path: Pat
 
 
 def test_other_precisions_are_close(run: Path) -> None:
-    how = {"n": 3, "routing": "oracle", "clusters": [0, 1, 2], "steps": 4, "guidance": 1.0}
+    how = {"num_images": 3, "routing": "oracle", "clusters": [0, 1, 2], "steps": 4, "guidance_scale": 1.0}
     exact = atoll.load(run).generate(PROMPTS, **how).latents
-    for options, limit in (({"dtype": "bfloat16"}, 0.05), ({"quantise": "int8"}, 0.05)):
+    for options, limit in (({"dtype": "bfloat16"}, 0.05), ({"quantize": "int8"}, 0.05)):
         other = atoll.load(run, **options).generate(PROMPTS, **how).latents
         error = ((other - exact).norm() / exact.norm()).item()
         assert 0 < error < limit, options
 
 
-def test_the_error_of_quantised_experts_is_measured(run: Path) -> None:
-    ensemble, exact = atoll.load(run, quantise="int8"), atoll.load(run)
-    assert ensemble.ensemble.cache.quantisation_error == {}
+def test_the_error_of_quantized_experts_is_measured(run: Path) -> None:
+    ensemble, exact = atoll.load(run, quantize="int8"), atoll.load(run)
+    assert ensemble.ensemble.cache.quantization_error == {}
     x = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     how = {"routing": "oracle", "cluster": torch.ones(6, dtype=torch.long)}
     change = (
         ensemble.ensemble.velocity(x, 0.5, **how) - exact.ensemble.velocity(x, 0.5, **how)
     ).norm() / exact.ensemble.velocity(x, 0.5, **how).norm()
-    told = ensemble.ensemble.cache.quantisation_error["experts/001"]
+    told = ensemble.ensemble.cache.quantization_error["experts/001"]
     assert 0.3 * told < change < 3 * told
     assert 1e-4 < told < 0.05
 
 
-def test_quantised_weights_are_within_half_a_step(run: Path) -> None:
+def test_quantized_weights_are_within_half_a_step(run: Path) -> None:
     network = load_network(run / "experts/000/final")
     weight = network.blocks[0].mlp.inner.weight.detach().clone()
-    quantised = quantise(network, "int8").blocks[0].mlp.inner
-    assert isinstance(quantised, Int8Linear)
+    quantized = quantize(network, "int8").blocks[0].mlp.inner
+    assert isinstance(quantized, Int8Linear)
     step = weight.abs().amax(1, keepdim=True) / 127
-    assert ((quantised.weight - weight).abs() <= step / 2 + 1e-7).all()
+    assert ((quantized.weight - weight).abs() <= step / 2 + 1e-7).all()
 
 
 def test_the_verb_writes_pictures_that_say_how_they_were_made(run: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"
-    command = ["sample", str(run), *PROMPTS, "--count", "3", "--steps", "3", "--seed", "5", "--out", str(out)]
-    assert cli.main([*command, "--trace", "--json"]) == 0
+    command = ["sample", str(run), *PROMPTS, "--num-images", "3", "--steps", "3", "--seed", "5", "--out", str(out)]
+    assert cli.main([*command, "--save-routing", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [Path(file).name for file in answer["images"]] == ["000.png", "001.png", "002.png"]
     assert answer["settings"]["routing"] == "top-1" == atoll.load(run).ensemble.routing.text  # one default everywhere
     settings = read_settings(out / "002.png")
     assert settings["prompt"] == PROMPTS[0]
     again = atoll.load(run).generate(
-        PROMPTS, n=3, **{key: settings[key] for key in ("steps", "seed", "routing", "guidance")}
+        PROMPTS, num_images=3, **{key: settings[key] for key in ("steps", "seed", "routing", "guidance_scale")}
     )
     for number in range(3):
         made = np.asarray(Image.open(out / f"{number:03d}.png"), float)
@@ -241,9 +241,9 @@ def test_the_verb_writes_pictures_that_say_how_they_were_made(run: Path, tmp_pat
 
 
 def test_the_verb_prints_the_plan_and_refuses_wrong_words(run: Path, capsys) -> None:
-    assert cli.main(["sample", str(run), "a circle", "--plan", "--json", "--resident", "1"]) == 0
+    assert cli.main(["sample", str(run), "a circle", "--plan", "--json", "--max-loaded-experts", "1"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["resident"] == 1
+    assert plan["max_loaded_experts"] == 1
     assert plan["total"] == sum(plan["parts"].values())
     assert cli.main(["sample", str(run), "--routing", "top2", "--steps", "2"]) == 2
     assert "did you mean 'top-2'?" in capsys.readouterr().err

@@ -25,8 +25,19 @@ from atoll.evaluate.models import Subject, subjects
 from atoll.evaluate.results import EvaluationResult, Spread
 
 EXTRACTOR = "efficientnet-lite0"
-SMALL = ["--samples", "12", "--steps", "3", "--references", "24", "--extractors", EXTRACTOR, "--diversity", "2", "2"]
-SMALL += ["--held-out", "6", "--followed", "3", "--routings", "top-1", "full", "oracle", "drawn", "--allow-few"]
+SMALL = ["--num-images", "12", "--steps", "3", "--num-real", "24", "--extractors", EXTRACTOR, "--diversity", "2", "2"]
+SMALL += [
+    "--num-val",
+    "6",
+    "--num-trajectories",
+    "3",
+    "--routings",
+    "top-1",
+    "full",
+    "oracle",
+    "drawn",
+    "--allow-small",
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +57,7 @@ def test_every_model_and_routing_has_its_figures_with_their_protocol(answer: dic
     for model in answer["models"]:
         found = model["metrics"][EXTRACTOR]
         protocol = found["protocol"]
-        assert (protocol["samples"], protocol["steps"], protocol["guidance"], protocol["seed"]) == (12, 3, 4.0, 0)
+        assert (protocol["samples"], protocol["steps"], protocol["guidance_scale"], protocol["seed"]) == (12, 3, 4.0, 0)
         assert protocol.get("routing") == model["routing"]
         assert protocol["reference"] == {"split": "train", "pictures": 24, "resolution": 32}
         assert len(protocol["weights_sha256"]) == len(protocol["reference_fingerprint"]) == 64
@@ -82,8 +93,8 @@ def test_what_samples_cost_is_counted(trained: Path, answer: dict[str, Any]) -> 
 
 def test_costs_follow_solver_and_guidance(trained: Path) -> None:
     subject = Subject(trained, "monolith")
-    assert subject.sampling(Settings(steps=3, solver="heun", guidance=1.0), 1.0).network_evaluations == 5
-    late = Settings(steps=4, guidance=3.0, guidance_interval=(0.0, 0.5))  # at 1, 0.75, 0.5 and 0.25
+    assert subject.sampling(Settings(steps=3, solver="heun", guidance_scale=1.0), 1.0).network_evaluations == 5
+    late = Settings(steps=4, guidance_scale=3.0, guidance_interval=(0.0, 0.5))  # at 1, 0.75, 0.5 and 0.25
     assert subject.sampling(late, 1.0).network_evaluations == 4 + 2
 
 
@@ -132,7 +143,9 @@ def test_the_same_command_again_computes_nothing(
 def test_figures_can_be_taken_again_from_what_is_kept(trained: Path, answer: dict[str, Any]) -> None:
     config, subject = configuration.load(trained), Subject(trained, "experts", "top-1")
     prompts = prompts_of(trained, 3, 12)
-    samples = draw(subject, prompts, Settings(routing="top-1", steps=3), what="samples", batch=64, resident=None)
+    samples = draw(
+        subject, prompts, Settings(routing="top-1", steps=3), what="samples", batch=64, max_loaded_experts=None
+    )
     made, real = (
         of_samples(trained, samples, EXTRACTOR),
         of_reference(trained, config, "train", count=24, vision=EXTRACTOR),
@@ -153,12 +166,12 @@ def test_a_set_that_was_interrupted_continues_to_the_same_pictures(
     monkeypatch.setattr("atoll.evaluate.generated.CHUNK", 4)
     prompts, subject = prompts_of(trained, 3, 10), Subject(trained, "experts", "top-2")
     settings = Settings(routing="top-2", steps=2)
-    whole = draw(subject, prompts, settings, what="whole", batch=64, resident=None)
+    whole = draw(subject, prompts, settings, what="whole", batch=64, max_loaded_experts=None)
     pictures = np.concatenate(list(whole.chunks()))
     shutil.copytree(whole.artifact.folder, tmp_path / "kept")
     (whole.artifact.folder / "manifest.json").unlink()
     (whole.artifact.folder / "000001.safetensors").unlink()
-    again = draw(subject, prompts, settings, what="whole", batch=3, resident=None)
+    again = draw(subject, prompts, settings, what="whole", batch=3, max_loaded_experts=None)
     # The missing images were made in batches of another size, whose rounding may change a pixel by one.
     assert np.abs(np.concatenate(list(again.chunks())).astype(int) - pictures.astype(int)).max() <= 1
     kept = "000002.safetensors"
@@ -166,12 +179,12 @@ def test_a_set_that_was_interrupted_continues_to_the_same_pictures(
 
 
 def test_too_few_samples_are_refused_unless_allowed(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [argument for argument in SMALL if argument != "--allow-few"]
+    arguments = [argument for argument in SMALL if argument != "--allow-small"]
     assert cli.main(["evaluate", str(trained), *arguments]) == 2
     message = capsys.readouterr().err
     assert "12 samples against 24 real pictures are too few" in message
     assert "the Frechet distance needs 1,281" in message
-    assert "--allow-few" in message
+    assert "--allow-small" in message
 
 
 def test_mixed_answers_are_the_ensembles_own_velocity(trained: Path) -> None:

@@ -84,6 +84,6 @@ def test_the_two_agree_where_latents_are_samples_of_a_posterior(prepared: Path, 
     give_posterior(prepared, tmp_path, std=1.0)
     values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
     (tmp_path / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-    assert cli.main(["train", str(tmp_path), "--expert", "0", "--train.samples", "16"]) == 0
+    assert cli.main(["train", str(tmp_path), "--expert", "0", "--train.total_images", "16"]) == 0
     found = diagnose(tmp_path).experts.expert_on_cluster
     assert found.mean[0][0] == pytest.approx(declared(tmp_path, "experts/000")["held_out_loss"], rel=ROUNDING)

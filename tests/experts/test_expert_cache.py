@@ -25,10 +25,10 @@ PROMPTS = ["a red circle", "a green square", "nothing at all"]
 @pytest.mark.parametrize("routing", ["top-2", "full"])
 def test_pictures_do_not_depend_on_how_many_experts_are_in_memory(run: Path, routing: str) -> None:
     """Experts run in another order, on batches of equal shapes."""
-    how = {"routing": routing, "steps": 4, "n": 7, "guidance": 3.0}
+    how = {"routing": routing, "steps": 4, "num_images": 7, "guidance_scale": 3.0}
     everything = atoll.load(run).generate(PROMPTS, **how)
     for resident in (1, 2):
-        few = atoll.load(run, resident=resident)
+        few = atoll.load(run, max_loaded_experts=resident)
         latents = few.generate(PROMPTS, **how).latents
         if routing == "top-2":
             assert torch.equal(latents, everything.latents)
@@ -49,13 +49,13 @@ def test_the_expert_that_leaves_is_gone_before_the_next_one_comes(run: Path, mon
         return opened
 
     monkeypatch.setattr(ExpertCache, "_load", counted)
-    atoll.load(run, resident=1, dtype="bfloat16").generate(PROMPTS, n=4, steps=2, routing="full")
+    atoll.load(run, max_loaded_experts=1, dtype="bfloat16").generate(PROMPTS, num_images=4, steps=2, routing="full")
     assert len(networks) > 3
     assert most[0] <= 1
 
 
 def test_the_least_recently_used_expert_leaves_and_those_in_memory_go_first(run: Path) -> None:
-    residents = atoll.load(run, resident=2).ensemble.cache
+    residents = atoll.load(run, max_loaded_experts=2).ensemble.cache
     for number in (0, 1, 0, 2):
         residents.get(number)
     assert list(residents._here) == [0, 2]
@@ -73,8 +73,8 @@ def test_nothing_is_read_before_it_is_needed(run: Path) -> None:
 
 
 def test_at_least_one_expert_must_fit(run: Path) -> None:
-    with pytest.raises(AtollError, match="resident is -1"):
-        atoll.load(run, resident=-1)
+    with pytest.raises(AtollError, match="max_loaded_experts is -1"):
+        atoll.load(run, max_loaded_experts=-1)
 
 
 TRANSFORMER = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "sample_size": 8, "patch_size": 2}
@@ -110,7 +110,7 @@ def memory(field):
     lines = open("/proc/self/status").read().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
 
-ensemble = atoll.load(run, resident=resident, dtype=dtype)
+ensemble = atoll.load(run, max_loaded_experts=resident, dtype=dtype)
 plan = ensemble.plan(64, 64, guided=False).to_dict()
 text = torch.randn(64, 12, 384)
 with torch.no_grad():  # libraries load themselves with the first network
@@ -135,22 +135,22 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measured through /proc")
 @pytest.mark.parametrize(
-    ("resident", "dtype"),
+    ("limit", "dtype"),
     [
         (1, "float32"),
         pytest.param(3, "float32", marks=pytest.mark.slow),
         pytest.param(2, "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_the_plan_is_what_the_process_takes(big: Path, resident: int, dtype: str) -> None:
+def test_the_plan_is_what_the_process_takes(big: Path, limit: int, dtype: str) -> None:
     """Peak memory of a process of its own, beyond what it had before the first expert."""
-    command = [sys.executable, "-c", MEASURE, str(big), str(resident), dtype]
+    command = [sys.executable, "-c", MEASURE, str(big), str(limit), dtype]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout.splitlines()[-1])
     parts = answer["plan"]["parts"]
     before = sum(parts[name] for name in ("router", "text encoder"))  # these were there already
-    assert answer["plan"]["resident"] == resident
+    assert answer["plan"]["max_loaded_experts"] == limit
     assert answer["measured"] == pytest.approx(answer["plan"]["total"] - before, rel=0.25), answer
 
 

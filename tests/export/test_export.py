@@ -22,7 +22,7 @@ from atoll.nets import Condition, load_network
 from ensemble.runs import SMALL, SPACE, declared_by, write_network, write_run
 
 PROMPTS = ["a red circle", "a green square", "nothing at all"]
-HOW: dict[str, Any] = {"routing": "top-2", "steps": 3, "seed": 5, "guidance": 3.0}
+HOW: dict[str, Any] = {"routing": "top-2", "steps": 3, "seed": 5, "guidance_scale": 3.0}
 SAME_IN_A_NEW_PROCESS = """
 import sys, numpy, torch
 torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def test_the_folder_is_the_run(told_run: Path, told_export: Path, routing: str) 
     labels = ["circle", 2, "square", "triangle"]
     expected = atoll.load(told_run).generate(labels=labels, **how)
     for resident in (None, 1):
-        model = atoll.load(told_export, resident=resident)
+        model = atoll.load(told_export, max_loaded_experts=resident)
         assert torch.equal(model.generate(labels=labels, **how).latents, expected.latents)
     own, theirs = (atoll.load(folder).ensemble.experts for folder in (told_run, told_export))
     assert own == theirs
@@ -116,7 +116,7 @@ def test_an_incomplete_run_is_not_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["monolith", "student", "expert:1"])
 def test_dense_models(told_run: Path, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "out"
-    assert cli.main(["export", str(told_run), str(folder), "--model", model, "--licence", "mit", "--json"]) == 0
+    assert cli.main(["export", str(told_run), str(folder), "--model", model, "--license", "mit", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["model"] == model
     assert said["experts"] == 1
@@ -242,5 +242,5 @@ def test_the_card_tells_data_clusters_compute_and_figures(prepared: Path, told_r
     assert "| experts top-2 | inception | 2048 | 12.35 |" in text
     assert '"steps": 50' in text
     assert "99.00" not in text
-    assert "has not said under which licence" in text
+    assert "has not said under which license" in text
     assert "label='circle', routing=\"top-2\"" in text

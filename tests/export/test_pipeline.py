@@ -38,7 +38,7 @@ def test_its_defaults_are_those_of_the_ensemble(pipe: AtollPipeline, told_run: P
 
 def test_every_setting_reaches_the_ensemble(pipe: AtollPipeline, told_run: Path) -> None:
     how = {"guidance_interval": (0.2, 0.9), "rescale": 0.5, "solver": "heun", "shift": 2.0}
-    expected = atoll.load(told_run).generate(labels=LABELS, steps=3, guidance=2.0, routing="full", seed=9, **how)
+    expected = atoll.load(told_run).generate(labels=LABELS, steps=3, guidance_scale=2.0, routing="full", seed=9, **how)
     got = pipe(label=LABELS, guidance_scale=2.0, routing="full", seed=9, **how, **FEW)
     assert torch.equal(got.images, expected.latents)
     oracle = atoll.load(told_run).generate(labels=["circle"] * 2, clusters=[2] * 2, steps=3, routing="oracle")
@@ -114,7 +114,7 @@ def test_a_plain_scheduler_keeps_its_own_times_on_request(pipe: AtollPipeline, t
     x = rng.normal((4, 3, 8, 8), seed=0, stream=NOISE_STREAM, first=0)
     condition = ensemble.encode(labels=LABELS)
     for timestep in scheduler.timesteps:
-        v = ensemble.ensemble.velocity(x, float(timestep) / 1000, condition, guidance=4.0)
+        v = ensemble.ensemble.velocity(x, float(timestep) / 1000, condition, guidance_scale=4.0)
         x = scheduler.step(v, timestep, x, return_dict=False)[0]
     got = pipe(label=LABELS, scheduler_times=True, **FEW).images
     torch.testing.assert_close(got, x, atol=1e-4, rtol=1e-4)

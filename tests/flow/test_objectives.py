@@ -3,7 +3,7 @@ import torch
 from oracles import FLOAT
 
 from atoll import flow
-from atoll.core.config import NAMED_OBJECTIVES
+from atoll.core.config_sections import NAMED_OBJECTIVES
 from atoll.core.manifests import ObjectiveSpec
 from atoll.core.names import OBJECTIVES
 from atoll.flow.objectives import MAX_WEIGHT

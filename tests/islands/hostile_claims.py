@@ -199,7 +199,7 @@ def signed_for_another_expert(offer: Offer) -> None:
 
 
 def signed_before_it_was_changed(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"samples": 160', b'"samples": 161')
+    offer.raw = lambda data: data.replace(b'"images": 160', b'"images": 161')
 
 
 CLAIMS: dict[Callable[[Offer], None], str] = {
@@ -242,8 +242,8 @@ CLAIMS: dict[Callable[[Offer], None], str] = {
     no_statistics: "does not declare its statistics",
     other_statistics: "its statistics is not that of this run's cluster 1",
     a_router: "it is a 'router'",
-    greedy_density: r"counts 1\.0\d+e.30 samples",
-    greedy_caption: r"counts 1\.0\d+e.30 samples as its caption\.count",
+    greedy_density: r"counts 1\.0\d+e.30 images",
+    greedy_caption: r"counts 1\.0\d+e.30 images as its caption\.count",
     invented_classes: "does not hold the density of latents",
     without_captions: "does not hold the density of latents",
     unsigned: "is not signed",

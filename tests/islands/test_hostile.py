@@ -71,7 +71,7 @@ assert len(HOSTILE) >= 25
     ("classes", "says"),
     [
         ([3.0, 4.0], None),
-        ([1e6, 1.0], "samples with a class; there are"),
+        ([1e6, 1.0], "images with a class; there are"),
         ([-1.0, 2.0], "classes is not positive"),
         ([1.0, 1.0, 1.0], "does not hold the density"),
         (None, "does not hold the density"),

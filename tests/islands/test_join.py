@@ -110,7 +110,7 @@ def test_kills_lose_nothing_that_was_committed(new_run: Copy, tmp_path: Path, re
 
 @pytest.mark.slow
 def test_ten_kills_on_s3(bucket: str, new_run: Copy, tmp_path: Path) -> None:
-    run = new_run(train={"samples": 640})
+    run = new_run(train={"total_images": 640})
     push(run, Store.open(bucket))
     for expert in range(3):
         train_job(resolve_job(run, config.load(run), "expert", expert=expert))
@@ -119,7 +119,7 @@ def test_ten_kills_on_s3(bucket: str, new_run: Copy, tmp_path: Path) -> None:
 
 def test_whoever_leaves_hands_over_its_last_checkpoint(new_run: Copy, tmp_path: Path) -> None:
     """Ctrl-C publishes and gives up the lease; another, on the same machine, goes on as chosen to the same bits."""
-    run, place = new_run(train={"samples": 480, "save_every": 10000, "log_every": 8}), tmp_path / "shared"
+    run, place = new_run(train={"total_images": 480, "save_every": 10000, "log_every": 8}), tmp_path / "shared"
     store = Store.open(place)
     push(run, store)
     log = tmp_path / "log.txt"
@@ -136,12 +136,12 @@ def test_whoever_leaves_hands_over_its_last_checkpoint(new_run: Copy, tmp_path: 
     seen = look(store, "experts/001")
     assert seen is not None
     assert (seen.record.state, seen.record.failures) == ("released", 0)
-    assert 0 < seen.record.samples < seen.record.total == 480
+    assert 0 < seen.record.images < seen.record.total == 480
     assert seen.record.checkpoint
     assert next(line for line in status(store) if line.job == "experts/001").state == "free"
     second = start(log, keyed(tmp_path), *how, str(tmp_path / "b"), "--objective", "x0", "--name", "second")
     end(second, log)
-    assert f"going on from {seen.record.samples:,} samples" in log.read_text()
+    assert f"going on from {seen.record.images:,} images" in log.read_text()
     overrides = {"experts.1": "ddpm", "train.lr": "2e-3"}
     train_job(resolve_job(run, config.load(run, overrides), "expert", expert=1))
     assert_same_weights(run / "experts/001/final", tmp_path / "b/experts/001/final")
@@ -153,7 +153,7 @@ def test_whoever_leaves_hands_over_its_last_checkpoint(new_run: Copy, tmp_path: 
 
 def test_a_worker_that_lost_its_lease_publishes_nothing(new_run: Copy, tmp_path: Path) -> None:
     """It is stopped (SIGSTOP) past its lease; another finishes the expert meanwhile; it wakes up."""
-    run, place = new_run(train={"samples": 400}), tmp_path / "shared"
+    run, place = new_run(train={"total_images": 400}), tmp_path / "shared"
     store = Store.open(place)
     push(run, store)
     how = ("join", str(place), "--expert", "0", "--lease", "1", "--publish-every", "1000", "--wait", "--folder")
@@ -190,7 +190,18 @@ def test_a_job_that_fails_says_why_and_others_go_on(new_run: Copy, tmp_path: Pat
     run, place = new_run(), tmp_path / "shared"
     push(run, Store.open(place))
     log = tmp_path / "log.txt"
-    how = ("join", str(place), "--expert", "0", "--train.lr", "1e30", "--train.clip", "1e30", "--train.warmup", "0")
+    how = (
+        "join",
+        str(place),
+        "--expert",
+        "0",
+        "--train.lr",
+        "1e30",
+        "--train.max_grad_norm",
+        "1e30",
+        "--train.warmup_images",
+        "0",
+    )
     end(start(log, keyed(tmp_path), *how, "--folder", str(tmp_path / "a")), log, code=2)
     line = next(line for line in status(Store.open(place)) if line.job == "experts/000")
     assert line.state == "failed"
@@ -300,7 +311,7 @@ def test_status_of_a_folder_without_leases(new_run: Copy, capsys: pytest.Capture
     assert {job: line["state"] for job, line in lines.items()} == {
         "experts/000": "done", "experts/001": "running", "experts/002": "free", "router": "missing",
     }  # fmt: skip
-    assert lines["experts/001"]["samples"] == 160
+    assert lines["experts/001"]["images"] == 160
     assert cli.main(["status", str(run)]) == 0
     assert "experts/001" in capsys.readouterr().out
     assert cli.main(["status", str(run / "nowhere")]) == 2

@@ -63,11 +63,11 @@ def test_a_lease_is_taken_renewed_and_given_up(store: Store) -> None:
     first = Lease.take(store, "experts/003", 30, holder="a")
     assert first is not None
     assert Lease.take(store, "experts/003", 30, holder="b") is None
-    first.tell(samples=7)
+    first.tell(images=7)
     first.renew(total=100)
     seen = look(store, "experts/003")
     assert seen is not None
-    assert (seen.record.epoch, seen.record.samples, seen.record.total, seen.record.holder) == (1, 7, 100, "a")
+    assert (seen.record.epoch, seen.record.images, seen.record.total, seen.record.holder) == (1, 7, 100, "a")
     first.end("released")
     second = Lease.take(store, "experts/003", 30, holder="b")
     assert second is not None

@@ -57,7 +57,7 @@ def fails(create: Create, store: Store, key: str, data: bytes) -> bool:
 
 
 def test_an_end_that_failed_is_not_told_by_the_next_renewal(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    lease = held(store, checkpoint=POINTER, samples=7)
+    lease = held(store, checkpoint=POINTER, images=7)
     at_the_next_record(monkeypatch, fails)
     with pytest.raises(AtollError, match="does not answer"):
         lease.end("done", manifest="0" * 64, checkpoint=None)
@@ -77,12 +77,12 @@ def test_a_record_whose_answer_got_lost_is_still_ours(store: Store, monkeypatch:
     lease = held(store)
     at_the_next_record(monkeypatch, arrives)
     with pytest.raises(AtollError, match="does not answer"):
-        lease.renew(samples=3)
-    lease.renew(samples=5)
+        lease.renew(images=3)
+    lease.renew(images=5)
     lease.end("released")
     seen = look(store, JOB)
     assert seen is not None
-    assert (seen.record.state, seen.record.samples, seen.record.epoch) == ("released", 5, 4)
+    assert (seen.record.state, seen.record.images, seen.record.epoch) == ("released", 5, 4)
 
 
 def test_whoever_ends_a_lease_may_be_followed_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ JOB, OTHER = "experts/001", "experts/002"
 ATTEMPT, DIGEST = "0123456789abcdef", "1" * 64
 GOOD: dict[str, Any] = {
     "epoch": 0, "state": "released", "holder": "mallory", "nonce": "0" * 32, "issued": 0.0, "duration": 60.0,
-    "samples": 8, "total": 160, "rate": 1.0, "choice": {}, "checkpoint": f"{JOB}/checkpoints/{ATTEMPT}@{DIGEST}",
+    "images": 8, "total": 160, "rate": 1.0, "choice": {}, "checkpoint": f"{JOB}/checkpoints/{ATTEMPT}@{DIGEST}",
     "manifest": None, "why": "", "failures": 0,
 }  # fmt: skip
 POINTERS: list[Any] = [
@@ -47,7 +47,7 @@ FIELDS: list[dict[str, Any]] = [
     {"epoch": 7}, {"epoch": -1}, {"epoch": "0"}, {"epoch": True}, {"epoch": 10**30}, {"state": "mine"}, {"state": None},
     {"holder": "a" * 201}, {"holder": 5}, {"nonce": ""}, {"nonce": "../" * 10}, {"nonce": "0" * 31 + "/"},
     {"nonce": "0" * 32 + "\n"}, {"issued": "now"}, {"duration": 0}, {"duration": 1e9}, {"duration": "60"},
-    {"samples": -1}, {"samples": 1.5}, {"samples": 1 << 60}, {"total": "160"}, {"rate": -1.0}, {"rate": 1e300},
+    {"images": -1}, {"images": 1.5}, {"images": 1 << 60}, {"total": "160"}, {"rate": -1.0}, {"rate": 1e300},
     {"choice": {"island.setup": "[rm -r .]"}}, {"choice": {"data.source": "/"}}, {"choice": {"train.ema.../x": "1"}},
     {"choice": {"train.a.b.c.d": "1"}}, {"choice": {"train.lr": 1}}, {"choice": {"train.lr": "\x1b[2J"}},
     {"choice": {"train.lr": "1" * 4100}}, {"choice": {f"train.a{n}": "1" for n in range(65)}}, {"choice": []},
@@ -102,12 +102,12 @@ def test_a_holder_goes_on_above_a_malformed_record(store: Store, data: bytes) ->
     for epoch in (1, 2, 4, 999_999):
         store.write(key_of(JOB, epoch), data)
     assert Lease.take(store, JOB, 60, holder="bob") is None, "it is held"
-    lease.renew(samples=5)
+    lease.renew(images=5)
     assert lease.record.epoch == 3
-    lease.renew(samples=6)
+    lease.renew(images=6)
     assert (lease.record.epoch, lease.lost) == (5, False)
     lease.end("released")
-    assert taken(store).record.samples == 6
+    assert taken(store).record.images == 6
 
 
 def test_whoever_was_overtaken_is_still_stopped_above_malformed_records(store: Store) -> None:
@@ -168,7 +168,7 @@ def published(run: Path, samples: int) -> Artifact:
     artifact = Artifact(run, f"{JOB}/checkpoints/{samples:012d}")
     artifact.begin(CHECKPOINT, {})
     artifact.write("state.bin", bytes([samples]))
-    artifact.commit({"samples": samples, "seconds": 0.0})
+    artifact.commit({"images": samples, "seconds": 0.0})
     return artifact
 
 

@@ -9,6 +9,7 @@ import yaml
 
 from atoll import cli
 from atoll.core import config
+from atoll.core.config_sections import Island
 from atoll.core.errors import AtollError
 from atoll.islands.remote_run import open_config, pull, push
 from atoll.islands.shared_settings import SHARED, read_shared, shared_part
@@ -41,7 +42,7 @@ def test_settings_of_the_machine_stay_on_the_machine(
     for private in ("island", "touch", "secret", "private", "wandb"):
         assert private not in shared
     taken, _ = open_config(store, tmp_path / "elsewhere")
-    assert taken.island == config.Island()
+    assert taken.island == Island()
     assert taken.train.lr == config.load(run).train.lr
     assert taken.networks == config.load(run).networks
 
@@ -89,8 +90,8 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"text": {"encoder": "~/secret"}}, "text.encoder is '~/secret'; expected a name, not a path"),
     ({"features": {"model": ["x"]}}, "features.model is .*expected a name, not a path"),
     ({"clusters": {"count": 10**9}}, "clusters.count is 1000000000; at most 4,096"),
-    ({"train": {"samples": 10**18}}, "train.samples is .*at most"),
-    ({"train": {"batch": 10**9}}, "train.batch is .*at most 1,048,576"),
+    ({"train": {"total_images": 10**18}}, "train.total_images is .*at most"),
+    ({"train": {"batch_size": 10**9}}, "train.batch_size is .*at most 1,048,576"),
     ({"train": {"ema": {f"e{n}": 1.0 for n in range(9)}}}, "train.ema has .* entries; at most 8"),
     ({"networks": {"default": {"depth": 10**6}}}, "depth is 1000000; at most 512"),
     ({"networks": {"default": {"width": 2**20}}}, "width is 1048576; at most 65536"),

@@ -12,11 +12,11 @@ from train.workers import finish
 
 def test_a_job_in_a_folder_is_measured_by_its_own_length(new_run: Copy) -> None:
     """The router and the monolith train for other numbers of samples than the experts."""
-    run = new_run(train={"samples": 64}, router={"samples": 96})
+    run = new_run(train={"total_images": 64}, router={"total_images": 96})
     assert finish(run, "--router") == 0
     (run / "router/final/manifest.json").rename(run / "router/manifest.json")  # as if it were still at work
     line = next(line for line in status(Store.open(run)) if line.job == "router")
-    assert (line.samples, line.total) == (96, 96)
+    assert (line.images, line.total) == (96, 96)
 
 
 def test_watching_through_a_pipe_tells_every_look(new_run: Copy, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ MAIN = "import sys; from atoll.cli import main; sys.exit(main(sys.argv[1:]))"
 class Local:
     """Processes of this machine, two at a time."""
 
-    options = ("--on", "local", "--at-once", "2")
+    options = ("--on", "local", "--max-parallel", "2")
 
     def start(self) -> None:
         pass

@@ -40,10 +40,10 @@ def run(prepared: Path, tmp_path: Path) -> Path:
 
 def test_minutes_scale_the_samples() -> None:
     usual, longer = demo.scaled(demo.MINUTES), demo.scaled(2 * demo.MINUTES - demo.AROUND)
-    assert longer.train.samples == 2 * usual.train.samples
-    assert longer.router.samples == 2 * (usual.router.samples or 0)
-    assert longer.monolith.samples == 2 * (usual.monolith.samples or 0)
-    assert longer.train.samples % longer.train.batch == 0
+    assert longer.train.total_images == 2 * usual.train.total_images
+    assert longer.router.total_images == 2 * (usual.router.total_images or 0)
+    assert longer.monolith.total_images == 2 * (usual.monolith.total_images or 0)
+    assert longer.train.total_images % longer.train.batch_size == 0
     sections = {"train": usual.train, "router": usual.router, "monolith": usual.monolith}
     assert longer.model_copy(update=sections) == usual
     with pytest.raises(AtollError, match="no time for training"):
@@ -60,7 +60,7 @@ def test_the_plan_has_a_ddpm_expert_and_a_monolith_of_equal_flops(minutes: float
     assert objectives.count("velocity") == len(objectives) - objectives.count("epsilon")
 
     def flops(job: TrainSpec) -> int:
-        return job.settings.samples * image_cost(job.network, job.shapes).training_flops(checkpointing=False)
+        return job.settings.total_images * image_cost(job.network, job.shapes).training_flops(checkpointing=False)
 
     spent = [flops(resolve_job(tmp_path, config, "expert", expert=number)) for number in range(count)]
     assert flops(resolve_job(tmp_path, config, "monolith")) == sum(spent)
@@ -68,7 +68,7 @@ def test_the_plan_has_a_ddpm_expert_and_a_monolith_of_equal_flops(minutes: float
 
 def test_the_prompts_are_captions_of_the_data_and_three_of_them_unseen() -> None:
     data = demo.scaled(demo.MINUTES).data
-    source = EmojiSource(data.source.removeprefix("emoji:"), Options(held_out=data.held_out))
+    source = EmojiSource(data.source.removeprefix("emoji:"), Options(held_out=data.val_fraction))
     split = {sample.caption: sample.split for sample in source.samples()}
     assert [split[prompt] for prompt in demo.PROMPTS] == ["train"] * 9 + ["held-out"] * 3
 
@@ -81,7 +81,7 @@ def test_settings_that_are_there_stay(tmp_path: Path, capsys: pytest.CaptureFixt
     first = demo.settle(tmp_path, 10)
     assert first == demo.scaled(10) == load(tmp_path)
     assert demo.settle(tmp_path, 20) == first
-    assert "not --minutes 20" in capsys.readouterr().out
+    assert "--minutes is ignored" in capsys.readouterr().out
     assert cli.main(["demo", "--run", str(tmp_path), "--train.lr", "1"]) == 2
 
 
@@ -90,7 +90,7 @@ def test_half_written_metrics_are_read_up_to_their_last_whole_line(tmp_path: Pat
     assert images_seen(tmp_path, step) == 0
     (tmp_path / "experts/000").mkdir(parents=True)
     (tmp_path / "experts/000/metrics.jsonl").write_text(
-        json.dumps({"samples": 40, "loss": 1.0, "samples_per_second": 2.0}) + "\n" + '{"samples": 8'
+        json.dumps({"images": 40, "loss": 1.0, "images_per_second": 2.0}) + "\n" + '{"images": 8'
     )
     assert images_seen(tmp_path, step) == 40
 
@@ -112,7 +112,7 @@ def test_training_does_what_is_missing_and_a_failure_shows_the_end_of_its_log(
     assert missing(run) == ["experts/001", "router"]
     demo.train(run, load(run))
     assert missing(run) == []
-    assert metrics(run, "experts/001")[-1]["samples"] == metrics(run, "router")[-1]["samples"] == 160
+    assert metrics(run, "experts/001")[-1]["images"] == metrics(run, "router")[-1]["images"] == 160
     assert not (run / "experts/000/metrics.jsonl").exists()
 
     shutil.rmtree(run / "experts/002/final")
@@ -128,7 +128,7 @@ def test_a_stopped_demo_lets_its_networks_save(run: Path) -> None:
     code = "from pathlib import Path; from atoll.core.config import load; from atoll.launch import demo; "
     code += f"run = Path({str(run)!r}); demo.train(run, load(run))"
     file = run / "atoll.yaml"
-    file.write_text(yaml.safe_dump(merge(yaml.safe_load(file.read_text()), {"train": {"samples": 400_000}})))
+    file.write_text(yaml.safe_dump(merge(yaml.safe_load(file.read_text()), {"train": {"total_images": 400_000}})))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     while images_seen(run, Step("experts/000", 0, (), 400_000)) < 200 and process.poll() is None:
         time.sleep(0.1)

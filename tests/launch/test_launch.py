@@ -20,7 +20,7 @@ from train.conftest import merge
 from train.workers import TINY, assert_same_weights, finish, metrics
 
 Run = Callable[..., Path]
-LONGER = {"train": {"samples": 960, "save_every": 64, "keep_last": 99, "log_every": 64}}
+LONGER = {"train": {"total_images": 960, "save_every": 64, "keep_last": 99, "log_every": 64}}
 
 
 @pytest.fixture(scope="module", params=["local", "slurm", pytest.param("ray", marks=pytest.mark.slow)])
@@ -98,10 +98,10 @@ def test_killed_and_preempted_experts_finish_as_if_nothing_had_happened(
         assert len(watch.seen[f"{step}/final"]) == 1, "exactly one manifest"
         twice = {name for name, times in watch.seen.items() if name.startswith(step) and len(times) > 1}
         assert not twice, f"written again, so not resumed from the last checkpoint: {twice}"
-        losses = [{line["samples"]: line["loss"] for line in metrics(folder, step)} for folder in (plain, run)]
+        losses = [{line["images"]: line["loss"] for line in metrics(folder, step)} for folder in (plain, run)]
         # A job that is told to stop writes one line more, in the middle of the one that would have followed.
         assert losses[0] == losses[1] or expert == 1
-        starts = re.findall(r"attempt at \S+?(?:, from ([\d,]+) samples)?\n", log_of(run, step))
+        starts = re.findall(r"attempt at \S+?(?:, from ([\d,]+) images)?\n", log_of(run, step))
         assert len(starts) == (1 if expert == 2 else 2), log_of(run, step)
         if expert < 2:
             assert int(starts[1].replace(",", "")) >= 64, "from its last checkpoint"
@@ -118,7 +118,7 @@ def test_a_job_that_cannot_succeed_fails_in_the_end_and_holds_up_only_what_needs
     engine: Local, new_run: Run
 ) -> None:
     """Expert 1 has lost a shard: it is refused, with its reason. The others finish, the student does not start."""
-    run = new_run(train={"samples": 16})
+    run = new_run(train={"total_images": 16})
     next((run / "data/shards/cluster_001").glob("*.safetensors")).unlink()
     code, _, err = ended(engine.launch(run, "--jobs", "experts", "student"))
     assert code == 2
@@ -132,8 +132,8 @@ def test_a_job_that_cannot_succeed_fails_in_the_end_and_holds_up_only_what_needs
 
 def test_several_processes_of_an_island_train_one_expert_together(engine: Local, new_run: Run, plain: Path) -> None:
     """Local: two processes of one node. Slurm, Ray: one process on each of two nodes."""
-    run = new_run(train={"samples": 160})
-    straight = new_run("straight", train={"samples": 160})
+    run = new_run(train={"total_images": 160})
+    straight = new_run("straight", train={"total_images": 160})
     assert finish(straight, "--expert", "0") == 0
     shape = ("--island.processes", "2") if type(engine) is Local else ("--island.nodes", "2")
     launch = engine.launch(run, "--jobs", "experts", "--experts", "0", *shape)

@@ -106,11 +106,11 @@ def test_a_student_without_its_teachers_is_refused(fresh: Path) -> None:
 
 
 def test_every_job_gets_the_overrides_but_those_of_the_island(fresh: Path) -> None:
-    overrides = {"train.samples": "64", "island.gpus": "2"}
+    overrides = {"train.total_images": "64", "island.gpus": "2"}
     config = configuration.load(fresh, overrides)
     for group in found(fresh, config, kinds=WORK, overrides=overrides):
         for step in group.steps:
-            assert step.arguments[-2:] == ("--train.samples", "64")
+            assert step.arguments[-2:] == ("--train.total_images", "64")
 
 
 def test_a_launch_on_this_machine_starts_the_longest_job_first(fresh: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -118,12 +118,12 @@ def test_a_launch_on_this_machine_starts_the_longest_job_first(fresh: Path, capf
     large, small = ({"name": "DiT-XS/4", "width": width, "depth": 2, "heads": 2} for width in (64, 32))
     overrides = {
         "networks.default": json.dumps(small), "networks.2": json.dumps(large), "router.network": json.dumps(small),
-        "train.samples": "640", "router.samples": "320", "monolith.samples": "1280",
+        "train.total_images": "640", "router.total_images": "320", "monolith.total_images": "1280",
     }  # fmt: skip
     config = configuration.load(fresh, overrides)
     kinds = ("prepare", "experts", "router", "monolith")
     planned = with_flops(fresh, config, found(fresh, config, kinds=kinds, experts=(0, 2)))[1:]
-    assert [step.samples for group in planned for step in group.steps] == [640, 640, 320, 1280]
+    assert [step.images for group in planned for step in group.steps] == [640, 640, 320, 1280]
 
     def checks_only(group: Group) -> Group:
         return replace(group, steps=tuple(replace(step, arguments=("config", str(fresh))) for step in group.steps))
@@ -161,7 +161,7 @@ def test_the_scripts_for_slurm_are_valid_and_say_what_was_asked(
 ) -> None:
     island = ("--island.nodes", "2", "--island.gpus", "8", "--island.cores", "64", "--island.hours", "1.5")
     more = ("--island.sbatch", "[--partition=gpu]", "--island.setup", "[module load cuda]", "--island.memory_gb", "2")
-    text = printed(capsys, str(fresh), "--on", "slurm", "--shares", "2", "--at-once", "4", *island, *more)
+    text = printed(capsys, str(fresh), "--on", "slurm", "--prepare-workers", "2", "--max-parallel", "4", *island, *more)
     scripts = ["#!/bin/bash" + part for part in text.split("#!/bin/bash")[1:]]
     assert len(scripts) == 8
     for script in scripts:
@@ -234,7 +234,7 @@ def test_skypilot_accepts_the_documented_task(tmp_path: Path) -> None:
 def test_preparation_in_shares_gives_the_same_bytes(fresh: Path, prepared: Path) -> None:
     """Stopped in the middle of features by a signal and launched again; two jobs side by side, from ingest on."""
     command = [sys.executable, "-m", "atoll.cli", "launch", str(fresh), "--on", "local", "--jobs", "prepare"]
-    command += ["--shares", "2", "--at-once", "2", "--island.cores", "1", "--json"]
+    command += ["--prepare-workers", "2", "--max-parallel", "2", "--island.cores", "1", "--json"]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert first.stderr is not None
     for line in first.stderr:

@@ -11,7 +11,7 @@ import pytest
 from atoll.islands.leases import Lease, Seen, look
 from atoll.islands.store import Store
 from atoll.launch.base import AGAIN
-from atoll.launch.supervisor import holder, is_over, saved_samples
+from atoll.launch.supervisor import holder, is_over, saved_images
 from launch.engines import trainers
 from launch.slurm import wait_for
 
@@ -60,7 +60,7 @@ def test_a_job_that_gets_further_is_always_tried_again(tmp_path: Path) -> None:
     for samples in range(100, 600, 100):
         checkpoint(tmp_path, samples)
         assert attempt(tmp_path, "raise SystemExit(9)", retries=1) == AGAIN
-    assert saved_samples(tmp_path, STEP) == 500
+    assert saved_images(tmp_path, STEP) == 500
     assert attempt(tmp_path, "raise SystemExit(9)", retries=1) == 9
 
 

@@ -21,19 +21,30 @@ from atoll.report import Options, report
 from atoll.report.charts import Line, lines, ticks
 from atoll.report.html import SMALL, lookup, picture, power
 
-FEW = ["--samples", "12", "--steps", "2", "--references", "24", "--extractors", "efficientnet-lite0", "--guidance", "2"]
+FEW = [
+    "--samples",
+    "12",
+    "--steps",
+    "2",
+    "--num-real",
+    "24",
+    "--extractors",
+    "efficientnet-lite0",
+    "--guidance-scale",
+    "2",
+]
 FEW += [
     "--diversity",
     "2",
     "2",
-    "--held-out",
+    "--num-val",
     "6",
-    "--skip",
+    "--without",
     "trajectories",
     "--routings",
     "top-1",
     "full",
-    "--allow-few",
+    "--allow-small",
 ]
 VOID = {"img", "meta", "link", "br"}
 

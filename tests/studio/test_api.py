@@ -42,10 +42,10 @@ def opened(png: str) -> Image.Image:
 
 def test_pictures_are_those_of_the_command_line_and_say_how_they_were_made(served: Served, served_run: Path) -> None:
     url, _ = served
-    wanted = {"prompt": "a circle", "n": 3, "steps": 4, "guidance": 3.0, "routing": "top-2", "seed": 7}
+    wanted = {"prompt": "a circle", "n": 3, "steps": 4, "guidance_scale": 3.0, "routing": "top-2", "seed": 7}
     answer = http.post(f"{url}/v1/images", json=wanted).json()
     expected = atoll.load(served_run).generate(
-        ["a circle"], n=3, steps=4, guidance=3.0, routing="top-2", seed=7, trace=True
+        ["a circle"], n=3, steps=4, guidance_scale=3.0, routing="top-2", seed=7, trace=True
     )
     assert len(answer["images"]) == 3
     for number, made in enumerate(answer["images"]):
@@ -111,7 +111,7 @@ def test_the_run_tells_what_it_offers(served: Served, served_run: Path) -> None:
     ]
     assert (run["missing"], run["router"], run["nearest"]) == ([], True, True)
     assert {"top-1", "nearest", "drawn", "sample-1"} <= set(run["routings"])
-    assert run["defaults"] == {"routing": "top-1", "steps": 25, "guidance": 4.0, "n": 1}
+    assert run["defaults"] == {"routing": "top-1", "steps": 25, "guidance_scale": 4.0, "n": 1}
     assert len(run["examples"]) == 12
     assert len({example.split()[1] for example in run["examples"]}) == 3  # some of every kind
     experts = http.get(f"{url}/v1/experts").json()["experts"]
@@ -132,7 +132,7 @@ def test_the_run_tells_what_it_offers(served: Served, served_run: Path) -> None:
 def test_the_usual_settings_are_those_of_the_last_evaluation(tmp_path: Path) -> None:
     assert usual_settings(tmp_path) == Usual(25, 4.0)
     (tmp_path / "evaluation").mkdir()
-    protocols = [{"steps": 1000, "guidance": 2.0}, {"steps": 50, "guidance": 1.5}]
+    protocols = [{"steps": 1000, "guidance_scale": 2.0}, {"steps": 50, "guidance_scale": 1.5}]
     models = [{}, {"metrics": {"inception": {"protocol": protocols[0]}, "other": {"protocol": protocols[1]}}}]
     (tmp_path / "evaluation/latest.json").write_text(json.dumps({"models": models}))
     assert usual_settings(tmp_path) == Usual(50, 1.5)
@@ -192,7 +192,7 @@ def test_a_run_in_training_shows_its_islands_and_serves_what_is_finished(prepare
         assert http.get(f"{url}/v1/islands/experts/001/grid.png").status_code == 404
         assert cli.main(["train", str(run), "--expert", "1"]) == 0
         with (run / "experts/001/metrics.jsonl").open("a") as journal:
-            journal.write('{"samples": 168, "loss": NaN, "samples_per_second": 1.0}\n{"samples": 17')
+            journal.write('{"samples": 168, "loss": NaN, "images_per_second": 1.0}\n{"samples": 17')
         job = {job["job"]: job for job in http.get(f"{url}/v1/islands").json()["jobs"]}["experts/001"]
         assert job["state"] == "done"
         assert job["loss"][-1][0] == job["samples"] == 160

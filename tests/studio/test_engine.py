@@ -45,7 +45,7 @@ class Desk:
         self.events: dict[Ticket, list[Event]] = {}
 
     def ask(self, model: str = "experts", **what: Any) -> Ticket:
-        settings = {key: what.pop(key) for key in ("routing", "steps", "guidance", "seed") if key in what}
+        settings = {key: what.pop(key) for key in ("routing", "steps", "guidance_scale", "seed") if key in what}
         ask = Ask(Settings(**{"routing": "top-1", "steps": 4, **settings}), stream=True, **what)
         posted: list[Event] = []
         ticket = self.engine.submit(ask, self.models.edition(model), posted.append)
@@ -83,7 +83,7 @@ def assert_same(desk: Desk, ticket: Ticket, model: str = "experts") -> None:
     own = atoll.load(desk.models.source, model).generate(
         None if ask.prompt is None else [ask.prompt], None if ask.label is None else [ask.label], ask.n, trace=True,
         clusters=None if ask.cluster is None else [ask.cluster], steps=settings.steps, seed=settings.seed,
-        routing=settings.routing, guidance=settings.guidance,
+        routing=settings.routing, guidance_scale=settings.guidance_scale,
     )  # fmt: skip
     expected = np.stack([np.asarray(image, np.int16) for image in own.images])
     made = desk.pictures(ticket)
@@ -106,7 +106,9 @@ def test_every_routing_gives_the_pictures_of_generate_in_mixed_company(served_ru
         prompt = (None, "a red circle", "a square")[(number + 1) % 3]
         steps = 3 + number % 4
         tickets.append(
-            desk.ask(prompt=prompt, n=1 + number % 3, routing=routing, guidance=guidance, steps=steps, seed=number)
+            desk.ask(
+                prompt=prompt, n=1 + number % 3, routing=routing, guidance_scale=guidance, steps=steps, seed=number
+            )
         )
         desk.turn(number % 3)
     tickets.append(desk.ask(prompt="a square", cluster=2, routing="oracle", n=2))
@@ -120,7 +122,7 @@ def test_every_routing_gives_the_pictures_of_generate_in_mixed_company(served_ru
 
 def test_classes_and_nothing_at_all(label_run: Path) -> None:
     desk = Desk(label_run)
-    tickets = [desk.ask(label="square", n=2), desk.ask(seed=3), desk.ask(label=0, guidance=2.0)]
+    tickets = [desk.ask(label="square", n=2), desk.ask(seed=3), desk.ask(label=0, guidance_scale=2.0)]
     desk.finish()
     for ticket in tickets:
         assert_same(desk, ticket)
@@ -138,11 +140,11 @@ def rows_of(model: Any) -> list[int]:
 def test_only_guided_samples_run_a_null_half(served_run: Path) -> None:
     desk = Desk(served_run)
     seen = rows_of(desk.models.edition("experts").ensemble)
-    desk.ask(prompt="a circle", guidance=1.0, n=3)
-    desk.ask(prompt=None, guidance=4.0, n=2)
+    desk.ask(prompt="a circle", guidance_scale=1.0, n=3)
+    desk.ask(prompt=None, guidance_scale=4.0, n=2)
     desk.turn()
     assert sum(seen) == 5
-    desk.ask(prompt="a square", guidance=3.0, n=2)
+    desk.ask(prompt="a square", guidance_scale=3.0, n=2)
     seen.clear()
     desk.turn()
     assert sum(seen) == 5 + 2 * 2
@@ -241,7 +243,7 @@ def test_conditions_are_prepared_once_and_bounded(served_run: Path, monkeypatch:
 
     monkeypatch.setattr(DiT, "prepare", counted)
     for number in range(9):
-        desk.ask(prompt=f"a circle of {number}", cluster=1, routing="oracle", steps=3, guidance=4.0)
+        desk.ask(prompt=f"a circle of {number}", cluster=1, routing="oracle", steps=3, guidance_scale=4.0)
         desk.turn(1 + number % 2)
     desk.finish()
     # All three places and the null condition at first, then each new prompt by itself.

@@ -79,12 +79,12 @@ def alike(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
 
 def asked(server: Server, **settings: Any) -> list[np.ndarray]:
     """The same pictures from the API, without the page."""
-    answer = server.ask("/v1/images", {"prompt": PROMPT, "steps": STEPS, "guidance": 2.0, **settings})
+    answer = server.ask("/v1/images", {"prompt": PROMPT, "steps": STEPS, "guidance_scale": 2.0, **settings})
     return [pixels(f"data:,{image['png']}") for image in answer["images"]]
 
 
 def link(view: str = "paint", **settings: Any) -> str:
-    given = {"prompt": PROMPT.replace(" ", "+"), "steps": STEPS, "guidance": 2, **settings}
+    given = {"prompt": PROMPT.replace(" ", "+"), "steps": STEPS, "guidance_scale": 2, **settings}
     return f"#{view}?" + "&".join(f"{name}={value}" for name, value in given.items())
 
 
@@ -239,7 +239,7 @@ def test_an_expert_that_is_finished_meanwhile_gets_its_own_weights(
         expect(said(page)).to_have_text(re.compile("Done in"))
         (tmp_path / "later").rename(run / "experts/001")
         wait_for(lambda: len(server.ask("/v1/run")["experts"]) == 3)
-        same = {"prompt": PROMPT, "steps": STEPS, "guidance": 2, "routing": "full"}
+        same = {"prompt": PROMPT, "steps": STEPS, "guidance_scale": 2, "routing": "full"}
         weights = np.array(server.ask("/v1/images", same)["weights"])
         page.get_by_role("button", name="Paint", exact=True).click()
         expect(said(page)).to_have_text(re.compile("Done in"))
@@ -308,7 +308,7 @@ def test_the_islands_while_they_train(browser: Browser, prepared: Path, tmp_path
     """A token is asked for; nothing is finished; training is watched; what it finishes paints, in its turn."""
     SHOTS.mkdir(parents=True, exist_ok=True)
     run = young_run(prepared, tmp_path / "young")
-    with studio_of(run, "--queue", "0", "--batch", "1", token="palm", ready=False) as server:
+    with studio_of(run, "--queue", "0", "--batch-size", "1", token="palm", ready=False) as server:
         page = browser.new_context(viewport=DESK, reduced_motion="reduce").new_page()
         watched = Watched(page, server.url)
         page.goto(server.url)
@@ -344,7 +344,7 @@ def watch_it_train(page: Page, run: Path) -> None:
         accessible(page, SHOTS, "islands-training-desk")
     finally:
         job.terminate()
-    assert finish(run, "--expert", "1", "--train.samples", "32", "--train.grid_every", "0") == 0
+    assert finish(run, "--expert", "1", "--train.total_images", "32", "--train.sample_every", "0") == 0
     expect(short.locator(".state")).to_have_text("done")
     expect(page.locator(".intro")).to_have_text(re.compile("^1 of 4 networks trained"))
     job.join(60)

@@ -158,7 +158,7 @@ def test_what_cannot_be_served_is_refused(served_run: Path, tmp_path: Path, caps
     assert "a token is needed" in refused(run, "--host", "::")
     assert "printable" in refused(run, "--token", "")
     assert "did you mean 'top-2'?" in refused(run, "--routing", "top2")
-    assert "at least 1" in refused(run, "--batch", "0")
+    assert "at least 1" in refused(run, "--batch-size", "0")
     assert "takes no settings of a run: --train.lr" in refused(run, "--train.lr", "1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "choose another --port" in refused(run, "--port", str(taken.getsockname()[1]))

@@ -64,7 +64,7 @@ def test_the_result_is_committed_however_long_the_main_process_takes(
     phase: str, trained: Trained, new_run: Copy
 ) -> None:
     """A checkpoint takes longer to hash or to verify, or the result to hash, than the group of training waits."""
-    settings = {"samples": 16, "log_every": 8}
+    settings = {"total_images": 16, "log_every": 8}
     run = new_run(train=settings) if phase == "save" else trained(expert, train=settings)
     hook = partial(impatient, phase=phase)
     assert run_ranks(run, "--expert", "0", hook=hook, together=True) == [0, 0], log(run, 1).read_text()[-3000:]
@@ -75,7 +75,7 @@ def test_the_result_is_committed_however_long_the_main_process_takes(
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_all_processes_share_the_final_validation(parallel: str, trained: Trained) -> None:
     """Of a DDPM expert, whose bridge is calibrated first. From the same weights, two processes find what one finds."""
-    one = trained(expert, train={"samples": 16, "log_every": 8, "parallel": parallel}, experts={"default": "ddpm"})
+    one = trained(expert, train={"total_images": 16, "log_every": 8, "parallel": parallel}, experts={"default": "ddpm"})
     two = one.with_name("two")
     shutil.copytree(one, two)
     train_job(expert(one))
@@ -98,7 +98,7 @@ def test_all_processes_share_the_final_validation(parallel: str, trained: Traine
 
 
 def test_two_processes_calibrate_the_router_as_one_does(trained: Trained) -> None:
-    one = trained(router, train={"samples": 16, "log_every": 8})
+    one = trained(router, train={"total_images": 16, "log_every": 8})
     two = one.with_name("two")
     shutil.copytree(one, two)
     train_job(router(one))
@@ -112,7 +112,7 @@ def test_two_processes_calibrate_the_router_as_one_does(trained: Trained) -> Non
 
 
 def test_if_the_main_process_cannot_write_the_others_end_and_name_the_reason(trained: Trained) -> None:
-    run = trained(expert, train={"samples": 16, "log_every": 8})
+    run = trained(expert, train={"total_images": 16, "log_every": 8})
     codes = run_ranks(run, "--expert", "0", hook=full_disk, seconds=60)
     assert None not in codes, "a process hangs"
     assert 0 not in codes
@@ -122,14 +122,14 @@ def test_if_the_main_process_cannot_write_the_others_end_and_name_the_reason(tra
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_if_a_process_dies_at_the_end_the_other_one_ends_too(who: int, trained: Trained) -> None:
-    run = trained(expert, train={"samples": 16, "log_every": 8})
+    run = trained(expert, train={"total_images": 16, "log_every": 8})
     codes = run_ranks(run, "--expert", "0", hook=partial(dies, who=who), seconds=60)
     assert codes[who] == 9
     assert codes[1 - who] not in (0, None)
 
 
 def test_a_result_that_is_there_is_left_alone_by_all_processes(trained: Trained) -> None:
-    run = trained(expert, train={"samples": 16, "log_every": 8})
+    run = trained(expert, train={"total_images": 16, "log_every": 8})
     made = train_job(expert(run))
     assert run_ranks(run, "--expert", "0", hook=full_disk) == [0, 0]
     assert Artifact(run, "experts/000/final").open(EXPERT).digest == made.digest

@@ -64,7 +64,7 @@ def test_a_result_declares_itself(trained_experts: Path) -> None:
     assert found["network"]["text_width"] == 384
     assert len(found["statistics"]["mean"]) == 3
     assert found["latents"]["autoencoder"] == "pixels"
-    assert found["compute"]["samples"] == 160
+    assert found["compute"]["images"] == 160
     assert found["compute"]["seconds"] > 0
     network = load_network(trained_experts / "experts/001/final")
     assert found["compute"]["parameters"] == sum(p.numel() for p in network.parameters())
@@ -153,7 +153,9 @@ def test_student_targets_are_the_velocities_of_the_own_cluster_expert(trained_ex
 
 def test_a_told_router_also_learns_to_answer_untold(trained_experts: Path) -> None:
     """Guidance asks it for the clusters of the null condition: a tenth of the samples must have taught it that."""
-    task = build_task(resolve_job(trained_experts, config.load(trained_experts, {"router.told": "pooled"}), "router"))
+    task = build_task(
+        resolve_job(trained_experts, config.load(trained_experts, {"router.conditioning": "pooled"}), "router")
+    )
     assert isinstance(task, RouterTask)
     batch = task.shards.read(np.arange(len(task.shards)))
     for parameter in task.network.parameters():  # at the start, modulations are zero and pass nothing on
@@ -181,7 +183,9 @@ def test_high_resolution_fine_tuning_starts_from_another_expert(
     run = tmp_path / "large"
     prepare(run, write_run(run, shapes, data={"resolution": 64}, **TINY))
     init = trained_experts / "experts/000/final"
-    job = resolve_job(run, config.load(run, {"train.init_from": str(init), "train.samples": "16"}), "expert", expert=0)
+    job = resolve_job(
+        run, config.load(run, {"train.init_from": str(init), "train.total_images": "16"}), "expert", expert=0
+    )
     before = build_task(job).network.state_dict()
     given = load_network(init).state_dict()
     assert all(torch.equal(before[key], given[key]) for key in given)
@@ -219,7 +223,7 @@ def test_experts_of_other_kinds_train_too(new_run: Copy) -> None:
         "block_out_channels": [8, 16], "norm_num_groups": 4,
         "down_block_types": ["DownBlock2D", "DownBlock2D"], "up_block_types": ["UpBlock2D", "UpBlock2D"],
     }  # fmt: skip
-    run = new_run(networks={0: unet}, experts={0: "ddpm-linear"}, train={"condition": "none", "samples": 32})
+    run = new_run(networks={0: unet}, experts={0: "ddpm-linear"}, train={"conditioning": "none", "total_images": 32})
     assert finish(run, "--expert", "0") == 0, (run / "log.txt").read_text()
     assert declared(run, "experts/000")["network"]["_class_name"] == "UNetExpert"
     assert declared(run, "experts/000")["held_out_loss"] > 0
@@ -239,7 +243,7 @@ def test_a_class_table_without_a_row_for_the_null_class_is_refused(
             str(rows),
             only=[0],
             networks={0: {"_class_name": kind, field: rows, "in_channels": 3}},
-            train={"condition": "label"},
+            train={"conditioning": "label"},
         )
         if rows == needed:
             assert resolve_job(run, config.load(run), "expert", expert=0).network.to_dict()[field] == needed
@@ -282,7 +286,7 @@ def test_a_pixart_trains_to_its_end(new_run: Copy) -> None:
         "sample_size": 32, "patch_size": 8, "in_channels": 3, "out_channels": 3, "cross_attention_dim": 16,
         "caption_channels": 384,
     }  # fmt: skip
-    run = new_run(networks={0: pixart}, train={"samples": 32})
+    run = new_run(networks={0: pixart}, train={"total_images": 32})
     assert finish(run, "--expert", "0") == 0, (run / "log.txt").read_text()
     assert declared(run, "experts/000")["held_out_loss"] > 0
 
@@ -295,8 +299,12 @@ def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, sha
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, folder / picture.name)
     run = tmp_path / "run"
-    changes = {**TINY, "train": {**TINY["train"], "samples": 32}, "router": {**TINY["router"], "told": "label"}}
-    prepare(run, write_run(run, tmp_path / "classes", **changes, data={"held_out": 0.0}))
+    changes = {
+        **TINY,
+        "train": {**TINY["train"], "total_images": 32},
+        "router": {**TINY["router"], "conditioning": "label"},
+    }
+    prepare(run, write_run(run, tmp_path / "classes", **changes, data={"val_fraction": 0.0}))
     assert not (run / "data/text").exists()
     shards = Shards.open(run, range(3), "train")
     assert (shards.read(np.arange(len(shards))).label < 0).any()
@@ -306,7 +314,7 @@ def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, sha
         assert made["conditioning"] == ["label"]
         assert made["text"] is None
         assert made["held_out_loss"] is None
-    settings = config.load(run, {"router.told": "auto"})
+    settings = config.load(run, {"router.conditioning": "auto"})
     assert resolve_job(run, settings, "router").conditioning == {"label"}
     assert "circle" in report(run, settings, Options(prompts=["circle"], steps=1)).read_text(encoding="utf-8")
     assert choose(run, 3, ["circle"])[0].label == shards.content.labels.index("circle")
@@ -315,8 +323,8 @@ def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, sha
 
 
 def test_a_router_is_told_the_caption_if_there_is(trained_experts: Path) -> None:
-    for choice, told in (("auto", {"pooled"}), ("nothing", set())):
-        chosen = config.load(trained_experts, {"router.told": choice})
+    for choice, told in (("auto", {"pooled"}), ("none", set())):
+        chosen = config.load(trained_experts, {"router.conditioning": choice})
         assert resolve_job(trained_experts, chosen, "router").conditioning == told
 
 
@@ -357,25 +365,25 @@ def test_each_process_asks_the_teachers_for_its_own_samples(
 
 
 def test_accumulation_gives_the_same_step(new_run: Copy) -> None:
-    whole, parts = new_run("whole"), new_run("parts", train={"accumulate": 4})
+    whole, parts = new_run("whole"), new_run("parts", train={"grad_accum_steps": 4})
     for run in (whole, parts):
-        assert finish(run, "--expert", "0", "--train.samples", "64") == 0
+        assert finish(run, "--expert", "0", "--train.total_images", "64") == 0
     losses = [[line["loss"] for line in metrics(run, "experts/000")] for run in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("change", [{"precision": "bfloat16"}, {"checkpointing": True}])
+@pytest.mark.parametrize("change", [{"precision": "bfloat16"}, {"activation_checkpointing": True}])
 def test_precision_and_checkpointing_train(change: dict, new_run: Copy) -> None:
     plain, other = new_run("plain"), new_run("other", train=change)
     for run in (plain, other):
-        assert finish(run, "--expert", "0", "--train.samples", "64") == 0
+        assert finish(run, "--expert", "0", "--train.total_images", "64") == 0
     losses = [[line["loss"] for line in metrics(run, "experts/000")] for run in (plain, other)]
     assert losses[0] == pytest.approx(losses[1], rel=0.02 if "precision" in change else 1e-5)
     assert {tensor.dtype for tensor in load_network(other / "experts/000/final").parameters()} == {torch.float32}
 
 
 def test_a_grid_of_samples_is_drawn_and_leaves_the_training_alone(new_run: Copy) -> None:
-    plain, drawn = new_run("plain"), new_run("drawn", train={"grid_every": 80, "grid_size": 4})
+    plain, drawn = new_run("plain"), new_run("drawn", train={"sample_every": 80, "sample_count": 4})
     for run in (plain, drawn):
         assert finish(run, "--expert", "2") == 0
     grids = sorted((drawn / "experts/002/grids").iterdir())
@@ -388,7 +396,7 @@ def test_dry_run_tells_the_cost_and_does_nothing(new_run: Copy, capsys: pytest.C
     run = new_run()
     assert cli.main(["train", str(run), "--expert", "0", "--dry-run", "--json"]) == 0
     estimate = json.loads(capsys.readouterr().out)
-    assert estimate["samples"] == 160
+    assert estimate["images"] == 160
     assert estimate["flops"] == 160 * estimate["flops_per_sample"]
     assert estimate["bytes"] > 24 * estimate["parameters"]
     assert cli.main(["train", str(run), "--router", "--dry-run"]) == 0
@@ -399,7 +407,7 @@ def test_dry_run_tells_the_cost_and_does_nothing(new_run: Copy, capsys: pytest.C
 def test_a_loss_that_is_not_a_number_stops_with_the_samples(new_run: Copy) -> None:
     """A network with one infinite weight, given as the start."""
     run = new_run()
-    assert finish(run, "--expert", "0", "--train.samples", "8") == 0
+    assert finish(run, "--expert", "0", "--train.total_images", "8") == 0
     network = load_network(run / "experts/000/final")
     with torch.no_grad():
         for parameter in network.parameters():
@@ -409,7 +417,7 @@ def test_a_loss_that_is_not_a_number_stops_with_the_samples(new_run: Copy) -> No
     (run / "log.txt").write_text("")
     assert finish(run, "--expert", "0", "--train.init_from", str(run / "bad")) == 2
     log = (run / "log.txt").read_text()
-    assert "the loss is not finite on samples" in log
+    assert "the loss is not finite on images" in log
     assert any(f"{kind}-0" in log for kind in ("circle", "square", "triangle"))
     assert "checkpoint is none" in log
 
@@ -417,15 +425,15 @@ def test_a_loss_that_is_not_a_number_stops_with_the_samples(new_run: Copy) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "say what to train"),
-        (["--expert", "0", "--router"], "say what to train"),
+        ([], "choose what to train"),
+        (["--expert", "0", "--router"], "choose what to train"),
         (["--expert", "3"], "there is no expert 3: this run has experts 0 to 2"),
         (["--expert", "0", "--networks.default", "DiT-XXL/2"], "unknown network size 'DiT-XXL/2'"),
-        (["--expert", "0", "--train.condition", "label"], "conditioned on labels, but the data has none"),
+        (["--expert", "0", "--train.conditioning", "label"], "conditioned on labels, but the data has none"),
         (["--student"], "experts/000/final is not there"),
         (["--monolith", "--match-flops", "."], "no finished expert"),
         (["--expert", "0", "--train.init_from", "nowhere"], "nowhere has no config.json"),
-        (["--expert", "0", "--train.batch", "10", "--train.accumulate", "3"], "not a multiple"),
+        (["--expert", "0", "--train.batch_size", "10", "--train.grad_accum_steps", "3"], "not a multiple"),
     ],
 )
 def test_impossible_jobs_are_refused(
@@ -445,8 +453,8 @@ def test_a_missing_or_damaged_shard_is_named(new_run: Copy, capsys: pytest.Captu
 
 
 def test_settings_that_cannot_be_are_refused_when_read() -> None:
-    with pytest.raises(AtollError, match="accumulate 3"):
-        config.resolve({"train": {"batch": 64, "accumulate": 3}})
+    with pytest.raises(AtollError, match="grad_accum_steps 3"):
+        config.resolve({"train": {"batch_size": 64, "grad_accum_steps": 3}})
 
 
 def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_samples(trained_experts: Path) -> None:

@@ -14,17 +14,17 @@ from train.workers import finish, metrics
 def test_tensorboard_gets_the_figures(new_run: Copy) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = new_run(train={"trackers": ["tensorboard"], "samples": 64})
+    run = new_run(train={"trackers": ["tensorboard"], "total_images": 64})
     assert finish(run, "--expert", "0") == 0, (run / "log.txt").read_text()
     events = EventAccumulator(str(run / "experts/000/tensorboard"))
     events.Reload()
     logged = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert logged == [(line["samples"], pytest.approx(line["loss"])) for line in metrics(run, "experts/000")]
-    assert {"lr", "gradient_norm", "samples_per_second"} <= set(events.Tags()["scalars"])
+    assert logged == [(line["images"], pytest.approx(line["loss"])) for line in metrics(run, "experts/000")]
+    assert {"lr", "gradient_norm", "images_per_second"} <= set(events.Tags()["scalars"])
 
 
 def test_a_tracker_that_is_not_installed_is_named(new_run: Copy) -> None:
-    run = new_run(train={"trackers": ["wandb"], "samples": 8})
+    run = new_run(train={"trackers": ["wandb"], "total_images": 8})
     assert finish(run, "--expert", "0") == 2
     assert "wandb is not installed; pip install wandb" in (run / "log.txt").read_text()
 
@@ -33,10 +33,10 @@ def test_metrics_say_what_happened(new_run: Copy) -> None:
     run = new_run()
     assert finish(run, "--expert", "0") == 0
     lines = metrics(run, "experts/000")
-    assert [line["samples"] for line in lines] == [32, 64, 96, 128, 160]
+    assert [line["images"] for line in lines] == [32, 64, 96, 128, 160]
     assert [line["step"] for line in lines] == [4, 8, 12, 16, 20]
     for line in lines:
-        assert line["samples_per_second"] > 0
+        assert line["images_per_second"] > 0
         assert len(line["loss_by_time"]) == 10
         present = [value for value in line["loss_by_time"] if value is not None]
         assert min(present) <= line["loss"] <= max(present)
@@ -45,9 +45,9 @@ def test_metrics_say_what_happened(new_run: Copy) -> None:
 
 def test_the_journal_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"samples": n}) + "\n" for n in (10, 20, 30)) + '{"samp')
+    file.write_text("".join(json.dumps({"images": n}) + "\n" for n in (10, 20, 30)) + '{"samp')
     forget_after(file, 20)
-    assert file.read_text() == '{"samples": 10}\n{"samples": 20}\n'
+    assert file.read_text() == '{"images": 10}\n{"images": 20}\n'
 
 
 def test_a_grid_holds_every_picture_in_its_place() -> None:

@@ -40,7 +40,7 @@ def forget_after(run: Path, samples: int) -> None:
 
 def kill_two_at(run: Path, samples: int) -> None:
     """Two processes train until a checkpoint, are killed, and what they saved after it is gone."""
-    command = torchrun(run, 2, "--expert", "0", "--train.samples", "1000000")
+    command = torchrun(run, 2, "--expert", "0", "--train.total_images", "1000000")
     two = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: checkpoint(run, samples).exists(), 120)
     kill_tree(two.pid)
@@ -72,7 +72,7 @@ def alone(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_two_processes_equal_one_at_equal_global_batch(parallel: str, alone: Path, new_run: Copy) -> None:
-    run = new_run(train={"parallel": parallel, "grid_every": 160, "grid_size": 4})
+    run = new_run(train={"parallel": parallel, "sample_every": 160, "sample_count": 4})
     run_two(run, "--expert", "0")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
     close(run, alone)
@@ -81,7 +81,7 @@ def test_two_processes_equal_one_at_equal_global_batch(parallel: str, alone: Pat
 
 def test_pictures_on_the_way_change_nothing(alone: Path, new_run: Copy) -> None:
     """A grid is drawn with averaged weights; neither the next step nor a checkpoint of that moment may have them."""
-    run = new_run(train={"parallel": "fsdp2", "save_every": 64, "grid_every": 64, "keep_last": 99})
+    run = new_run(train={"parallel": "fsdp2", "save_every": 64, "sample_every": 64, "keep_last": 99})
     kill_two_at(run, 128)
     run_two(run, "--expert", "0")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_two_resumes_on_one_and_back(parallel: str, alone: Path,
     """64 samples on two processes, 64 on one, the rest on two."""
     run = new_run(train={"parallel": parallel, "save_every": 64, "keep_last": 99})
     kill_two_at(run, 64)
-    one = start(run, "--expert", "0", "--train.samples", "1000000")
+    one = start(run, "--expert", "0", "--train.total_images", "1000000")
     wait_for(lambda: checkpoint(run, 128).exists())
     os.kill(one.pid, signal.SIGKILL)
     one.join()
@@ -117,7 +117,7 @@ def test_a_worker_killed_in_the_middle_is_started_again_and_finishes(alone: Path
 def test_a_signal_to_torchrun_saves_on_all_processes(alone: Path, new_run: Copy) -> None:
     run = new_run(train={"save_every": 1_000_000, "log_every": 8})
     agent = subprocess.Popen(
-        torchrun(run, 2, "--expert", "0", "--train.samples", "1000000"),
+        torchrun(run, 2, "--expert", "0", "--train.total_images", "1000000"),
         env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     wait_for(lambda: (run / "experts/000/metrics.jsonl").exists() and losses(run), 120)

@@ -61,7 +61,7 @@ def test_the_optimizer_state_is_the_same_too(new_run: Copy) -> None:
     for run, stops in ((straight, ["128"]), (broken, ["64", "128"])):
         for stop in stops:
             # A job with fewer samples commits its result; only its checkpoints are wanted here.
-            process = start(run, "--expert", "0", "--train.samples", "100000")
+            process = start(run, "--expert", "0", "--train.total_images", "100000")
             folder = run / f"experts/000/checkpoints/{int(stop):012d}"
             wait_for(lambda folder=folder: (folder / "manifest.json").exists())
             os.kill(process.pid, signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_the_optimizer_state_is_the_same_too(new_run: Copy) -> None:
 
 
 def sweep(new_run: Copy, kills: int) -> None:
-    straight, broken = new_run("straight", train={"samples": 480}), new_run("broken", train={"samples": 480})
+    straight, broken = new_run("straight", train={"total_images": 480}), new_run("broken", train={"total_images": 480})
     assert finish(straight, "--expert", "1") == 0
     assert kill_until_done(broken, kills, ("--expert", "1"), 1.5) >= min(kills, 5)
     assert_same_weights(straight / "experts/001/final", broken / "experts/001/final")
@@ -106,7 +106,7 @@ def test_what_a_kill_while_saving_left_goes_with_the_next_checkpoint(new_run: Co
     run = new_run(train={"save_every": 64, "keep_last": 1})
     left = run / f"experts/000/checkpoints/{7:012d}"
     left.mkdir(parents=True)
-    process = start(run, "--expert", "0", "--train.samples", "100000")
+    process = start(run, "--expert", "0", "--train.total_images", "100000")
     wait_for(lambda: list(left.parent.glob("*/manifest.json")))
     wait_for(lambda: not left.exists())
     os.kill(process.pid, signal.SIGKILL)
@@ -126,7 +126,7 @@ DAMAGES = {
 def test_a_damaged_newest_checkpoint_is_passed_over(damage: str, new_run: Copy) -> None:
     straight, hurt = new_run("straight"), new_run("hurt")
     assert finish(straight, "--expert", "0") == 0
-    process = start(hurt, "--expert", "0", "--train.samples", "100000", "--train.keep_last", "2")
+    process = start(hurt, "--expert", "0", "--train.total_images", "100000", "--train.keep_last", "2")
     folder = hurt / "experts/000/checkpoints"
     wait_for(lambda: len(list(folder.glob("*/manifest.json"))) == 2)
     os.kill(process.pid, signal.SIGKILL)
@@ -154,7 +154,7 @@ def test_the_same_command_again_does_nothing(new_run: Copy) -> None:
 
 def test_resuming_with_other_settings_is_refused_by_name(new_run: Copy) -> None:
     run = new_run()
-    kill = start(run, "--expert", "0", "--train.samples", "100000")
+    kill = start(run, "--expert", "0", "--train.total_images", "100000")
     wait_for(lambda: list((run / "experts/000/checkpoints").glob("*/manifest.json")))
     os.kill(kill.pid, signal.SIGKILL)
     kill.join()

@@ -18,7 +18,14 @@ from shapes import write_run
 from train.conftest import Copy
 from train.workers import TINY, finish, metrics
 
-LONGER = {"samples": 4096, "batch": 32, "lr": 2e-3, "warmup": 128, "log_every": 1024, "save_every": 4096}
+LONGER = {
+    "total_images": 4096,
+    "batch_size": 32,
+    "lr": 2e-3,
+    "warmup_images": 128,
+    "log_every": 1024,
+    "save_every": 4096,
+}
 
 
 def test_it_tells_clusters_apart_and_knows_nothing_of_noise(new_run: Copy) -> None:
@@ -44,7 +51,7 @@ def test_on_a_random_partition_it_stays_at_chance_and_says_so(prepared: Path, tm
     """The same pictures, cut at random: what is left to learn is the prior."""
     source = config.load(prepared).data.source
     run = tmp_path / "random"
-    changes = {**TINY, "train": {**TINY["train"], **LONGER, "samples": 1024}, "clusters": {"method": "random"}}
+    changes = {**TINY, "train": {**TINY["train"], **LONGER, "total_images": 1024}, "clusters": {"method": "random"}}
     settings = write_run(run, Path(source), **changes)
     for stage in ("ingest", "features", "latents", "text"):
         shutil.copytree(prepared / "data" / stage, run / "data" / stage)

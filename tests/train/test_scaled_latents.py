@@ -31,7 +31,7 @@ from train.workers import TINY
 SCALE = 0.18215
 WIDTH, HEADS, CLASSES = 48, 2, 3
 HINTS = {"heads": HEADS, "num_classes": CLASSES}
-FROZEN = {"train.lr": "1e-30", "train.samples": "8", "train.warmup": "0"}
+FROZEN = {"train.lr": "1e-30", "train.total_images": "8", "train.warmup_images": "0"}
 """Training that changes no bit of the weights."""
 
 
@@ -46,7 +46,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
     autoencoder = write_autoencoder(folder / "vae", scaling_factor=SCALE)
     changes: dict[str, Any] = {
         **TINY,
-        "data": {"resolution": 16, "held_out": 0.0},
+        "data": {"resolution": 16, "val_fraction": 0.0},
         "clusters": {"count": 1},
         "text": {"encoder": "none"},
         "latents": {"autoencoder": str(autoencoder), "normalization": "scale"},
@@ -159,7 +159,7 @@ def test_the_bridge_of_an_expert_has_the_moments_of_its_data(tmp_path: Path, sha
         "latents": {"normalization": "scale"},
         "text": {"encoder": "none"},
         "experts": {"default": "ddpm"},
-        "train": {**TINY["train"], "samples": 32},
+        "train": {**TINY["train"], "total_images": 32},
     }
     settings = write_run(run, shapes, **changes)
     prepare(run, settings)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 TINY = {
     "networks": {"default": {"name": "DiT-XS/8", "width": 32, "depth": 2, "heads": 2}},
     "train": {
-        "samples": 160, "batch": 8, "lr": 1e-3, "warmup": 32, "log_every": 32, "save_every": 32, "grid_every": 0,
+        "total_images": 160, "batch_size": 8, "lr": 1e-3, "warmup_images": 32,
+        "log_every": 32, "save_every": 32, "sample_every": 0,
         "workers": 1, "ema": {"short": 50.0, "long": 500.0},
     },
     "router": {"network": {"name": "DiT-XS/8", "width": 32, "depth": 2, "heads": 2}},

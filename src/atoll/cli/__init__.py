@@ -1,4 +1,4 @@
-"""The `atoll` command. The verbs of a room are in the file of its name; heavy imports stay inside the verb."""
+"""The `atoll` command. Each package has a file with its verbs. Heavy imports stay inside `run`, so help is fast."""
 
 import os
 import select
@@ -9,40 +9,41 @@ import tyro
 
 from atoll.cli import convert, core, data, ensemble, evaluate, islands, studio, train
 from atoll.cli.verb import Configured, Verb
+from atoll.core import renamed
 from atoll.core.errors import AtollError, unknown
 from atoll.core.version import __version__
 
-VERBS: dict[str, type[Verb]] = {
-    "demo": core.Demo,
-    "init": core.Init,
-    "config": core.Config,
-    "prepare": data.Prepare,
-    "train": train.Train,
-    "launch": islands.Launch,
-    "push": islands.Push,
-    "join": islands.Join,
-    "admit": islands.Admit,
-    "status": islands.Status,
-    "pull": islands.Pull,
-    "keys": islands.Keys,
-    "sample": ensemble.Sample,
-    "evaluate": evaluate.Evaluate,
-    "report": evaluate.Report,
-    "convert": convert.Convert,
-    "export": ensemble.Export,
-    "serve": studio.Serve,
+GROUPS: dict[str, dict[str, type[Verb]]] = {
+    "start": {"demo": core.Demo, "init": core.Init, "config": core.Config, "prepare": data.Prepare},
+    "train": {"train": train.Train, "launch": islands.Launch},
+    "share": {
+        "keys": islands.Keys,
+        "push": islands.Push,
+        "join": islands.Join,
+        "status": islands.Status,
+        "admit": islands.Admit,
+        "pull": islands.Pull,
+    },
+    "use": {
+        "sample": ensemble.Sample,
+        "evaluate": evaluate.Evaluate,
+        "report": evaluate.Report,
+        "serve": studio.Serve,
+    },
+    "models": {"convert": convert.Convert, "export": ensemble.Export},
 }
+VERBS: dict[str, type[Verb]] = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; 0 is success, 2 is input that was refused, 1 that whoever read its output has gone."""
+    """Run one verb. Return 0 for success, 2 for invalid input, 1 for a closed standard output (`| head`)."""
     try:
         try:
             return _main(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        if not _reader_has_gone():
+        if not _output_is_closed():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -60,11 +61,12 @@ def _main(arguments: list[str]) -> int:
         if name not in VERBS:
             raise AtollError(f"{unknown('verb', name, VERBS)}\nsee: atoll --help")
         rest, overrides = split_overrides(rest)
-        verb = tyro.cli(VERBS[name], args=rest, prog=f"atoll {name}")
+        renamed.check_arguments(name, rest)
+        verb = tyro.cli(VERBS[name], args=rest, prog=f"atoll {name}", config=(tyro.conf.FlagCreatePairsOff,))
         if isinstance(verb, Configured):
             verb.overrides = overrides
         elif overrides:
-            raise AtollError(f"atoll {name} takes no settings of a run: --{', --'.join(overrides)}")
+            raise AtollError(f"atoll {name} accepts no settings of a run: --{', --'.join(overrides)}")
         verb.run()
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
@@ -72,33 +74,34 @@ def _main(arguments: list[str]) -> int:
     return 0
 
 
-def _reader_has_gone() -> bool:
-    """Whether nobody reads standard output any more, as after `| head`."""
+def _output_is_closed() -> bool:
+    """Return whether the reader of standard output has closed it, as `| head` does."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def overview() -> str:
-    """The help of `atoll` itself."""
-    verbs = [f"  {name:<10} {(verb.__doc__ or '').splitlines()[0]}" for name, verb in VERBS.items()]
+    """Return the help of `atoll` itself: the verbs by group, on one screen of 80 columns and 24 rows."""
+    rows = [
+        f"{group if name == next(iter(verbs)) else '':<7}{name:<9} {(verb.__doc__ or '').splitlines()[0]}"
+        for group, verbs in GROUPS.items()
+        for name, verb in verbs.items()
+    ]
     return "\n".join(
         [
-            "usage: atoll VERB [options]",
+            "usage: atoll VERB [options]    Train and sample decentralized diffusion models.",
             "",
-            "Decentralized diffusion models: isolated experts, one model.",
+            *rows,
             "",
-            "verbs, in the order of a run:",
-            *verbs,
-            "",
-            "atoll VERB --help tells the options of one verb. Verbs that read a run's atoll.yaml let any key",
-            "of it be overridden on the command line: --clusters.count 4 (keys: atoll config RUN).",
+            "atoll VERB --help lists the options of a verb. Verbs that read RUN/atoll.yaml",
+            "accept its keys as options: --clusters.count 4. atoll config RUN prints them all.",
         ]
     )
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Part `--section.key VALUE` and `--section.key=VALUE` from the verb's own options."""
+    """Separate `--section.key VALUE` and `--section.key=VALUE` from the options of the verb."""
     rest: list[str] = []
     overrides: dict[str, str] = {}
     remaining = iter(arguments)

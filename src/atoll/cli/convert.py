@@ -1,4 +1,4 @@
-"""The verb of other people's weights."""
+"""Verb of foreign checkpoints: convert."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,43 +9,40 @@ from tyro.conf import Positional, arg
 
 @dataclass
 class Convert:
-    """Bring other people's checkpoints in, or write an expert in someone else's layout."""
+    """Convert checkpoints from or to DiT, SiT, PixArt or Paris."""
 
     source: Annotated[Positional[Path], arg(metavar="SRC")]
-    """A .pt, .pth or .safetensors file, or a folder that holds one. The names of its tensors decide the layout, except
-    between DiT and SiT: see --layout."""
+    """A .pt, .pth or .safetensors file, or a folder that contains one."""
     destination: Annotated[Positional[Path], arg(metavar="DST")]
-    """Folder to write: config.json, the weights, and conversion.json with the account."""
+    """Folder to write: config.json, the weights, and conversion.json with a record of every tensor."""
     to: str = "atoll"
-    """atoll, flow-matching (a DDPM DiT becomes an expert as in HDDM), dit, sit, pixart, diffusers-dit,
-    diffusers-pixart, paris or paris-router."""
-    fold: bool = True
-    """flow-matching: fold AdaLN-Zero into AdaLN-Single by least squares."""
+    """Target layout: atoll, flow-matching (as in HDDM), dit, sit, pixart, diffusers-dit, diffusers-pixart, paris or
+    paris-router."""
+    fold: Annotated[bool, arg(help_behavior_hint="(default: fold into AdaLN-Single by least squares)")] = True
+    """flow-matching: keep the AdaLN-Zero layers."""
     text_width: int = 768
-    """flow-matching: width of the text tokens the expert will be told; 0 for none."""
+    """flow-matching: width of the text tokens that the expert is conditioned on; 0 for none."""
     keep_labels: bool = False
     """flow-matching: keep the class embedding."""
     final: Literal["new", "keep"] = "new"
     """flow-matching: a new final layer, or the source's without its variance channels."""
     time: Literal["steps", "snr", "same"] = "steps"
-    """flow-matching: network time to timestep by 999 t, by equal signal-to-noise ratio, or unchanged."""
-    heads: int | None = None
-    """Attention heads, where neither config.json nor a known width tells them."""
-    layout: str | None = None
-    """Layout of SRC. Needed for a DiT or SiT (the same tensors, with time and sign reversed) if neither config.json nor
-    the file's name, such as DiT-XL-2-256x256.pt, names one of them: dit or sit."""
-    num_classes: int | None = None
-    """Classes of a DiT or SiT without the null class. Needed if the class table has other than the 1001 rows of
-    ImageNet with a null class, and config.json does not give them."""
+    """flow-matching: map time t to a timestep by 999 t, by equal signal-to-noise ratio, or unchanged."""
+    heads: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: from config.json or the width)")] = None
+    """Number of attention heads."""
+    layout: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: detect)")] = None
+    """Layout of SRC, dit or sit, if neither config.json nor the file name contains it; both have the same tensors."""
+    num_classes: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: detect, or 1000)")] = None
+    """Number of classes of a DiT or SiT, without the null class."""
     seed: int = 0
     """flow-matching: seed of the new weights."""
     force: bool = False
     """Write into a folder that is not empty."""
     json: bool = False
-    """Print the content of conversion.json instead of the table."""
+    """Print conversion.json instead of a table."""
 
     def run(self) -> None:
-        """Convert, and print what was done."""
+        """Convert, and print a summary."""
         from rich.console import Console
 
         from atoll.convert.convert import CONVERSION_FILE, as_table, convert

@@ -1,4 +1,4 @@
-"""The verbs of a run's settings, and the demo."""
+"""Verbs that start a run: demo, init, config."""
 
 import json
 from dataclasses import dataclass, field
@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
-from atoll.cli.verb import Overrides
+from atoll.cli.verb import Overrides, RunFolder
 from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.config_yaml import to_yaml
@@ -18,15 +18,15 @@ from atoll.core.presets import NOTES, PRESETS
 
 @dataclass
 class Demo:
-    """The whole journey on some emoji: prepare, experts, router, monolith, figures, report; again, it continues."""
+    """Train and evaluate five experts on emoji; write a report."""
 
     minutes: float = 15.0
-    """Time it may take on two cores; more trains longer."""
+    """Approximate duration in minutes on two CPU cores; more minutes train longer."""
     run_folder: Annotated[Path, arg(name="run", metavar="DIR")] = Path("runs/demo")
     """Folder of the run."""
 
     def run(self) -> None:
-        """Do what is left to do."""
+        """Run the remaining steps of the demo."""
         from atoll.launch.demo import demo
 
         demo(self.run_folder, self.minutes)
@@ -36,20 +36,20 @@ class Demo:
 class Init:
     """Write RUN/atoll.yaml from a preset."""
 
-    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    folder: RunFolder
     """Folder of the new run."""
     preset: Literal[tuple(PRESETS)] = "emoji"  # type: ignore[valid-type]
-    """Settings to start from."""
+    """Preset to copy the settings from."""
     force: bool = False
-    """Replace an atoll.yaml that is already there."""
+    """Overwrite an existing atoll.yaml."""
     overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
-        """Write the file, complete and commented."""
+        """Write the file with all keys and a comment on each."""
         config = configuration.resolve(PRESETS[self.preset], self.overrides, source="command line")
         file = self.folder / layout.CONFIG_FILE
         if file.exists() and not self.force:
-            raise AtollError(f"{file} exists; edit it, or replace it with --force")
+            raise AtollError(f"{file} exists; edit it, or overwrite it with --force")
         self.folder.mkdir(parents=True, exist_ok=True)
         file.write_text(to_yaml(config, NOTES.get(self.preset)), encoding="utf-8")
         print(f"wrote {file} from preset {self.preset!r}; check it with: atoll config {self.folder}")
@@ -57,9 +57,9 @@ class Init:
 
 @dataclass
 class Config:
-    """Check a run's atoll.yaml and print it resolved: every key with the value that counts."""
+    """Validate RUN/atoll.yaml and print every key with its value."""
 
-    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    folder: RunFolder
     """Folder of the run."""
     json: bool = False
     """Print JSON instead of YAML."""

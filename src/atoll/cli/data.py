@@ -1,39 +1,38 @@
-"""The verb of the data."""
+"""Verb of the data: prepare."""
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
-from atoll.cli.verb import Overrides
+from atoll.cli.verb import Overrides, RunFolder
 from atoll.core import config as configuration
 
 
 @dataclass
 class Prepare:
-    """Turn the source's pictures into each island's shards; what is done is not done again."""
+    """Cluster and encode images into shards, one set per expert."""
 
-    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    folder: RunFolder
     """Folder of the run."""
     stage: tuple[Literal["ingest", "features", "clusters", "latents", "text", "shards"], ...] = ()
-    """Only these stages, instead of all."""
-    shard: Annotated[str, arg(metavar="i/n")] = "0/1"
-    """This job's share of the stages ingest, features, latents and text: 0/4, 1/4, 2/4 and 3/4 make up the whole."""
+    """Stages to run; omit for all. Finished stages are skipped."""
+    worker: Annotated[str, arg(metavar="I/N")] = "0/1"
+    """Index of this worker and number of workers that divide ingest, features, latents and text."""
     dry_run: bool = False
-    """Show the source and what would be done, and do nothing."""
+    """Print the detected source and the stages to run, and exit."""
     json: bool = False
-    """With --dry-run: print the plan as JSON."""
+    """With --dry-run, print JSON."""
     overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
-        """Do the stages, or show the plan."""
+        """Run the stages, or print the plan."""
         config = configuration.load(self.folder, self.overrides)
         from atoll.data.chunks import Share
         from atoll.data.prepare import prepare
 
-        share = Share.parse(self.shard)
+        share = Share.parse(self.worker)
         if self.dry_run:
             self.show(config)
         else:

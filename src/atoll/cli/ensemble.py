@@ -1,4 +1,4 @@
-"""The verbs of the finished experts: pictures of them, and a folder for others."""
+"""Verbs that use trained experts: sample, export."""
 
 import json
 import sys
@@ -8,120 +8,121 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from atoll.cli.verb import MaxLoadedExperts, RunFolder
 from atoll.core import layout
 from atoll.core.names import SOLVERS
 
 
 @dataclass
 class Sample:
-    """Make pictures with all experts as one model, or with one of them, the monolith or the student."""
+    """Generate images with the experts, the monolith or the student."""
 
-    folder: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Folder of the run; or an exported one, or its name on the hub."""
+    folder: RunFolder
+    """Folder of the run, folder of an export, or hub name of an export."""
     prompts: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT")] = ()
-    """What the pictures shall show; none for pictures of anything."""
+    """Text prompts. Omit them for unconditional samples."""
     labels: tuple[str, ...] = ()
-    """Classes, for experts that are told classes."""
-    count: int | None = None
-    """Number of pictures, taking prompts and labels in turn; default one for each, or 16 without any."""
+    """Class labels, by name or number."""
+    num_images: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one per prompt, or 16)")] = None
+    """Number of images; prompts and labels repeat in order."""
     model: str = "experts"
-    """experts, expert:K, monolith or student."""
+    """Model to sample from: experts, expert:K, monolith or student."""
     routing: str = "top-1"
-    """full, top-K, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or several over time: top-2@0.6,top-1."""
+    """Rule: full, top-K, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or a schedule: top-2@0.6,top-1."""
     clusters: tuple[int, ...] = ()
-    """The clusters of the pictures, for --routing oracle."""
+    """Cluster of each image, for --routing oracle."""
     steps: int = 50
-    """Steps of the solver."""
-    guidance: float = 4.0
-    """Classifier-free guidance; 1 is none."""
+    """Number of solver steps."""
+    guidance_scale: float = 4.0
+    """Classifier-free guidance scale; 1 disables guidance."""
     guidance_interval: tuple[float, float] = (0.0, 1.0)
-    """Times between which guidance acts."""
+    """Interval of times t (0 is data, 1 is noise) in which guidance is applied."""
     rescale: float = 0.0
-    """Share by which the spread of guided velocities is moved back to that of unguided ones."""
+    """Guidance rescale from 0 to 1: moves the standard deviation of the guided velocity to that of the conditional."""
     solver: Literal[SOLVERS] = "euler"  # type: ignore[valid-type]
-    """How velocity is integrated."""
+    """ODE solver."""
     shift: float = 1.0
-    """More steps near noise (above 1) or near data (below)."""
+    """Timestep shift; values above 1 take more steps at high noise."""
     scheduler_times: bool = False
-    """Keep the scheduler's own times with --solver flow-euler or flow-heun, as diffusers pipelines and Paris do."""
+    """Use the scheduler's own timesteps with --solver flow-euler or flow-heun, as diffusers pipelines and Paris do."""
     seed: int = 0
-    """The same seed gives the same pictures."""
-    batch: int = 64
-    """Pictures that are made at once."""
-    resident: int | None = None
-    """Experts in memory at once; default all."""
+    """Random seed of the initial noise."""
+    batch_size: int = 64
+    """Images per batch."""
+    max_loaded_experts: MaxLoadedExperts = None
+    """Maximum number of experts in memory at once."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the networks."""
-    quantise: Literal["int8"] | None = None
-    """Keep weights in eight bits."""
+    quantize: Annotated[Literal["int8"] | None, arg(metavar="int8", help_behavior_hint="(default: off)")] = None
+    """Store the weights of linear layers as 8-bit integers."""
     compile: bool = False
-    """torch.compile."""
+    """Compile the networks with torch.compile."""
     strict: bool = False
-    """Refuse to work while experts are missing."""
-    out: Path | None = None
-    """Folder of the pictures; default RUN/samples, or samples for what is not a run. What is there is replaced."""
-    trace: bool = False
-    """Also draw which experts made each picture, step by step."""
+    """Fail if an expert is missing instead of sampling without it."""
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: RUN/samples)")] = None
+    """Folder for the images; existing files are overwritten."""
+    save_routing: bool = False
+    """Also save a plot of the routing weights over time for each image."""
     plan: bool = False
-    """Print what it would take in memory, and do nothing."""
+    """Print the estimated memory use and exit."""
     json: bool = False
-    """Print what was made as JSON."""
+    """Print JSON."""
 
     def run(self) -> None:
-        """Sample, write the files, and say where they are."""
+        """Sample and save the images."""
         from atoll.ensemble import load
         from atoll.ensemble.images import save
 
         sampler = load(
-            self.folder, self.model, resident=self.resident, dtype=self.dtype, strict=self.strict,
-            quantise=self.quantise, compile=self.compile,
+            self.folder, self.model, max_loaded_experts=self.max_loaded_experts, dtype=self.dtype, strict=self.strict,
+            quantize=self.quantize, compile=self.compile,
         )  # fmt: skip
         given = max(len(self.prompts), len(self.labels))
-        count = self.count or max(given, len(self.clusters)) or 16
+        count = self.num_images or max(given, len(self.clusters)) or 16
         if self.plan:
-            rows = min(self.batch, count)
-            plan = sampler.plan(rows, min(rows, max(given, 1)), self.guidance != 1 and given > 0)
+            rows = min(self.batch_size, count)
+            plan = sampler.plan(rows, min(rows, max(given, 1)), self.guidance_scale != 1 and given > 0)
             print(json.dumps(plan.to_dict()) if self.json else "\n".join(plan.lines()))
             return
         samples = sampler.generate(
-            self.prompts or None, self.labels or None, count, clusters=self.clusters or None, batch=self.batch,
-            trace=self.trace, routing=self.routing, steps=self.steps, guidance=self.guidance,
-            guidance_interval=self.guidance_interval, rescale=self.rescale, solver=self.solver, shift=self.shift,
-            scheduler_times=self.scheduler_times, seed=self.seed,
+            self.prompts or None, self.labels or None, count, clusters=self.clusters or None,
+            batch_size=self.batch_size, trace=self.save_routing, routing=self.routing, steps=self.steps,
+            guidance_scale=self.guidance_scale, guidance_interval=self.guidance_interval, rescale=self.rescale,
+            solver=self.solver, shift=self.shift, scheduler_times=self.scheduler_times, seed=self.seed,
         )  # fmt: skip
         is_run = (self.folder / layout.CONFIG_FILE).is_file()
         files = save(samples, self.out or (self.folder / layout.SAMPLES if is_run else Path("samples")))
-        quantized = sampler.ensemble.cache.quantisation_error
+        quantized = sampler.ensemble.cache.quantization_error
         for name, error in quantized.items():
-            print(f"{name}: eight bits change its velocity by {error:.2%}", file=sys.stderr)
+            print(f"{name}: int8 weights change its velocity by {error:.2%}", file=sys.stderr)
         if self.json:
-            about = {"missing": sampler.missing, "quantisation_error": quantized}
+            about = {"missing": sampler.missing, "quantization_error": quantized}
             print(json.dumps({**files, **samples.to_dict(), **about}, ensure_ascii=False))
         else:
-            trace = f"; routing: {files['trace']}" if self.trace else ""
-            print(f"{len(samples.images)} pictures: {files['grid']}{trace}")
+            trace = f"; routing: {files['trace']}" if self.save_routing else ""
+            print(f"{len(samples.images)} images: {files['grid']}{trace}")
 
 
 @dataclass
 class Export:
-    """Write a model of a run as a diffusers folder with a model card; AtollPipeline and atoll.load open it."""
+    """Write a model of a run as a diffusers folder with a model card."""
 
-    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    folder: RunFolder
     """Folder of the run."""
     destination: Annotated[Positional[Path], arg(metavar="DST")]
-    """Folder to write. The same export again does nothing."""
+    """Folder to write."""
     model: str = "experts"
-    """experts (all of them, with the router), monolith, student or expert:K."""
-    licence: str | None = None
-    """Licence of the weights, for the card; an identifier as the hub knows them, such as mit or cc-by-4.0."""
+    """Model to export: experts (with the router), expert:K, monolith or student."""
+    license: Annotated[str | None, arg(metavar="ID", help_behavior_hint="(default: none)")] = None
+    """License of the weights for the model card, as a hub identifier such as mit or cc-by-4.0."""
     json: bool = False
-    """Print what was written as JSON."""
+    """Print JSON."""
 
     def run(self) -> None:
-        """Export, and say how to open it."""
+        """Export, and print how to load the folder."""
         from atoll.export.writer import export
 
-        made = export(self.folder, self.destination, self.model, licence=self.licence)
+        made = export(self.folder, self.destination, self.model, license=self.license)
         if self.json:
             print(json.dumps({"folder": str(self.destination), "digest": made.digest, **made.content}))
             return

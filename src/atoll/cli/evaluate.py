@@ -1,4 +1,4 @@
-"""The verbs of evaluation: figures, and a page that tells them."""
+"""Verbs of evaluation: evaluate, report."""
 
 import json
 import sys
@@ -6,66 +6,65 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
-from atoll.cli.verb import Overrides
+from atoll.cli.verb import MaxLoadedExperts, Overrides, RunFolder
 from atoll.core import config as configuration
 from atoll.core.names import SOLVERS
 
 
 @dataclass
 class Evaluate:
-    """Figures of every model of a run, each with its protocol, and diagnostics; again, it continues."""
+    """Compute FID, KID, diversity and diagnostics of a run."""
 
-    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    folder: RunFolder
     """Folder of the run."""
-    samples: int = 2500
-    """Pictures that are drawn of each model."""
-    models: tuple[str, ...] = ()
-    """experts, monolith, student, expert:K, singles (every expert alone); default what is there of the first three."""
+    num_images: int = 2500
+    """Number of images to generate with each model."""
+    models: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: those of the first three that exist)")] = ()
+    """Models to evaluate: experts, monolith, student, expert:K, or singles (every expert alone)."""
     routings: tuple[str, ...] = ("top-1", "top-2", "full")
-    """Routings under which the experts are evaluated."""
+    """Routings to evaluate the experts with."""
     steps: int = 50
-    """Steps of the solver."""
-    guidance: float = 4.0
-    """Classifier-free guidance; 1 is none."""
+    """Number of solver steps."""
+    guidance_scale: float = 4.0
+    """Classifier-free guidance scale; 1 disables guidance."""
     solver: Literal[SOLVERS] = "euler"  # type: ignore[valid-type]
-    """How velocity is integrated."""
+    """ODE solver."""
     seed: int = 0
-    """Of noise; every model and routing starts from the same."""
+    """Random seed. All models and routings start from the same noise."""
     extractors: tuple[str, ...] = ("inception",)
-    """Networks to look through: inception (FID and KID as published), inception:FILE, efficientnet-lite0, or a vision
-    model of transformers by name or folder."""
+    """Feature networks: inception (FID and KID as published), inception:FILE, efficientnet-lite0, or a hub name."""
     reference: Literal["train", "held-out"] = "train"
-    """The real pictures to compare with."""
-    references: int = 10_000
-    """Real pictures at most."""
+    """Split of the real images to compare with."""
+    num_real: int = 10_000
+    """Maximum number of real images."""
     prompts: Literal["held-out", "train"] = "held-out"
-    """Whose captions or classes the pictures are drawn for: unseen ones ask for more than was taught."""
+    """Split of the captions or labels to generate images for."""
     diversity: tuple[int, int] = (32, 4)
-    """Prompts, and pictures of each, for the diversity within prompts."""
-    lpips: Path | None = None
-    """Weights of LPIPS (AlexNet) as .safetensors or .pt; without, diversity is measured on the first extractor."""
-    clip: str | None = None
-    """An image-text model by name or folder, for the alignment of pictures with their prompts."""
-    held_out: int = 1024
-    """Use at most this many held-out images of each cluster for the diagnostics. The default is that of training."""
-    followed: int = 32
-    """Samples that are followed from noise to data, with N and with 2 N steps."""
-    skip: tuple[Literal["metrics", "diversity", "diagnostics", "trajectories"], ...] = ()
-    """Parts to leave out."""
-    batch: int = 64
-    """Pictures that are made at once."""
-    resident: int | None = None
-    """Experts in memory at once; default all."""
-    allow_few: bool = False
-    """Give figures of few samples all the same; they are biased, and the floor beside them tells how much."""
+    """Number of prompts and number of images per prompt, for the diversity within prompts."""
+    lpips: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: first extractor)")] = None
+    """LPIPS weights (AlexNet, .safetensors or .pt) for the diversity."""
+    clip: Annotated[str | None, arg(metavar="MODEL", help_behavior_hint="(default: none)")] = None
+    """Image-text model by hub name or folder, for the alignment of images and prompts."""
+    num_val: int = 1024
+    """Maximum number of held-out images of each cluster, for the diagnostics; the default is that of training."""
+    num_trajectories: int = 32
+    """Number of sampling trajectories to compare, each with N and with 2 N steps."""
+    without: tuple[Literal["metrics", "diversity", "diagnostics", "trajectories"], ...] = ()
+    """Parts of the evaluation to leave out."""
+    batch_size: int = 64
+    """Images per batch."""
+    max_loaded_experts: MaxLoadedExperts = None
+    """Maximum number of experts in memory at once."""
+    allow_small: bool = False
+    """Compute biased metrics from too few images; the real-vs-real baseline shows the bias."""
     json: bool = False
-    """Print all figures as JSON instead of tables."""
+    """Print JSON instead of tables."""
     overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
-        """Evaluate, and print."""
+        """Evaluate, and print the metrics."""
         from contextlib import redirect_stdout
 
         config = configuration.load(self.folder, self.overrides)
@@ -74,12 +73,25 @@ class Evaluate:
         from atoll.evaluate.results import plain
         from atoll.evaluate.table import show
 
-        settings = Settings(steps=self.steps, guidance=self.guidance, solver=self.solver, seed=self.seed)
         options = Options(
-            self.samples, self.models, self.routings, settings, self.extractors, self.reference, self.references,
-            self.diversity, self.lpips, self.clip, self.held_out, self.followed, self.skip, self.batch, self.resident,
-            self.allow_few, self.prompts,
-        )  # fmt: skip
+            num_images=self.num_images,
+            models=self.models,
+            routings=self.routings,
+            settings=Settings(steps=self.steps, guidance_scale=self.guidance_scale, solver=self.solver, seed=self.seed),
+            extractors=self.extractors,
+            reference=self.reference,
+            num_real=self.num_real,
+            diversity=self.diversity,
+            lpips=self.lpips,
+            clip=self.clip,
+            num_val=self.num_val,
+            num_trajectories=self.num_trajectories,
+            without=self.without,
+            batch_size=self.batch_size,
+            max_loaded_experts=self.max_loaded_experts,
+            allow_small=self.allow_small,
+            prompts=self.prompts,
+        )
         with redirect_stdout(sys.stderr):
             result = evaluate(self.folder, config, options)
         if self.json:
@@ -90,34 +102,36 @@ class Evaluate:
 
 @dataclass
 class Report:
-    """Write one page that tells what happened in a run, pictures first; pictures that are missing are drawn."""
+    """Write an HTML page with images, metrics and training curves."""
 
-    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    folder: RunFolder
     """Folder of the run."""
-    prompts: tuple[str, ...] = ()
-    """What the pictures show; default a few captions of each cluster, seen and held out."""
-    routings: tuple[str, ...] = ()
-    """Routings to show; default those of the last evaluation."""
-    steps: int | None = None
-    """Steps of the solver; default as in the last evaluation, as are the next two."""
-    guidance: float | None = None
-    """Classifier-free guidance; 1 is none."""
-    seed: int | None = None
-    """The same seed gives the same pictures."""
-    out: Path | None = None
-    """File to write; default RUN/report.html."""
+    prompts: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: some captions of each cluster)")] = ()
+    """Text prompts of the images."""
+    routings: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: those of the last evaluation)")] = ()
+    """Routings to show."""
+    steps: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: as in the last evaluation)")] = None
+    """Number of solver steps."""
+    guidance_scale: Annotated[
+        float | None, arg(metavar="X", help_behavior_hint="(default: as in the last evaluation)")
+    ] = None
+    """Classifier-free guidance scale; 1 disables guidance."""
+    seed: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: as in the last evaluation)")] = None
+    """Random seed of the initial noise."""
+    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: RUN/report.html)")] = None
+    """File to write."""
     json: bool = False
-    """Print where the page is as JSON."""
+    """Print the path of the page as JSON."""
     overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
-        """Write the page, and say where it is."""
+        """Write the page, and print its path."""
         from contextlib import redirect_stdout
 
         config = configuration.load(self.folder, self.overrides)
         from atoll.report import Options, report
 
-        options = Options(self.prompts, self.routings or None, self.steps, self.guidance, self.seed)
+        options = Options(self.prompts, self.routings or None, self.steps, self.guidance_scale, self.seed)
         with redirect_stdout(sys.stderr):
             page = report(self.folder, config, options, out=self.out)
         print(json.dumps({"report": str(page)}) if self.json else f"report: {page}")

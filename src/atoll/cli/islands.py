@@ -1,4 +1,4 @@
-"""The verbs of many machines: launch, and those of shared runs: push, join, admit, status, pull, keys."""
+"""Verbs of several machines: launch, and those of shared runs: push, join, admit, status, pull, keys."""
 
 import json
 import sys
@@ -10,44 +10,44 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from atoll.cli.verb import Overrides
+from atoll.cli.verb import KeyFile, Overrides, RunFolder
 from atoll.core import config as configuration
 from atoll.core.errors import AtollError
 
 if TYPE_CHECKING:
     from atoll.core.signing import Signer
 
-KeyFile = Annotated[Path | None, arg(metavar="FILE")]
-
 
 @dataclass
 class Launch:
-    """Submit every missing job of a run, on this machine, on Slurm or on Ray; again, it submits what is left."""
+    """Run all remaining jobs of a run on this machine, Slurm or Ray."""
 
-    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    folder: RunFolder
     """Folder of the run."""
     on: Literal["local", "slurm", "ray"] = "local"
-    """Where."""
+    """Where to run the jobs."""
     jobs: tuple[Literal["prepare", "experts", "router", "monolith", "student"], ...] = ("prepare", "experts", "router")
-    """Which kinds of jobs."""
-    experts: tuple[int, ...] = ()
-    """Only these experts, instead of all."""
-    shares: int = 1
-    """Jobs that ingest, features, latents and text are each divided into."""
-    at_once: int | None = None
-    """Jobs that run side by side at most; on this machine the default is one, or as many as have their GPUs."""
+    """Kinds of jobs to run."""
+    experts: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: all)")] = ()
+    """Experts to train, by number."""
+    prepare_workers: int = 1
+    """Number of jobs that divide each of the stages ingest, features, latents and text."""
+    max_parallel: Annotated[
+        int | None, arg(metavar="N", help_behavior_hint="(default: local: by GPUs, or 1; slurm: no limit)")
+    ] = None
+    """Maximum number of jobs that run at the same time."""
     retries: int = 3
-    """How often a job may die in a row without having got further."""
+    """Give up after this many consecutive failures without progress."""
     wait: bool = False
-    """Slurm and Ray: stay until everything has ended. On this machine it always does."""
+    """Slurm and Ray: wait until all jobs have ended. Local jobs are always waited for."""
     print: bool = False
-    """Show exactly what would be submitted, and submit nothing."""
+    """Print the commands or scripts of all jobs and exit."""
     json: bool = False
-    """Print what was submitted as JSON."""
+    """Print the submitted jobs as JSON."""
     overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
-        """Submit, or show what would be."""
+        """Submit the jobs, or print them."""
         run = self.folder.resolve()
         config = configuration.load(run, self.overrides)
         from contextlib import redirect_stdout
@@ -56,12 +56,12 @@ class Launch:
         from atoll.launch.launch import as_dict, open_launcher, show, submit
         from atoll.launch.plan import Wish
 
-        launcher = open_launcher(self.on, Setting(run, config.island, self.retries, self.at_once))
-        wish = Wish(self.jobs, self.experts, self.shares, self.overrides)
+        launcher = open_launcher(self.on, Setting(run, config.island, self.retries, self.max_parallel))
+        wish = Wish(self.jobs, self.experts, self.prepare_workers, self.overrides)
         if self.print:
             print(show(launcher, run, config, wish=wish))
             return
-        with redirect_stdout(sys.stderr):  # Ray tells of its nodes there
+        with redirect_stdout(sys.stderr):  # Ray prints about its nodes there
             found = submit(launcher, run, config, wish=wish, wait=self.wait)
         if self.json:
             print(json.dumps(as_dict(found)))
@@ -69,57 +69,57 @@ class Launch:
 
 @dataclass
 class Push:
-    """Put a prepared run into a store that islands share."""
+    """Upload a prepared run to a store that contributors share."""
 
-    folder: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Folder of the run; its policy.json, if there is one, says who may publish what."""
+    folder: RunFolder
+    """Folder of the run; an optional policy.json in it limits who may publish what."""
     url: Annotated[Positional[str], arg(metavar="URL")]
-    """A path, file://, s3://bucket/prefix, gs://bucket/prefix or az://account/container/prefix."""
+    """Store: a path, file://, s3://bucket/prefix, gs://bucket/prefix or az://account/container/prefix."""
     key: KeyFile = None
-    """Private key to sign finished networks with, where the policy asks for it; null is one's own (atoll keys)."""
+    """Private key to sign finished networks with, if the policy requires signatures."""
 
     def run(self) -> None:
-        """Send what is not there yet."""
+        """Upload all objects that the store lacks."""
         from atoll.core.policy import policy_of
         from atoll.islands.remote_run import push
         from atoll.islands.store import Store
 
         signer = open_signer(self.key) if policy_of(self.folder) else None
         for name in push(self.folder, Store.open(self.url), signer):
-            print(f"{self.url}/{name} is there")
+            print(f"uploaded: {self.url}/{name}")
 
 
 @dataclass
 class Join:
-    """Work on a shared run: take a free expert, train it from its own shards, publish it, take the next."""
+    """Train free experts of a shared run and publish them."""
 
     url: Annotated[Positional[str], arg(metavar="URL")]
-    """Where the run is shared."""
-    expert: int | None = None
-    """Only this expert."""
-    objective: str | None = None
-    """Objective of your own choice, within the run's policy: flow-matching, ddpm, …"""
-    network: str | None = None
-    """Network of your own choice, within the run's policy: DiT-S/2, …"""
-    folder: Path | None = None
-    """Where this machine keeps its part of the run; null is a folder in the user's cache."""
+    """Store of the shared run."""
+    expert: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: any free expert)")] = None
+    """Train only this expert."""
+    objective: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: that of the run)")] = None
+    """Objective to train with, if the policy of the run allows it: flow-matching, ddpm, …"""
+    network: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: that of the run)")] = None
+    """Network to train, if the policy of the run allows it: DiT-S/2, …"""
+    folder: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: in the user cache)")] = None
+    """Local folder for shards and checkpoints."""
     key: KeyFile = None
-    """Private key to sign with; null is one's own (atoll keys)."""
-    name: str | None = None
-    """How others see you; null is host and process."""
+    """Private key to sign with."""
+    name: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: host and process id)")] = None
+    """Name of this worker that other contributors see."""
     wait: bool = False
-    """When nothing is free, wait for what others give up, until every expert is done."""
+    """Wait for leases that expire until every expert is done, instead of exiting when no expert is free."""
     lease: float = 120.0
-    """Seconds of silence after which others may take over."""
+    """Seconds without renewal after which another worker may take over the expert."""
     publish_every: float = 300.0
-    """Seconds between two published checkpoints, at least."""
+    """Minimum number of seconds between two published checkpoints."""
     overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
-        """Work until nothing is left, or until Ctrl-C."""
+        """Train until no expert is left, or until Ctrl-C."""
         from atoll.islands.worker import check_choice, open_worker
 
-        check_place(self.url)
+        check_folder(self.url)
         check_choice(self.overrides)
         name = {} if self.name is None else {"name": self.name}
         worker = open_worker(
@@ -142,50 +142,50 @@ class Join:
 
 @dataclass
 class Admit:
-    """Check the contributions that wait in a shared run, and let in those that pass."""
+    """Check proposed experts, and accept those that pass."""
 
     url: Annotated[Positional[str], arg(metavar="URL")]
-    """Where the run is shared."""
-    folder: Path | None = None
-    """Scratch for quarantine; null is a folder in the user's cache."""
+    """Store of the shared run."""
+    folder: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: in the user cache)")] = None
+    """Scratch folder for the downloads."""
     key: KeyFile = None
-    """Private key of an admitter; null is one's own (atoll keys)."""
+    """Private key of an admitter."""
     json: bool = False
     """Print JSON."""
 
     def run(self) -> None:
-        """Judge every contribution that waits."""
+        """Check every proposed expert."""
         from atoll.islands.remote_run import admit
         from atoll.islands.store import Store
         from atoll.islands.worker import default_folder
 
-        check_place(self.url)
+        check_folder(self.url)
         verdicts = admit(Store.open(self.url), self.folder or default_folder(self.url), open_signer(self.key))
-        show(verdicts, self.json, "nothing waits for admission")
+        show(verdicts, self.json, "no expert waits for admission")
 
 
 @dataclass
 class Status:
-    """Every job of a run, here or shared: done, running, stale, failed, free."""
+    """Print the state of every job of a local or shared run."""
 
     url: Annotated[Positional[str], arg(metavar="RUN")]
     """Folder or URL of the run."""
     watch: bool = False
-    """Show it again every few seconds, until Ctrl-C."""
+    """Refresh the table until Ctrl-C."""
     every: float = 5.0
-    """Seconds between two looks, with --watch."""
+    """With --watch, seconds between two refreshes."""
     json: bool = False
     """Print JSON."""
 
     def run(self) -> None:
-        """Look, once or again and again."""
+        """Print the table once or repeatedly."""
         from rich.console import Console
         from rich.live import Live
 
         from atoll.islands.status import as_json, as_table, status, watch
         from atoll.islands.store import Store
 
-        check_place(self.url)
+        check_folder(self.url)
         store, console = Store.open(self.url), Console()
         looks = watch(store, self.every) if self.watch else [status(store)]
         with suppress(KeyboardInterrupt) if self.watch else nullcontext():
@@ -199,50 +199,50 @@ class Status:
 
 @dataclass
 class Pull:
-    """Bring the finished networks of a shared run into a folder, each checked before it comes in."""
+    """Download and verify the finished experts of a shared run."""
 
     url: Annotated[Positional[str], arg(metavar="URL")]
-    """Where the run is shared."""
-    folder: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Folder for it; sample from it with atoll.load."""
+    """Store of the shared run."""
+    folder: RunFolder
+    """Folder of the local run."""
     shards: bool = False
-    """Bring the data of all clusters too."""
+    """Also download the shards of all clusters."""
     json: bool = False
     """Print JSON."""
 
     def run(self) -> None:
-        """Fetch, check, and tell what was refused."""
+        """Download, verify, and print what was refused."""
         from atoll.islands.remote_run import pull
         from atoll.islands.store import Store
 
-        check_place(self.url)
+        check_folder(self.url)
         verdicts = pull(Store.open(self.url), self.folder, self.shards)
-        show(verdicts, self.json, "nothing is there")
+        show(verdicts, self.json, "the store has no finished expert")
         if refused := [job for job, verdict in verdicts.items() if verdict.startswith("refused")]:
             raise AtollError(f"refused: {', '.join(refused)}")
 
 
 @dataclass
 class Keys:
-    """Print one's own public key, for a run's policy; the private one is made if there is none."""
+    """Print your public key; create the key pair if there is none."""
 
     key: KeyFile = None
-    """File of the private key; null is ATOLL_KEY, or atoll/key.pem among the user's settings."""
+    """File of the private key; the environment variable ATOLL_KEY sets another default."""
 
     def run(self) -> None:
-        """Print it."""
+        """Print the public key."""
         print(open_signer(self.key).public)
 
 
-def check_place(url: str) -> None:
-    """A path that is not there is a slip of the pen: opening a store would make the folder."""
+def check_folder(url: str) -> None:
+    """Raise an error for a missing path, because opening a store would create it."""
     path = url.removeprefix("file://")
     if "://" not in path and not Path(path).is_dir():
         raise AtollError(f"{url}: no such folder; expected a run, or the URL of one")
 
 
 def open_signer(file: Path | None) -> "Signer":
-    """One's own private key."""
+    """Load or create the private key."""
     from atoll.core.signing import Signer, default_key_file
 
     try:
@@ -252,7 +252,7 @@ def open_signer(file: Path | None) -> "Signer":
 
 
 def show(verdicts: dict[str, str], as_json: bool, nothing: str) -> None:
-    """Print what became of each job."""
+    """Print the outcome of each job."""
     if as_json:
         print(json.dumps(verdicts))
     else:

@@ -1,45 +1,46 @@
-"""The verb of the studio."""
+"""Verb of the studio: serve."""
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
+from atoll.cli.verb import MaxLoadedExperts, RunFolder
 from atoll.core.errors import AtollError
 
 TOKEN = "ATOLL_TOKEN"
+"""Environment variable with the token. Other users of the machine can read options, but not the environment."""
 
 
 @dataclass
 class Serve:
-    """Serve a run, finished or in training, to browsers and programs: a page and an HTTP API."""
+    """Serve a run as a web page and an HTTP API, also in training."""
 
-    folder: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Folder of the run; or an exported one, or its name on the hub."""
+    folder: RunFolder
+    """Folder of the run, folder of an export, or hub name of an export."""
     host: str = "127.0.0.1"
-    """Address to listen at; one that others can reach needs a token."""
+    """Address to listen on; an address that others can reach requires a token."""
     port: int = 8400
-    """Port to listen at; 0 takes any that is free."""
-    token: str | None = None
-    """What every request must know. The environment variable ATOLL_TOKEN does the same and is not seen by others."""
-    batch: int = 32
-    """Pictures that are worked on at once, of all requests together."""
+    """Port to listen on; 0 picks a free port."""
+    token: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="(default: none)")] = None
+    """Token that every request must send; the environment variable ATOLL_TOKEN keeps it out of process lists."""
+    batch_size: int = 32
+    """Maximum number of images in one forward pass, over all requests."""
     queue: int = 64
-    """Requests that may wait."""
+    """Maximum number of waiting images."""
     routing: str = "top-1"
-    """Routing of requests that name none."""
-    resident: int | None = None
-    """Experts in memory at once; default all."""
+    """Routing of requests that set none."""
+    max_loaded_experts: MaxLoadedExperts = None
+    """Maximum number of experts in memory at once."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the networks."""
-    device: str | None = None
-    """Where to compute; default the accelerator if there is one."""
-    quantise: Literal["int8"] | None = None
-    """Keep weights in eight bits."""
+    device: Annotated[str | None, arg(metavar="DEVICE", help_behavior_hint="(default: accelerator, else cpu)")] = None
+    """Torch device."""
+    quantize: Annotated[Literal["int8"] | None, arg(metavar="int8", help_behavior_hint="(default: off)")] = None
+    """Store the weights of linear layers as 8-bit integers."""
     grace: float = 60.0
-    """Seconds that running requests have when the server is told to stop."""
+    """Seconds that running requests may take after SIGTERM."""
     json: bool = False
     """Print the address as JSON."""
 
@@ -51,6 +52,8 @@ class Serve:
             raise AtollError(f"the studio needs the package {error.name}; pip install 'atoll[studio]'") from error
         from atoll.studio.registry import Opening
 
-        opening = Opening(self.batch, self.resident, self.dtype, self.device, self.quantise, self.routing)
+        opening = Opening(
+            self.batch_size, self.max_loaded_experts, self.dtype, self.device, self.quantize, self.routing
+        )
         token = self.token if self.token is not None else os.environ.get(TOKEN)
         serve(str(self.folder), opening, Options(self.host, self.port, token, self.queue, self.grace, self.json))

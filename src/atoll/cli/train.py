@@ -1,13 +1,13 @@
-"""The verb of training."""
+"""Verb of training: train."""
 
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, cast
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
-from atoll.cli.verb import Overrides
+from atoll.cli.verb import Overrides, RunFolder
 from atoll.core import config as configuration
 from atoll.core.errors import AtollError
 from atoll.core.layout import JobKind
@@ -15,34 +15,34 @@ from atoll.core.layout import JobKind
 
 @dataclass
 class Train:
-    """Train one expert, the router, the dense monolith or a distilled student; again, it resumes."""
+    """Train or resume one expert, the router, monolith or student."""
 
-    folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    folder: RunFolder
     """Folder of the run."""
-    expert: int | None = None
-    """The expert of this cluster, from its own shards alone."""
+    expert: Annotated[int | None, arg(metavar="K", help_behavior_hint="")] = None
+    """Train the expert of this cluster on the shards of this cluster."""
     router: bool = False
-    """The router, from the data of all clusters."""
+    """Train the router on the data of all clusters."""
     monolith: bool = False
-    """The dense model that an ensemble is measured against: all data, one network."""
+    """Train the monolith: one dense model on the data of all clusters, as a baseline."""
     student: bool = False
-    """A dense model that learns from the finished experts."""
-    match_flops: Annotated[Path | None, arg(metavar="RUN")] = None
-    """Train for as many FLOPs as all experts of this run together."""
+    """Train the student: one dense model distilled from the trained experts."""
+    match_flops: Annotated[Path | None, arg(metavar="RUN", help_behavior_hint="")] = None
+    """Train for as many FLOPs as all experts of this run together, instead of train.total_images."""
     dry_run: bool = False
-    """Print what it would cost in memory, FLOPs and time, and do nothing; alone, for all jobs. Needs no data."""
-    gpus: int | None = None
-    """With --dry-run: processes that share one job."""
+    """Print the estimated memory, FLOPs and GPU-days of the job, or of all jobs, and exit; needs no data."""
+    gpus: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: as under torchrun, or 1)")] = None
+    """With --dry-run, number of GPUs that train one job."""
     json: bool = False
-    """With --dry-run: print JSON."""
+    """With --dry-run, print JSON."""
     overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
-        """Train, or tell the cost."""
+        """Train, or print the estimate."""
         jobs = [name for name in ("router", "monolith", "student") if getattr(self, name)]
         jobs += ["expert"] if self.expert is not None else []
         if len(jobs) > 1 or not (jobs or self.dry_run):
-            raise AtollError("say what to train: one of --expert K, --router, --monolith, --student")
+            raise AtollError("choose what to train: one of --expert K, --router, --monolith, --student")
         config = configuration.load(self.folder, self.overrides)
         from atoll.train.estimate import show_estimate, show_survey
         from atoll.train.job import train_job

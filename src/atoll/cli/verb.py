@@ -1,22 +1,26 @@
-"""What every verb is: a dataclass of its options with the work in `run`."""
+"""What every verb is: a dataclass of its options with a `run` method. The docstrings are the help texts."""
 
+from pathlib import Path
 from typing import Annotated, Protocol, runtime_checkable
 
-from tyro.conf import Suppress
+from tyro.conf import Positional, Suppress, arg
 
 Overrides = Annotated[dict[str, str], Suppress]
-"""Dotted options (`--section.key VALUE`), taken out of the command line before the verb reads its own."""
+"""Settings of a run (`--section.key VALUE`), removed from the command line before tyro parses the other options."""
+RunFolder = Annotated[Positional[Path], arg(metavar="RUN")]
+KeyFile = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: atoll/key.pem in the user config)")]
+MaxLoadedExperts = Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")]
 
 
 class Verb(Protocol):
     """One verb."""
 
     def run(self) -> None:
-        """Do the work."""
+        """Execute the verb."""
 
 
 @runtime_checkable
 class Configured(Protocol):
-    """A verb that takes settings of a run."""
+    """A verb that accepts settings of a run."""
 
     overrides: Overrides

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import yaml
 from pydantic import BaseModel
 
-from atoll.core.config import NAMED_OBJECTIVES, Config, Objective
+from atoll.core.config import Config
+from atoll.core.config_sections import NAMED_OBJECTIVES, Objective
 
 
 def to_yaml(config: Config, notes: Mapping[str, str] | None = None) -> str:

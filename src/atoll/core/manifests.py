@@ -163,7 +163,7 @@ class BridgeSpec(Content):
 class ComputeSpec(Content):
     """What a training job cost."""
 
-    samples: Count
+    images: Count
     parameters: Count
     flops: Count
     seconds: float
@@ -207,7 +207,7 @@ class RouterContent(NetworkContent):
 class CheckpointContent(Content):
     """The state of a job after some images."""
 
-    samples: Positive
+    images: Positive
     seconds: float
 
 

@@ -17,9 +17,9 @@ class MetricsLine(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    samples: int
+    images: int
     loss: float
-    samples_per_second: float
+    images_per_second: float
     total: int | None = None
 
 

@@ -2,6 +2,7 @@
 
 from typing import Literal, TypedDict, get_args
 
+from atoll.core import renamed
 from atoll.core.errors import unknown
 
 ScheduleName = Literal["linear", "cosine", "ddpm-linear", "ddpm-scaled-linear", "ddpm-cosine", "edm"]
@@ -48,12 +49,9 @@ OBJECTIVES: dict[str, ObjectiveParts] = {
 }
 """Objectives by name; what a name leaves out has the default of `atoll.flow.Objective`."""
 
-RENAMED_OBJECTIVES: dict[str, str] = {"edm": "ve-x0"}
-"""Old names of objectives and the new ones, for errors."""
-
 
 def unknown_objective(name: str) -> str:
     """Return the sentence that refuses a name that is not an objective."""
-    if name in RENAMED_OBJECTIVES:
-        return f"the objective {name!r} is now called {RENAMED_OBJECTIVES[name]!r}"
+    if name in renamed.OBJECTIVES:
+        return f"the objective {name!r} is now {renamed.OBJECTIVES[name]!r}"
     return unknown("objective", name, OBJECTIVES)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from atoll.core.config import Section
+from atoll.core.config_sections import Section
 from atoll.core.errors import AtollError
 from atoll.core.layout import POLICY_FILE
 from atoll.core.names import OBJECTIVES, unknown_objective

@@ -19,7 +19,7 @@ Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 Part = Literal["fine cluster", "class"]
 _ADVICE: dict[Part, str] = {
-    "fine cluster": "raise clusters.fine or clusters.max_imbalance",
+    "fine cluster": "raise clusters.num_fine or clusters.max_imbalance",
     "class": "raise clusters.max_imbalance or lower clusters.count",
 }
 _RESTARTS = 8

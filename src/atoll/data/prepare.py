@@ -28,7 +28,7 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, shar
     wanted = [stage for stage in STAGES if not stages or stage.name in stages]
     if share.of > 1 and not all(stage.divisible for stage in wanted):
         divisible = ", ".join(stage.name for stage in STAGES if stage.divisible)
-        raise AtollError(f"--shard divides the stages {divisible}; name one of them with --stage")
+        raise AtollError(f"--worker divides the stages {divisible}; name one of them with --stage")
     job = open_job(run, config)
     for stage in wanted:
         name = stage.name

@@ -30,10 +30,10 @@ class Ensemble(nn.Module):
         router: OpenRouter | None = None,
         *,
         placement: DeviceOptions | None = None,
-        resident: int | None = None,
+        max_loaded_experts: int | None = None,
         routing: str | Routing = "top-1",
     ) -> None:
-        """Put at most `resident` experts in memory at once; None is all of them."""
+        """Put at most `max_loaded_experts` experts in memory at once; None is all of them."""
         super().__init__()
         if not members:
             raise AtollError("an ensemble needs at least one expert")
@@ -47,7 +47,7 @@ class Ensemble(nn.Module):
         _check_alike(declared)
         self.space = declared[-1 if router else 0].statistics
         """How the latents of the states are normalized."""
-        self.cache = ExpertCache(self.members, self.space, self.placement, resident or len(members))
+        self.cache = ExpertCache(self.members, self.space, self.placement, max_loaded_experts or len(members))
         self.told: frozenset[str] = frozenset().union(*(declaration.told for declaration in declared))
         """What any of the experts, or the routing, is conditioned on."""
         if "text" in self.told and any(member.density and member.density.caption for member in members):
@@ -85,7 +85,7 @@ class Ensemble(nn.Module):
         condition: Condition | BatchConditions | None = None,
         *,
         routing: str | Routing | None = None,
-        guidance: Guidance = 1.0,
+        guidance_scale: Guidance = 1.0,
         cluster: Tensor | None = None,
         rescale: float = 0.0,
         draw: Tensor | None = None,
@@ -96,17 +96,17 @@ class Ensemble(nn.Module):
         Times t and `guidance` are one number, or one for each image. `cluster` is what routing by oracle needs, `draw`
         what drawn and sample-1 need; `state` carries routing from one evaluation to the next.
         """
-        _check_batch(x, self.shape[0], guidance=guidance, cluster=cluster, draw=draw)
+        _check_batch(x, self.shape[0], guidance_scale=guidance_scale, cluster=cluster, draw=draw)
         t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
         conditions = self._conditions(condition, x)
-        guided = guided_rows(guidance, x, conditioned=conditions.something and bool(self.told))
+        guided = guided_rows(guidance_scale, x, conditioned=conditions.something and bool(self.told))
         weights = self.route(
             x, t, conditions, routing=routing, guided=guided, cluster=cluster, draw=draw, state=state
         )  # fmt: skip
         images = torch.cat([torch.arange(len(x), device=x.device), guided])
         rows = torch.cat([conditions.rows, conditions.null[guided]])
         v = self._mixture(x, t, conditions, images=images, rows=rows, weights=weights)
-        return guide(v, guided, guidance, rescale=rescale) if len(guided) else v
+        return guide(v, guided, guidance_scale, rescale=rescale) if len(guided) else v
 
     def route(
         self,

@@ -20,26 +20,26 @@ def load(
     source: str | Path,
     model: str = "experts",
     *,
-    resident: int | None = None,
+    max_loaded_experts: int | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     strict: bool = False,
     routing: str = "top-1",
-    quantise: str | None = None,
+    quantize: str | None = None,
     compile: bool = False,
     verify: bool = False,
 ) -> Sampler:
     """Open a run as one model; or a folder that `atoll export` wrote, or the Paris release, here or by its hub name.
 
     `model` is all experts under the router (`experts`), one of them (`expert:3`), the `monolith` or the `student`.
-    At most `resident` experts are in memory at once (all of them if None). Experts that are not there are listed in
-    `.missing` and the others act without them; with `strict` that is an error. `verify` checks the hash of every file;
-    in a run with a policy hashes and signatures are always checked.
+    At most `max_loaded_experts` experts are in memory at once; None is all of them. Experts that are not finished are
+    listed in `.missing`, and the others are sampled without them; with `strict` that is an error. `verify` checks the
+    hash of every file; in a run with a policy hashes and signatures are always checked.
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise AtollError(unknown("dtype", dtype, DTYPES))
     precision = DTYPES[dtype] if isinstance(dtype, str) else dtype or torch.float32
-    options = DeviceOptions(torch.device(device) if device else pick_device(), precision, quantise, compile)
+    options = DeviceOptions(torch.device(device) if device else pick_device(), precision, quantize, compile)
     run = Path(source)
     if (run / CONFIG_FILE).is_file():
         opened = open_run(run, model, verify=verify, strict=strict)
@@ -48,5 +48,7 @@ def load(
     else:
         raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}")
     router = None if opened.router is None else open_router(opened.router, options)
-    ensemble = Ensemble(opened.experts, router, placement=options, resident=resident, routing=routing)
+    ensemble = Ensemble(
+        opened.experts, router, placement=options, max_loaded_experts=max_loaded_experts, routing=routing
+    )
     return Sampler(ensemble, opened.encoders, opened.missing)

@@ -39,7 +39,7 @@ class Plan:
     """Bytes of every part at the fullest moment, beyond what the process has before anything is loaded."""
 
     experts: int
-    resident: int
+    max_loaded_experts: int
     batch: int
     parts: dict[str, int]
 
@@ -54,7 +54,7 @@ class Plan:
 
     def lines(self) -> list[str]:
         """For people."""
-        head = f"memory plan: {self.resident} of {self.experts} experts in memory, batches of {self.batch}"
+        head = f"memory plan: {self.max_loaded_experts} of {self.experts} experts in memory, batches of {self.batch}"
         rows = [f"  {name:<44} {size / MEGABYTE:10.1f} MB" for name, size in self.parts.items()]
         return [head, *rows, f"  {'together':<44} {self.total / MEGABYTE:10.1f} MB"]
 
@@ -78,7 +78,7 @@ def plan(ensemble: Ensemble, encoders: Encoders, *, batch: int, distinct: int, g
     }
     if ensemble.router is not None:
         parts["router"] = weights_of(ensemble.router.network)
-    if placement.dtype != torch.float32 or placement.quantise:
+    if placement.dtype != torch.float32 or placement.quantize:
         parts["a file while its weights are converted"] = max(member.size for member in members)
     if ensemble.told & {"text", "pooled"}:
         parts["text encoder"] = weights_of(encoders.text_encoder().network)
@@ -92,7 +92,7 @@ def expert_bytes(member: ExpertReference, placement: DeviceOptions) -> int:
     """Bytes of an expert's weights, as they are kept."""
     network, width = _outline(member), placement.dtype.itemsize
     linear = sum(part.weight.numel() for part in network.modules() if isinstance(part, nn.Linear))
-    saved = linear * (width - 1) if placement.quantise else 0
+    saved = linear * (width - 1) if placement.quantize else 0
     return weights_of(network) * width // 4 - saved
 
 

@@ -1,7 +1,7 @@
 """From prompts to images: noise, steps along the ensemble's velocity, and the autoencoder.
 
     sampler = atoll.load("RUN")
-    sampler.sample(["a red apple"], steps=50, guidance=4.0)[0].save("apple.png")
+    sampler.sample(["a red apple"], steps=50, guidance_scale=4.0)[0].save("apple.png")
 
 Every image's noise is a function of (seed, its position), so the same seed gives the same image whatever the batch, up
 to the rounding of float32: a batch of another size is summed in another order.
@@ -84,30 +84,29 @@ class Sampler:
         self,
         prompts: Sequence[str] | None = None,
         labels: Sequence[str | int] | None = None,
-        n: int | None = None,
+        num_images: int | None = None,
         *,
         clusters: Sequence[int] | None = None,
-        batch: int = 64,
+        batch_size: int = 64,
         trace: bool = False,
         **settings: Any,
     ) -> Samples:
         """Return images with their latents and, with `trace`, every routing decision.
 
-        `n` images take prompts, labels and clusters (for the oracle) in turn; without `n` there is one for each.
-        Further keywords are those of `Settings`: routing, steps, guidance, guidance_interval, rescale, solver, shift,
-        scheduler_times, seed.
+        `num_images` images take prompts, labels and clusters (for oracle routing) in turn; the default is one for each.
+        Further keyword arguments are the fields of `Settings`.
         """
         chosen = Settings(**{"routing": self.ensemble.routing.text, **settings})
-        wanted = self._request(prompts, labels, n=n, clusters=clusters)
+        wanted = self._request(prompts, labels, num_images=num_images, clusters=clusters)
         for notice in self._notices(prompts is not None, labels is not None, settings=chosen):
             print(f"warning: {notice}", file=sys.stderr)
         self.encoders.autoencoder()  # one that is missing is noticed before the work
         count = len(wanted.told)
         parts: list[Tensor] = []
         decisions: list[list[Decision]] = []
-        with progress("sampling", -(-count // batch) * len(chosen.evaluated_at), unit="steps") as bar:
-            for first in range(0, count, batch):
-                state = self._begin(wanted, chosen, part=slice(first, min(first + batch, count)), trace=trace)
+        with progress("sampling", -(-count // batch_size) * len(chosen.evaluated_at), unit="steps") as bar:
+            for first in range(0, count, batch_size):
+                state = self._begin(wanted, chosen, part=slice(first, min(first + batch_size, count)), trace=trace)
                 parts.append(self.run(state, chosen, on_velocity=lambda *_: bar.update(1)))
                 decisions.append(state.routing.trace or [])
         latents = torch.cat(parts)
@@ -150,7 +149,7 @@ class Sampler:
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
             now = float(t[0])
-            v = self.velocity(state, x, t[:1], settings=settings, guidance=settings.guidance_at(now))
+            v = self.velocity(state, x, t[:1], settings=settings, guidance_scale=settings.guidance_at(now))
             if on_velocity is not None:
                 on_velocity(x, now, v)
             return v
@@ -168,25 +167,29 @@ class Sampler:
         *,
         to: Sequence[float],
         settings: Settings,
-        guidance: Guidance,
+        guidance_scale: Guidance,
     ) -> flow.Step:
         """Move images from their own times t to the times `to` by one Euler step."""
         # One time for all images costs a network less than one for each.
         alike = len(set(t)) == 1
 
         def velocity(x: Tensor, times: Tensor) -> Tensor:
-            return self.velocity(state, x, times[:1] if alike else times, settings=settings, guidance=guidance)
+            return self.velocity(
+                state, x, times[:1] if alike else times, settings=settings, guidance_scale=guidance_scale
+            )
 
         return flow.step(velocity, state.x, t, to=to)
 
-    def velocity(self, state: SamplerState, x: Tensor, t: Tensor, *, settings: Settings, guidance: Guidance) -> Tensor:
+    def velocity(
+        self, state: SamplerState, x: Tensor, t: Tensor, *, settings: Settings, guidance_scale: Guidance
+    ) -> Tensor:
         """Return the ensemble's velocity for images at states x and times t (1 or batch,)."""
         return self.ensemble.velocity(
             x,
             t,
             state.conditions,
             routing=settings.routing,
-            guidance=guidance,
+            guidance_scale=guidance_scale,
             cluster=state.cluster,
             rescale=settings.rescale,
             draw=state.draw,
@@ -200,16 +203,16 @@ class Sampler:
         prompts: Sequence[str] | None,
         labels: Sequence[str | int] | None,
         *,
-        n: int | None,
+        num_images: int | None,
         clusters: Sequence[int] | None,
     ) -> Request:
-        """Line up what is wanted; `n` images take prompts, labels and clusters in turn."""
+        """Line up what is wanted; `num_images` images take prompts, labels and clusters in turn."""
         for name, values in (("prompts", prompts), ("labels", labels), ("clusters", clusters)):
             if isinstance(values, str) or (values is not None and not len(values)):
                 raise AtollError(f"{name} must be a list that is not empty, got {values!r}")
-        if n is not None and n < 1:
-            raise AtollError(f"expected at least one image, got n = {n}")
-        count = n or max(len(values) if values is not None else 1 for values in (prompts, labels, clusters))
+        if num_images is not None and num_images < 1:
+            raise AtollError(f"expected at least one image, got {num_images}")
+        count = num_images or max(len(values) if values is not None else 1 for values in (prompts, labels, clusters))
 
         def turns(values: Sequence[Any] | None) -> list[Any]:
             return [None] * count if values is None else [values[i % len(values)] for i in range(count)]
@@ -255,7 +258,7 @@ class Sampler:
         given = [name for name, value in (("prompts", prompts), ("labels", labels)) if value]
         takes = {"prompts": told & {"text", "pooled"}, "labels": told & {"label"}}
         found += [f"these experts are not told {name}; they have no effect" for name in given if not takes[name]]
-        if settings.guidance != 1 and not any(takes[name] for name in given):
+        if settings.guidance_scale != 1 and not any(takes[name] for name in given):
             found.append("without a prompt or label guidance has no effect")
         if any(takes[name] for name in given) and draws_unconditioned(self.ensemble, settings.routing):
             found.append("the router is not told the prompt, so the expert that is drawn has nothing to do with it")

@@ -17,7 +17,7 @@ class Settings:
 
     routing: str = "top-1"
     steps: int = 50
-    guidance: float = 4.0
+    guidance_scale: float = 4.0
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     rescale: float = 0.0
     solver: str = "euler"
@@ -51,7 +51,7 @@ class Settings:
     def guidance_at(self, t: float) -> float:
         """Return the guidance scale at a time: 1 outside of the interval."""
         low, high = self.guidance_interval
-        return self.guidance if low <= t <= high else 1.0
+        return self.guidance_scale if low <= t <= high else 1.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,46 +44,46 @@ LATEST = "latest.json"
 class Options:
     """What to evaluate and how."""
 
-    samples: int = 2500
+    num_images: int = 2500
     models: tuple[str, ...] = ()
     routings: tuple[str, ...] = ("top-1", "top-2", "full")
     settings: Settings = Settings()  # noqa: RUF009 - it is frozen
     """Steps, guidance, solver and seed; its routing is not looked at."""
     extractors: tuple[str, ...] = ("inception",)
     reference: Split = "train"
-    references: int = 10_000
+    num_real: int = 10_000
     diversity: tuple[int, int] = (32, 4)
     """Prompts, and samples of each."""
     lpips: Path | None = None
     clip: str | None = None
-    held_out: int = IMAGES
+    num_val: int = IMAGES
     """Held-out images of each cluster, at most, that diagnostics noise once in every bin of time.
 
     With the default the error of an expert on its own cluster is the one in its manifest.
     """
-    followed: int = 32
+    num_trajectories: int = 32
     """Samples that are followed from noise to data, with N and 2 N steps."""
-    skip: tuple[str, ...] = ()
-    batch: int = 64
-    resident: int | None = None
-    allow_few: bool = False
+    without: tuple[str, ...] = ()
+    batch_size: int = 64
+    max_loaded_experts: int | None = None
+    allow_small: bool = False
     prompts: Split = "held-out"
     """Whose captions or classes the pictures are drawn for."""
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for part in self.skip:
+        for part in self.without:
             if part not in PARTS:
                 raise AtollError(unknown("part of the evaluation", part, PARTS))
-        if self.samples < 2 or self.references < 4 or min(self.diversity) < 1 or self.diversity[1] < 2:
+        if self.num_images < 2 or self.num_real < 4 or min(self.diversity) < 1 or self.diversity[1] < 2:
             raise AtollError(
                 "expected at least 2 samples, 4 reference pictures, 1 prompt and 2 samples of each for diversity, got "
-                f"{self.samples}, {self.references}, {self.diversity[0]} and {self.diversity[1]}"
+                f"{self.num_images}, {self.num_real}, {self.diversity[0]} and {self.diversity[1]}"
             )
 
     def does(self, part: str) -> bool:
         """Whether a part is wanted."""
-        return part not in self.skip
+        return part not in self.without
 
 
 def evaluate(run: Path, config: Config, options: Options) -> EvaluationResult:
@@ -91,9 +91,9 @@ def evaluate(run: Path, config: Config, options: Options) -> EvaluationResult:
     work = Evaluation(run, config, options)
     found = subjects(run, options.models, options.routings if config.clusters.count > 1 else ("top-1",))
     references = work.references() if options.does("metrics") else {}
-    if options.does("metrics") and not options.allow_few:
+    if options.does("metrics") and not options.allow_small:
         for reference in references.values():
-            metrics.check_enough(options.samples, reference)
+            metrics.check_enough(options.num_images, reference)
     result = EvaluationResult(
         run=str(run),
         prompts=options.prompts,
@@ -116,7 +116,7 @@ class Evaluation:
         """Features of real pictures, through each network."""
         how = self.options
         return {
-            name: of_reference(self.run, self.config, how.reference, count=how.references, vision=name)
+            name: of_reference(self.run, self.config, how.reference, count=how.num_real, vision=name)
             for name in how.extractors
         }
 
@@ -133,7 +133,7 @@ class Evaluation:
         how, samples, repeated = self.options, None, None
         compared, aligned, spread = {}, None, None
         if how.does("metrics"):
-            samples = self._draw(subject, self.prompts(how.samples), "samples")
+            samples = self._draw(subject, self.prompts(how.num_images), "samples")
             compared = {
                 name: metrics.against_reference(self.run, samples, reference, vision=name)
                 for name, reference in references.items()
@@ -165,8 +165,8 @@ class Evaluation:
             prompts,
             self.settings(subject),
             what=what,
-            batch=self.options.batch,
-            resident=self.options.resident,
+            batch_size=self.options.batch_size,
+            max_loaded_experts=self.options.max_loaded_experts,
         )
 
     def _use(self, subject: Subject, samples: Samples) -> tuple[ExpertUse | None, SamplingCost]:
@@ -177,16 +177,21 @@ class Evaluation:
         return use, SamplingCost(**dict(cost), **dict(memory), seconds=seconds)
 
     def _memory(self, subject: Subject, samples: int) -> MemoryPlan:
-        batch, guided = min(self.options.batch, samples), self.options.settings.guidance != 1
-        made_from = {"networks": subject.digests(), "batch": batch, "guided": guided, "resident": self.options.resident}
+        batch, guided = min(self.options.batch_size, samples), self.options.settings.guidance_scale != 1
+        made_from = {
+            "networks": subject.digests(),
+            "batch_size": batch,
+            "guided": guided,
+            "max_loaded_experts": self.options.max_loaded_experts,
+        }
 
         def compute() -> MemoryPlan:
-            return MemoryPlan(bytes=subject.open(self.options.resident).plan(batch, guided=guided).total)
+            return MemoryPlan(bytes=subject.open(self.options.max_loaded_experts).plan(batch, guided=guided).total)
 
         return cached(self.run, "plans", subject.model, made_from=made_from, result=MemoryPlan, compute=compute)
 
     def _trajectory(self, subject: Subject) -> Trajectory:
-        settings, prompts = self.settings(subject), self.prompts(self.options.followed)
+        settings, prompts = self.settings(subject), self.prompts(self.options.num_trajectories)
         made_from = {
             "settings": asdict(settings),
             "prompts": asdict(prompts),
@@ -197,7 +202,7 @@ class Evaluation:
         def compute() -> Trajectory:
             clusters = trajectories.bank(self.run, self.config.clusters.count)
             return trajectories.follow(
-                subject.open(self.options.resident), prompts, settings, clusters=clusters, what=subject.label
+                subject.open(self.options.max_loaded_experts), prompts, settings, clusters=clusters, what=subject.label
             )
 
         return cached(self.run, "trajectories", subject.label, made_from=made_from, result=Trajectory, compute=compute)
@@ -207,11 +212,11 @@ class Evaluation:
         how, experts = self.options, None
         shards = diagnostics.held_out(self.run, self.config.clusters.count)
         if not len(shards):
-            raise AtollError(f"{self.run} has no held-out sample; raise data.held_out, or --skip diagnostics")
+            raise AtollError(f"{self.run} has no held-out sample; raise data.val_fraction, or --without diagnostics")
         data = [artifact.open(SHARDS).digest for artifact in shards.artifacts]
         # The seed of training, not of sampling: it is the one that training and admission validate with.
         seed = self.config.train.seed
-        limit = min(how.held_out, max(map(len, shards.cluster_ranges().values())))
+        limit = min(how.num_val, max(map(len, shards.cluster_ranges().values())))
         made_from = {"data": data, "samples": limit, "seed": seed, "form": diagnostics.FORM}
         routings = [subject.routing for subject in found if subject.routing is not None]
         if routings:
@@ -223,7 +228,7 @@ class Evaluation:
             digests += [router.digest] if router and router.digest not in digests else []
 
             def ask() -> ExpertDiagnostics:
-                model = group.open(how.resident).ensemble
+                model = group.open(how.max_loaded_experts).ensemble
                 return diagnostics.report(diagnostics.ask(model, shards, routings, limit=limit, seed=seed))
 
             experts = cached(

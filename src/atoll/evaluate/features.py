@@ -125,7 +125,7 @@ def _chosen(index: Index, split: Split, count: int) -> "np.ndarray[Any, Any]":
     mine = [np.array([s == split for s in index.read(chunk, ["split"])["split"]]) for chunk in chunks]
     rows = np.flatnonzero(np.concatenate(mine))
     if not len(rows):
-        raise AtollError(f"there is no {split} picture to compare with; set data.held_out, or take the other split")
+        raise AtollError(f"there is no {split} picture to compare with; set data.val_fraction, or take the other split")
     order = shuffled(np.arange(min(count, len(rows)), dtype=np.uint64), len(rows), seed=0, epoch=0)
     return np.sort(rows[order.astype(np.int64)])
 

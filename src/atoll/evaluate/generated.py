@@ -79,7 +79,9 @@ def prompts_of(run: Path, clusters: int, count: int, *, seed: int = 0, split: Sp
     opened = [Shards.open(run, [cluster], split) for cluster in range(clusters)]
     empty = [cluster for cluster, shards in enumerate(opened) if not len(shards)]
     if len(empty) == clusters:
-        raise AtollError(f"there is no {split} sample to take prompts from; raise data.held_out or say --prompts train")
+        raise AtollError(
+            f"there is no {split} sample to take prompts from; raise data.val_fraction or say --prompts train"
+        )
     if empty:
         print(f"no {split} sample, so no prompt, is of cluster {', '.join(map(str, empty))}", flush=True)
     trained = Shards.open(run, list(range(clusters))).cluster_sizes()
@@ -157,7 +159,13 @@ class Samples:
 
 
 def draw(
-    subject: Subject, prompts: Prompts, settings: Settings, *, what: str, batch: int, resident: int | None
+    subject: Subject,
+    prompts: Prompts,
+    settings: Settings,
+    *,
+    what: str,
+    batch_size: int,
+    max_loaded_experts: int | None,
 ) -> Samples:
     """Make a set of samples, or open it if it is there; interrupted, it continues with the next chunk."""
     plain = {key: value for key, value in asdict(settings).items() if key != "routing" or subject.routing}
@@ -167,31 +175,33 @@ def draw(
     short = {**made_from, "prompts": f"{len(prompts)} in prompts.json"}
     if artifact.begin(SAMPLES, short) is None:
         artifact.write("prompts.json", told)
-        chunks, model = Chunks(artifact, len(prompts), CHUNK), subject.open(resident)
+        chunks, model = Chunks(artifact, len(prompts), CHUNK), subject.open(max_loaded_experts)
         # One step first, so that opening networks is no part of the time that pictures take.
-        for number in range(len(model.ensemble.members)) if resident is None else ():
+        for number in range(len(model.ensemble.members)) if max_loaded_experts is None else ():
             model.ensemble.cache.get(number)
-        _generate(model, prompts.part(slice(0, 1)), replace(settings, steps=1), batch=batch)
+        _generate(model, prompts.part(slice(0, 1)), replace(settings, steps=1), batch_size=batch_size)
         for chunk in chunks.missing():
             print(f"{subject.label}: {what}, from {chunk * CHUNK:,} of {len(prompts):,}", flush=True)
-            artifact.write_tensors(chunks.file(chunk), _chunk(model, prompts, settings, chunk=chunk, batch=batch))
+            artifact.write_tensors(
+                chunks.file(chunk), _chunk(model, prompts, settings, chunk=chunk, batch_size=batch_size)
+            )
         artifact.commit(_finish(artifact, chunks))
     return Samples(subject.label, artifact, prompts)
 
 
-def _chunk(model: Sampler, prompts: Prompts, settings: Settings, *, chunk: int, batch: int) -> dict[str, Tensor]:
+def _chunk(model: Sampler, prompts: Prompts, settings: Settings, *, chunk: int, batch_size: int) -> dict[str, Tensor]:
     """One chunk of pictures. Its noise is the same for every model and routing."""
     part = prompts.part(slice(chunk * CHUNK, (chunk + 1) * CHUNK))
     seed = rng.key(settings.seed, SEED_STREAM, chunk) >> 33
-    made, seconds = _generate(model, part, replace(settings, seed=seed), batch=batch)
+    made, seconds = _generate(model, part, replace(settings, seed=seed), batch_size=batch_size)
     pictures = torch.from_numpy(np.stack([np.asarray(image) for image in made.images]))
     return {"pictures": pictures, "seconds": torch.tensor(seconds, dtype=torch.float64), **_use(made)}
 
 
-def _generate(model: Sampler, prompts: Prompts, settings: Settings, *, batch: int) -> tuple[Generated, float]:
+def _generate(model: Sampler, prompts: Prompts, settings: Settings, *, batch_size: int) -> tuple[Generated, float]:
     """Pictures, and the seconds they took."""
     labels = prompts.labels if "label" in model.ensemble.told else None
-    how = {"batch": batch, "trace": len(model.ensemble.experts) > 1, **asdict(settings)}
+    how = {"batch_size": batch_size, "trace": len(model.ensemble.experts) > 1, **asdict(settings)}
     start = time.perf_counter()
     made = model.generate(prompts.captions, labels, len(prompts), clusters=prompts.clusters, **how)
     return made, time.perf_counter() - start

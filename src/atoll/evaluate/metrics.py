@@ -30,7 +30,7 @@ def check_enough(samples: int, reference: Reference) -> None:
         raise AtollError(
             f"{samples:,} samples against {len(reference):,} real pictures are too few for unbiased figures through "
             f"{reference.content.protocol.extractor} ({dimensions} dimensions): {', '.join(lacking)} on both sides. "
-            "Raise --samples, take --reference train, use a network of fewer dimensions, or say --allow-few"
+            "Raise --num-images, take --reference train, use a network of fewer dimensions, or use --allow-small"
         )
 
 

@@ -48,10 +48,12 @@ class Subject:
         """Fingerprints of its networks."""
         return [part.open(_kind(part)).digest for part in self.parts()]
 
-    def open(self, resident: int | None = None) -> Sampler:
+    def open(self, max_loaded_experts: int | None = None) -> Sampler:
         """The model itself, with no routing chosen: all routings of the experts share one."""
         router = Artifact(self.run, layout.final(layout.ROUTER)).manifest()
-        return _opened(self.run, self.model, resident, _networks=frozenset({*self.digests(), router and router.digest}))
+        return _opened(
+            self.run, self.model, max_loaded_experts, _networks=frozenset({*self.digests(), router and router.digest})
+        )
 
     def training(self, config: Config) -> TrainingCost:
         """Return what its networks cost in training, from their manifests, with an estimate of the memory."""
@@ -60,8 +62,12 @@ class Subject:
         sizes = []
         for name, one in self._costs().items():
             settings = job_settings(config, cast(layout.JobKind, name if name in layout.OTHERS else "expert"))
-            micro, half = settings.batch // settings.accumulate, settings.precision != "float32"
-            sizes.append(training_bytes(one, micro, len(settings.ema), half=half, checkpointing=settings.checkpointing))
+            micro, half = settings.batch_size // settings.grad_accum_steps, settings.precision != "float32"
+            sizes.append(
+                training_bytes(
+                    one, micro, len(settings.ema), half=half, checkpointing=settings.activation_checkpointing
+                )
+            )
         longest = max(one.seconds for one in spent)
         return TrainingCost(**totals, longest_job_seconds=longest, estimated_bytes=max(sizes))
 
@@ -101,9 +107,9 @@ class Subject:
 
 
 @lru_cache(maxsize=1)
-def _opened(run: Path, model: str, resident: int | None, *, _networks: frozenset[str | None]) -> Sampler:
+def _opened(run: Path, model: str, max_loaded_experts: int | None, *, _networks: frozenset[str | None]) -> Sampler:
     """One model is in memory at a time, as long as its networks are the same."""
-    return load(run, model, resident=resident)
+    return load(run, model, max_loaded_experts=max_loaded_experts)
 
 
 def _kind(part: Artifact) -> Kind[Any]:

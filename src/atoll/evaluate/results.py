@@ -46,7 +46,7 @@ class SampleProtocol(Content):
     """The artifact that holds the images."""
     routing: str | None = None
     steps: int
-    guidance: float
+    guidance_scale: float
     guidance_interval: tuple[float, float]
     rescale: float
     solver: str

@@ -82,7 +82,7 @@ class DeviceOptions:
 
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
-    quantise: str | None = None
+    quantize: str | None = None
     compile: bool = False
 
     def put(self, network: nn.Module) -> nn.Module:
@@ -153,7 +153,7 @@ class OpenRouter:
 
 def open_router(reference: ExpertReference, options: DeviceOptions) -> OpenRouter:
     """Read a router's weights. It is small, so it is never quantized."""
-    network = replace(options, quantise=None).put(reference.open())
+    network = replace(options, quantize=None).put(reference.open())
     if not isinstance(network, Router):
         raise AtollError(f"{reference.declaration.name} is a {type(network).__name__}, not a router")
     return OpenRouter(reference.declaration, network, options.dtype)

@@ -1,4 +1,4 @@
-"""Experts in memory: opened when first needed, at most `resident` of them at once, the least recently used one leaves.
+"""Experts in memory: opened when first needed, at most `limit` of them at once, the least recently used one leaves.
 
 Weights are mapped from their safetensors file, so what is not in memory is on the disk or in the system's cache of it.
 On an accelerator the next expert is copied while the present one computes. Results do not depend on any of this.
@@ -18,12 +18,12 @@ from atoll.core.errors import AtollError
 from atoll.data.stages.latents import Statistics
 from atoll.experts.batch_conditions import BatchConditions, replace_rows
 from atoll.experts.expert import DeviceOptions, ExpertReference, OpenExpert, only, open_expert
-from atoll.experts.quantize import quantise
+from atoll.experts.quantize import quantize
 from atoll.experts.rescaling import rescaling
 from atoll.nets import Condition, DiT, PreparedCondition
 
 PROBES = 4
-"""States on which the error of quantised weights is measured."""
+"""States on which the error of quantized weights is measured."""
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class ExpertCache:
     limit: int
     loads: int = 0
     """How often an expert was opened."""
-    quantisation_error: dict[str, float] = field(default_factory=dict)
+    quantization_error: dict[str, float] = field(default_factory=dict)
     """By how much eight-bit weights change the velocity of each expert that was opened, relative to its size."""
     _here: "OrderedDict[int, LoadedExpert]" = field(default_factory=OrderedDict)
     _coming: dict[int, "Future[LoadedExpert]"] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class ExpertCache:
     def __post_init__(self) -> None:
         """Check that the limit makes sense and that all experts fit into one space."""
         if self.limit < 1:
-            raise AtollError(f"resident is {self.limit}; at least one expert must be in memory")
+            raise AtollError(f"max_loaded_experts is {self.limit}; at least one expert must be in memory")
         for member in self.members:
             rescaling(self.space, member.declaration.statistics, member.declaration.name)
 
@@ -104,11 +104,11 @@ class ExpertCache:
 
     def get(self, number: int, following: int | None = None) -> LoadedExpert:
         """An expert, ready to answer; the one to follow is fetched meanwhile if there is room for both."""
-        resident = self._here.pop(number, None) or self._arrived(number)
-        self._here[number] = resident
+        loaded = self._here.pop(number, None) or self._arrived(number)
+        self._here[number] = loaded
         if following is not None and following not in self._here:
             self._fetch(following)
-        return resident
+        return loaded
 
     def _arrived(self, number: int) -> LoadedExpert:
         coming = self._coming.pop(number, None)
@@ -137,19 +137,19 @@ class ExpertCache:
         member = self.members[number]
         self.loads += 1
         expert = open_expert(member, self.space, self.placement)
-        if self.placement.quantise:
+        if self.placement.quantize:
             name = member.declaration.name
-            self.quantisation_error[name] = _quantised(expert, self.placement.quantise, self.placement.device)
+            self.quantization_error[name] = _quantized(expert, self.placement.quantize, self.placement.device)
         return LoadedExpert(expert)
 
 
 @torch.no_grad()
-def _quantised(expert: OpenExpert, kind: str, device: torch.device) -> float:
-    """Quantise an expert in place; by how much its velocity changes on states of noise, relative to its size."""
+def _quantized(expert: OpenExpert, kind: str, device: torch.device) -> float:
+    """Quantize an expert in place; by how much its velocity changes on states of noise, relative to its size."""
     x = torch.randn(PROBES, *expert.declaration.shape, generator=torch.Generator().manual_seed(0)).to(device)
     t = torch.linspace(0.1, 0.9, PROBES, device=device)
     before = expert.velocity(x, t)
-    quantise(expert.network, kind)
+    quantize(expert.network, kind)
     return float((expert.velocity(x, t) - before).norm() / before.norm())
 
 

@@ -34,13 +34,13 @@ class Int8Linear(nn.Module):
         return functional.linear(x, self.weight, self.bias)
 
 
-def quantise(network: nn.Module, kind: str) -> nn.Module:
+def quantize(network: nn.Module, kind: str) -> nn.Module:
     """Replace every linear layer of a network, in place."""
     if kind not in QUANTISATIONS:
-        raise AtollError(unknown("quantisation", kind, QUANTISATIONS))
+        raise AtollError(unknown("quantization", kind, QUANTISATIONS))
     for name, child in list(network.named_children()):
         if isinstance(child, nn.Linear):
             setattr(network, name, Int8Linear(child))
         else:
-            quantise(child, kind)
+            quantize(child, kind)
     return network

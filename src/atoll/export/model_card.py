@@ -27,7 +27,7 @@ class About:
     """experts, monolith, student or expert:K."""
     experts: Sequence[ExpertContent]
     router: RouterContent | None
-    licence: str | None
+    license: str | None
 
     @property
     def told(self) -> str:
@@ -41,7 +41,7 @@ def card(about: About) -> str:
     """The text of README.md."""
     parts = [
         _front(about), f"# {about.name}", _summary(about), _use(about), _data(about), _clusters(about),
-        _training(about), _figures(about), _limits(about), _licence(about),
+        _training(about), _figures(about), _limits(about), _license(about),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -49,7 +49,7 @@ def card(about: About) -> str:
 def _front(about: About) -> str:
     task = "unconditional-image-generation" if about.told == "nothing" else "text-to-image"
     lines = ["library_name: diffusers", f"pipeline_tag: {task}", "tags: [atoll, decentralized-diffusion]"]
-    return "\n".join(["---", *([f"license: {about.licence}"] if about.licence else []), *lines, "---"])
+    return "\n".join(["---", *([f"license: {about.license}"] if about.license else []), *lines, "---"])
 
 
 def _summary(about: About) -> str:
@@ -82,7 +82,7 @@ image = pipe({prompt}{routing}guidance_scale=4.0, seed=0).images[0]
 image.save("picture.png")
 ```
 
-`atoll.load("{about.name}", resident=1)` opens the same folder with few experts in memory at once.
+`atoll.load("{about.name}", max_loaded_experts=1)` opens the same folder with few experts in memory at once.
 Files are checked against the hashes in `manifest.json` when they are read; weights are safetensors."""
 
 
@@ -94,24 +94,24 @@ def _data(about: About) -> str:
         splits = ingest.read(INGEST).splits
         held_out = splits.get("held-out", 0)
         lines.append(f"{splits.get('train', 0):,} pictures for training, {held_out:,} that training never saw.")
-        lines += ["", *_licences(about.run)]
+        lines += ["", *_licenses(about.run)]
     lines += ["", f"Fingerprint of the data: `{first.fingerprint}`."]
     return "\n".join(lines)
 
 
-def _licences(run: Path) -> list[str]:
-    """Licences that the pictures carry, with whom to name."""
+def _licenses(run: Path) -> list[str]:
+    """Licenses that the pictures carry, with whom to name."""
     import pyarrow.parquet as parquet
 
     texts = parquet.read_table(run / layout.INGEST / "samples.parquet", columns=["attributes"])[
         "attributes"
     ].to_pylist()
     known = [json.loads(text) if text else {} for text in texts]
-    counts = Counter((each.get("licence", ""), each.get("attribution", "")) for each in known)
+    counts = Counter((each.get("license", ""), each.get("attribution", "")) for each in known)
     if set(counts) == {("", "")}:
-        return ["The source tells no licences of the pictures."]
-    rows = [(licence or "not told", whom or "-", f"{count:,}") for (licence, whom), count in counts.most_common(50)]
-    return _table(("licence of the pictures", "to name", "pictures"), rows)
+        return ["The source tells no licenses of the pictures."]
+    rows = [(license or "not told", whom or "-", f"{count:,}") for (license, whom), count in counts.most_common(50)]
+    return _table(("license of the pictures", "to name", "pictures"), rows)
 
 
 def _clusters(about: About) -> str:
@@ -141,7 +141,7 @@ def _training(about: About) -> str:
     networks = [*about.experts, *([about.router] if about.router else [])]
     for content in networks:
         spent = content.compute
-        numbers = [f"{spent.samples:,}", f"{spent.flops:.3g}", f"{spent.seconds:,.0f}"] if spent else ["-"] * 3
+        numbers = [f"{spent.images:,}", f"{spent.flops:.3g}", f"{spent.seconds:,.0f}"] if spent else ["-"] * 3
         size = f"{_parameters(content) / 1e6:.1f} M"
         rows.append((content.job, _objective(content), size, *numbers, _number(content.held_out_loss, 4)))
     costs = [content.compute for content in networks if content.compute]
@@ -201,11 +201,11 @@ def _limits(about: About) -> str:
     return "\n".join(["## Limits", "", *(f"- {line}" for line in lines)])
 
 
-def _licence(about: About) -> str:
-    said = "Whoever trained this model has not said under which licence its weights may be used"
-    said = f"Weights: {about.licence}" if about.licence else said
-    others = "The pictures it was trained on, its autoencoder and its text encoder have licences of their own."
-    return f"## Licence\n\n{said}. {others}"
+def _license(about: About) -> str:
+    said = "Whoever trained this model has not said under which license its weights may be used"
+    said = f"Weights: {about.license}" if about.license else said
+    others = "The pictures it was trained on, its autoencoder and its text encoder have licenses of their own."
+    return f"## License\n\n{said}. {others}"
 
 
 def _parameters(content: NetworkContent) -> int:

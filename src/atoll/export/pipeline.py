@@ -202,7 +202,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         if output_type not in OUTPUTS:
             raise AtollError(unknown("output_type", output_type, OUTPUTS))
         sampler = self.sampler()
-        settings |= {"steps": num_inference_steps, "guidance": guidance_scale, "seed": _seed(seed, generator)}
+        settings |= {"steps": num_inference_steps, "guidance_scale": guidance_scale, "seed": _seed(seed, generator)}
         if routing is not None:
             settings["routing"] = routing
         if "solver" not in settings:
@@ -211,7 +211,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             raise AtollError("the pipeline's scheduler has a shift of its own; set it there, or name a solver")
         told = [_repeated(part, num_images_per_prompt) for part in (prompt, label, cluster)]
         count = max([len(part) for part in told if part is not None], default=num_images_per_prompt)
-        made = sampler.generate(told[0], told[1], count, clusters=told[2], batch=batch_size, **settings)
+        made = sampler.generate(told[0], told[1], count, clusters=told[2], batch_size=batch_size, **settings)
         images = _as(made, output_type)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 

@@ -34,7 +34,7 @@ from atoll.experts.folder import (
 from atoll.export.model_card import CARD_FILE, About, card
 
 
-def export(run: Path, destination: Path, model: str = "experts", *, licence: str | None = None) -> Manifest:
+def export(run: Path, destination: Path, model: str = "experts", *, license: str | None = None) -> Manifest:
     """Write a model of a run; the same again does nothing, and a folder that holds something else is refused."""
     sampler = load(run, model, device="cpu", strict=True)
     ensemble = sampler.ensemble
@@ -52,7 +52,7 @@ def export(run: Path, destination: Path, model: str = "experts", *, licence: str
         public = [_public(job, manifest) for job, manifest in trained.items()]
         experts = [content for content in public if isinstance(content, ExpertContent)]
         router = next((content for content in public if isinstance(content, RouterContent)), None)
-        about = About(run, destination.name, model, experts, router, licence)
+        about = About(run, destination.name, model, experts, router, license)
         (destination / CARD_FILE).write_text(card(about), encoding="utf-8")
     return made
 

@@ -278,9 +278,9 @@ def _check_density(offered: Contribution, found: dict[str, tuple[str, tuple[int,
         tensors = {name: opened.get_tensor(name) for name in shapes if not name.endswith(("mean", "directions"))}
     for name, expected in (("count", rows), ("caption.count", 1)):
         if name in tensors and tensors[name].item() != expected:
-            raise Refused(f"{file.name} counts {tensors[name].item()} samples as its {name}; expected {expected}")
+            raise Refused(f"{file.name} counts {tensors[name].item()} images as its {name}; expected {expected}")
     if "classes" in tensors and tensors["classes"].sum() > rows:
-        raise Refused(f"{file.name} counts {tensors['classes'].sum().item()} samples with a class; there are {rows}")
+        raise Refused(f"{file.name} counts {tensors['classes'].sum().item()} images with a class; there are {rows}")
     for name, tensor in tensors.items():
         if tensor.numel() and (tensor.min() < 0 or (name.endswith("rest") and not tensor)):
             raise Refused(f"{file.name}: {name} is not positive")
@@ -309,7 +309,7 @@ def check_loss(offered: Contribution, artifact: Artifact, data: Artifact) -> Non
     bar, claim = offered.policy.max_held_out_loss, content.held_out_loss
     if not len(held_out):
         if bar is not None:
-            raise Refused(f"cluster {offered.expert} has no held-out samples to hold it against the bar {bar}")
+            raise Refused(f"cluster {offered.expert} has no held-out images to hold it against the bar {bar}")
         return
     expert = open_expert(expert_of_artifact(artifact, offered.manifest), held_out.statistics, DeviceOptions())
     loss = validate(expert.velocity, held_out, seed=_seed(offered), conditioning=expert.told).mean

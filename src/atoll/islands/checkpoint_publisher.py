@@ -49,15 +49,15 @@ class Reporter:
         self._waiting: Artifact | None = None
         self._start: tuple[float, int] | None = None
         shutil.rmtree(self.outbox, ignore_errors=True)
-        lease.tell(total=spec.settings.samples, rate=0.0)
+        lease.tell(total=spec.settings.total_images, rate=0.0)
 
-    def stepped(self, samples: int) -> bool:
+    def stepped(self, images: int) -> bool:
         """News for the next renewal; a lost lease or a wish to leave stops the job."""
         now = time.monotonic()
         if self._start is None:
-            self._start = (now, samples)
-        seconds, done = now - self._start[0], samples - self._start[1]
-        self.lease.tell(samples=samples, rate=done / seconds if seconds > 0 else 0.0)
+            self._start = (now, images)
+        seconds, done = now - self._start[0], images - self._start[1]
+        self.lease.tell(images=images, rate=done / seconds if seconds > 0 else 0.0)
         return self.stop.is_set() or self.lease.lost
 
     def saved(self, checkpoint: Artifact) -> None:
@@ -94,7 +94,7 @@ class Reporter:
                 signature = self.signer.sign("publish", self.name, manifest)
                 self.store.write(signature_key(self.name, manifest.digest, "publish"), signature)
             # From here on it counts: whoever takes over starts from the newest record.
-            self.lease.renew(checkpoint=f"{self.name}@{manifest.digest}", samples=int(copy.folder.name))
+            self.lease.renew(checkpoint=f"{self.name}@{manifest.digest}", images=int(copy.folder.name))
             self.store.delete(sorted(self._superseded - kept))
             self._superseded = kept
         except LeaseLost as lost:

@@ -30,7 +30,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from atoll.core import layout
 from atoll.core.artifacts import to_json
-from atoll.core.config import Section
+from atoll.core.config_sections import Section
 from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.untrusted import Refused, strict_json
 from atoll.islands.store import Entry, Store
@@ -72,7 +72,7 @@ class Record(Section):
     issued: float
     """The holder's clock, for people; nothing is decided by it."""
     duration: float = Field(gt=0, le=86400)
-    samples: int = Field(0, ge=0, le=_MAX_COUNT)
+    images: int = Field(0, ge=0, le=_MAX_COUNT)
     total: int = Field(0, ge=0, le=_MAX_COUNT)
     rate: float = Field(0.0, ge=0, le=_MAX_COUNT)
     choice: dict[Annotated[str, Field(pattern=_CHOICE_KEY)], str] = Field(default_factory=dict, max_length=64)
@@ -99,7 +99,7 @@ class Record(Section):
 class News(TypedDict, total=False):
     """The fields of a record that its holder changes; those left out stay as they are."""
 
-    samples: int
+    images: int
     total: int
     rate: float
     choice: dict[str, str]
@@ -245,7 +245,7 @@ class Lease:
             duration=duration,
             choice=before.choice if before and before.checkpoint else choice or {},
             checkpoint=before.checkpoint if before else None,
-            samples=before.samples if before else 0,
+            images=before.images if before else 0,
             total=before.total if before else 0,
             manifest=before.manifest if before else None,
             failures=before.failures if before else 0,

@@ -14,19 +14,20 @@ import yaml
 
 from atoll.core import config as configuration
 from atoll.core.config import Config
+from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError
 from atoll.core.untrusted import MAX_TEXT, Refused, check_bounded
 
 SHARED: Mapping[str, frozenset[str] | None] = {
     "preset": None,
-    "data": frozenset({"kind", "split", "held_out", "resolution", "chunk", "shard_rows"}),
+    "data": frozenset({"kind", "split", "val_fraction", "resolution", "chunk", "shard_rows"}),
     "features": None,
     "clusters": None,
     "latents": None,
     "text": None,
     "experts": None,
     "networks": None,
-    "train": frozenset(configuration.Train.model_fields) - {"init_from", "trackers", "workers"},
+    "train": frozenset(Train.model_fields) - {"init_from", "trackers", "workers"},
     "router": None,
     "monolith": None,
     "student": None,
@@ -40,11 +41,13 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MAX_BYTES = 1 << 16
 """Of the settings of a run. Those of 512 experts with an objective each have 20 kB."""
 _LIMITS = {
-    **dict.fromkeys(("samples", "warmup", "save_every", "log_every", "grid_every", "sample_rows"), 10**12),
-    **dict.fromkeys(("batch", "chunk", "shard_rows", "block"), 1 << 20),
+    **dict.fromkeys(
+        ("total_images", "warmup_images", "save_every", "log_every", "sample_every", "sample_rows"), 10**12
+    ),
+    **dict.fromkeys(("batch_size", "chunk", "shard_rows", "block"), 1 << 20),
     "seed": 2**63,
     "count": 4096,
-    "grid_size": 1024,
+    "sample_count": 1024,
 }
 """Of numbers by their key, and of all others: orders of magnitude above the largest published run, DDM's of 24 B
 parameters (10^9 images seen, batches of 2,048, 8 experts), and below what exhausts a machine before it is noticed."""
@@ -137,7 +140,7 @@ def _check_ema(value: Any, where: str) -> None:
     if isinstance(value, dict) and len(value) > _MAX_EMAS:
         raise Refused(f"{where} has {len(value)} entries; at most {_MAX_EMAS} are taken from a shared run")
     for half_life in value.values() if isinstance(value, dict) else ():
-        _check_number(half_life, "samples", where)
+        _check_number(half_life, "images", where)
 
 
 def _included() -> dict[str, bool | set[str]]:

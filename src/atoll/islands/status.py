@@ -33,7 +33,7 @@ class JobStatus:
     state: str
     """done, running, stale (its holder is silent), failed, proposed (waits for admission), free, or missing."""
     where: str = ""
-    samples: int = 0
+    images: int = 0
     total: int = 0
     rate: float = 0.0
     seconds_left: float | None = None
@@ -66,7 +66,7 @@ def _line_of(store: Store, job: str, seen: Seen | None, *, config: configuration
         return JobStatus(job, "done", where=seen.record.holder if seen else "")
     if seen is not None:
         return _leased(job, seen)
-    if store.path is not None and (line := _journal(store, job, config.train.samples)):
+    if store.path is not None and (line := _journal(store, job, config.train.total_images)):
         return line
     if job in layout.DENSE:
         return None  # nobody asked for it
@@ -78,11 +78,11 @@ def _leased(job: str, seen: Seen) -> JobStatus:
     state = {"held": "running", "released": "free", "refused": "free"}.get(record.state, record.state)
     if seen.expired:
         state = "stale"
-    left = (record.total - record.samples) / record.rate if state == "running" and record.rate > 0 else None
+    left = (record.total - record.images) / record.rate if state == "running" and record.rate > 0 else None
     why = record.why
     if state == "failed" and record.failures >= MAX_FAILURES:
         why = f"given up after {record.failures} failures: {why}"
-    return JobStatus(job, state, record.holder, record.samples, record.total, record.rate, left, seen.age, why)
+    return JobStatus(job, state, record.holder, record.images, record.total, record.rate, left, seen.age, why)
 
 
 def _journal(store: Store, job: str, total: int) -> JobStatus | None:
@@ -95,9 +95,9 @@ def _journal(store: Store, job: str, total: int) -> JobStatus | None:
         return None
     last, age = lines[-1], max(0.0, time.time() - entry.modified)
     state = "running" if age < ACTIVE_SECONDS else "stale"
-    rate, total = last.samples_per_second, last.total or total
-    left = max(0.0, (total - last.samples) / rate) if state == "running" and rate > 0 else None
-    return JobStatus(job, state, "this folder", last.samples, total, rate, left, age)
+    rate, total = last.images_per_second, last.total or total
+    left = max(0.0, (total - last.images) / rate) if state == "running" and rate > 0 else None
+    return JobStatus(job, state, "this folder", last.images, total, rate, left, age)
 
 
 def as_table(lines: list[JobStatus], title: str) -> Table:
@@ -106,7 +106,7 @@ def as_table(lines: list[JobStatus], title: str) -> Table:
         "job": [line.job for line in lines],
         "state": [f"[{STYLES.get(line.state, 'default')}]{line.state}[/]" for line in lines],
         "where": [escape(line.where) for line in lines],
-        "samples": [f"{line.samples:,} of {line.total:,}" if line.total else "" for line in lines],
+        "images": [f"{line.images:,} of {line.total:,}" if line.total else "" for line in lines],
         "a second": [f"{line.rate:.1f}" if line.rate else "" for line in lines],
         "left": [_span(line.seconds_left) for line in lines],
         "seen ago": [_span(line.seen_seconds_ago) for line in lines],

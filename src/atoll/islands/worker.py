@@ -39,11 +39,12 @@ from atoll.train.spec import TrainSpec, made_from, resolve_job
 
 POLL_SECONDS = 5.0
 CHOSEN = (
-    *("samples", "batch", "accumulate", "lr", "warmup", "decay", "beta2", "weight_decay", "clip", "precision", "ema"),
-    *("condition", "condition_dropout", "checkpointing", "compile", "save_every", "seed"),
+    *("total_images", "batch_size", "grad_accum_steps", "lr", "warmup_images", "lr_schedule", "beta2", "weight_decay"),
+    *("max_grad_norm", "precision", "ema"),
+    *("conditioning", "cfg_dropout", "activation_checkpointing", "compile", "save_every", "seed"),
 )
 """Settings of training that a contributor may choose; they travel with the lease, so that another can go on."""
-LOCAL = {"train.grid_every": "0", "train.trackers": "[]"}
+LOCAL = {"train.sample_every": "0", "train.trackers": "[]"}
 """Settings that are this machine's own affair: they do not travel."""
 
 
@@ -161,9 +162,7 @@ class Worker:
             else:
                 self.stop.set()
                 self._end(lease, "released")
-                print(
-                    f"{lease.job}: left at {lease.record.samples:,} samples; another can go on from there", flush=True
-                )
+                print(f"{lease.job}: left at {lease.record.images:,} images; another can go on from there", flush=True)
         except LeaseLost as lost:
             print(f"{lost}; nothing was published", flush=True)
         except (AtollError, RuntimeError) as error:
@@ -193,7 +192,7 @@ class Worker:
             spec = self._job_of(expert, choice)
         except AtollError as error:
             print(f"{lease.job}: the settings of the worker before are not used: {error}", flush=True)
-            lease.renew(choice=self._choice(expert), checkpoint=None, samples=0)
+            lease.renew(choice=self._choice(expert), checkpoint=None, images=0)
             spec = self._job_of(expert, self._choice(expert))
         forget_other(spec)
         pointer = lease.record.checkpoint
@@ -216,13 +215,13 @@ class Worker:
             key = signature_key(name, digest, "publish")
             signature = strict_json(self.store.read(key, 4096) or b"null", key)
             verify(self.policy, "publish", name, manifest=manifest, signature=signature)
-            samples = CHECKPOINT.parse(manifest, spec.job).samples
-            target = Artifact(self.folder, layout.checkpoint(spec.job, samples))
+            images = CHECKPOINT.parse(manifest, spec.job).images
+            target = Artifact(self.folder, layout.checkpoint(spec.job, images))
             fetch(self.store, name, manifest, target=target)
             for file in manifest.files:
                 if file.endswith(".safetensors"):
                     safetensors_header(target.path(file))
-            print(f"{spec.job}: going on from {samples:,} samples", flush=True)
+            print(f"{spec.job}: going on from {images:,} images", flush=True)
             return checkpoint_keys(name, manifest)
         except AtollError as error:
             print(f"{spec.job}: the published checkpoint is passed over: {error}", flush=True)
@@ -244,7 +243,7 @@ class Worker:
         listed = self.store.entries(layout.checkpoints(spec.job))
         old = [entry.key for entry in listed if is_checkpoint_key(entry.key, spec.job)]
         state: State = "proposed" if self._judged else "done"
-        lease.end(state, manifest=manifest.digest, samples=spec.settings.samples, checkpoint=None)
+        lease.end(state, manifest=manifest.digest, images=spec.settings.total_images, checkpoint=None)
         if not self._judged:
             commit(self.store, spec.result.name, manifest)
         self.store.delete(old)  # what came after the lease ended is another's
@@ -277,11 +276,11 @@ def check_allowed(spec: TrainSpec, policy: Policy) -> None:
 def check_checkpoint(manifest: Manifest, spec: TrainSpec) -> None:
     """A checkpoint must be of this very job: made from the same data, network, objective and settings."""
     try:
-        samples = CHECKPOINT.parse(manifest, spec.job).samples
+        images = CHECKPOINT.parse(manifest, spec.job).images
     except AtollError as error:
         raise Refused(f"it is no checkpoint of this job: {error}") from error
-    if samples > spec.settings.samples:
-        raise Refused("it is no checkpoint of this job: it has seen more samples than the job has")
+    if images > spec.settings.total_images:
+        raise Refused("it is no checkpoint of this job: it has seen more images than the job has")
     if Manifest("", made_from(spec), {}, {}).to_json() != Manifest("", manifest.made_from, {}, {}).to_json():
         raise Refused("it was made with other settings")
     room = (4 + len(spec.settings.ema)) * 4 * parameter_count(spec.network) + (1 << 24)
@@ -295,7 +294,7 @@ def forget_other(spec: TrainSpec) -> None:
     folder = spec.run / spec.job
     checkpoints = sorted((spec.run / layout.checkpoints(spec.job)).glob("[0-9]*")) if folder.is_dir() else []
     try:
-        spec.result.check(EXPERT, {**inputs, "samples": spec.settings.samples})
+        spec.result.check(EXPERT, {**inputs, "images": spec.settings.total_images})
         for path in checkpoints:
             Artifact(spec.run, layout.checkpoint(spec.job, int(path.name))).check(CHECKPOINT, inputs)
     except AtollError:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from atoll.core import layout
-from atoll.core.config import Island
+from atoll.core.config_sections import Island
 from atoll.launch.plan import Group, Step
 
 AGAIN = 75
@@ -62,7 +62,7 @@ class Setting:
     def command(self, group: Group, step: Step) -> list[str]:
         """One attempt at a step. Over several nodes, every node runs it with the rendezvous in its environment."""
         head = [sys.executable, "-m", "atoll.launch.supervisor", "--run", str(self.run), "--step", step.name]
-        head += ["--retries", str(self.retries), *(["--samples", str(step.samples)] if step.samples else []), "--"]
+        head += ["--retries", str(self.retries), *(["--images", str(step.images)] if step.images else []), "--"]
         nodes, processes = self.nodes(group), self.processes(group)
         if nodes * processes == 1:
             return [*head, sys.executable, "-m", "atoll.cli", *step.arguments]

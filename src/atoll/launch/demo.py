@@ -24,7 +24,7 @@ from atoll.launch.local import Local, cores
 from atoll.launch.plan import Kind, Wish
 
 MINUTES = 15.0
-"""Within these the preset's samples fit on two cores, with everything around the training."""
+"""Within these the preset's images fit on two cores, with everything around the training."""
 AROUND = 4.0
 """Minutes of it that are not training: preparation, evaluation, report."""
 JOBS: tuple[Kind, ...] = ("experts", "router", "monolith")
@@ -39,22 +39,24 @@ PROMPTS = (
 
 
 def scaled(minutes: float) -> Config:
-    """Return the preset's settings with as many samples as so many minutes allow.
+    """Return the preset's settings with as many images as so many minutes allow.
 
-    The monolith sees as many samples as all experts together. With equal networks that is the same number of FLOPs, and
+    The monolith sees as many images as all experts together. With equal networks that is the same number of FLOPs, and
     it need not wait for them.
     """
     config = configuration.resolve(PRESETS["demo"], source="preset demo")
     if minutes <= AROUND:
         raise AtollError(f"--minutes {minutes:g} leaves no time for training; expected more than {AROUND:g}")
-    share, batch = (minutes - AROUND) / (MINUTES - AROUND), config.train.batch
-    assert config.router.samples is not None
-    assert config.router.batch is None
-    each, router = (max(1, round(share * one / batch)) * batch for one in (config.train.samples, config.router.samples))
+    share, batch = (minutes - AROUND) / (MINUTES - AROUND), config.train.batch_size
+    assert config.router.total_images is not None
+    assert config.router.batch_size is None
+    each, router = (
+        max(1, round(share * one / batch)) * batch for one in (config.train.total_images, config.router.total_images)
+    )
     changes = {
-        "train": config.train.model_copy(update={"samples": each}),
-        "router": config.router.model_copy(update={"samples": router}),
-        "monolith": config.monolith.model_copy(update={"samples": config.clusters.count * each}),
+        "train": config.train.model_copy(update={"total_images": each}),
+        "router": config.router.model_copy(update={"total_images": router}),
+        "monolith": config.monolith.model_copy(update={"total_images": config.clusters.count * each}),
     }
     return config.model_copy(update=changes)
 
@@ -71,8 +73,18 @@ def demo(run: Path, minutes: float = MINUTES) -> Path:
     )
     train(run, config)
     say("4 of 5: figures")
-    how = ("--steps", str(STEPS), "--guidance", f"{GUIDANCE:g}", "--prompts", "train", "--routings", "top-1", "top-2")
-    few = ("--samples", "256", "--diversity", "16", "4", "--skip", "trajectories", "--allow-few")
+    how = (
+        "--steps",
+        str(STEPS),
+        "--guidance-scale",
+        f"{GUIDANCE:g}",
+        "--prompts",
+        "train",
+        "--routings",
+        "top-1",
+        "top-2",
+    )
+    few = ("--num-images", "256", "--diversity", "16", "4", "--without", "trajectories", "--allow-small")
     command("evaluate", str(run), *how, *few)
     say("5 of 5: pictures and report")
     report = run / layout.REPORT_FILE
@@ -88,15 +100,15 @@ def settle(run: Path, minutes: float) -> Config:
         run.mkdir(parents=True, exist_ok=True)
         file.write_text(to_yaml(scaled(minutes)), encoding="utf-8")
     config = configuration.load(run)
-    if config.train.samples != scaled(minutes).train.samples:
-        print(f"{file} is there: its {config.train.samples:,} samples for each expert count, not --minutes {minutes:g}")
+    if config.train.total_images != scaled(minutes).train.total_images:
+        print(f"{file} exists: each expert trains on its {config.train.total_images:,} images; --minutes is ignored")
     return config
 
 
 def train(run: Path, config: Config) -> None:
     """Launch what is missing, one job with one thread on each core: small networks gain little from a second thread."""
     slots = cores()
-    print(f"$ atoll launch {run} --jobs {' '.join(JOBS)} --at-once {slots}", flush=True)
+    print(f"$ atoll launch {run} --jobs {' '.join(JOBS)} --max-parallel {slots}", flush=True)
     run = run.resolve()
     found = submit(Local(Setting(run, config.island, at_once=slots)), run, config, wish=Wish(JOBS))
     if found.elsewhere:
@@ -121,15 +133,15 @@ def say(what: str) -> None:
 
 def farewell(run: Path, report: Path, seconds: float) -> str:
     """Where the report is, and what to try next."""
-    how = f"--guidance {GUIDANCE:g} --steps {STEPS}"
+    how = f"--guidance-scale {GUIDANCE:g} --steps {STEPS}"
     return "\n".join(
         [
             f"\ndone in {seconds / 60:.1f} minutes. Open the report in a browser: {report.resolve()}",
             *([] if shutil.which("atoll") else [f"first: source {sys.prefix}/bin/activate"]),
             "next:",
-            f'  atoll sample {run} "red heart" "grinning face" {how} --trace    # and see who drew what',
+            f'  atoll sample {run} "red heart" "grinning face" {how} --save-routing    # and see who drew what',
             f'  atoll sample {run} "flag of Italy" --model monolith {how}    # the same from the dense model',
-            f"  atoll evaluate {run} --samples 2500 --allow-few {how}    # figures of more samples",
+            f"  atoll evaluate {run} --num-images 2500 --allow-small {how}    # figures of more images",
             f"  atoll report {run}    # the page again, with them",
             "  atoll demo --minutes 60 --run runs/long    # more training: better pictures",
             f"  atoll serve {run}    # and now paint: a page in your browser, made by your own experts",

@@ -125,7 +125,7 @@ class Local:
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, lambda *_: self._ask_to_stop()) for number in numbers}
         steps = [step for group in self._groups for step in group.steps]
-        images = sum(step.samples for step in steps)
+        images = sum(step.images for step in steps)
         done, looked = self._done(steps), time.monotonic()
         try:
             with progress("launch", images or len(steps), done, unit="images" if images else "jobs") as bar:
@@ -149,7 +149,7 @@ class Local:
 
     def _done(self, steps: Sequence[Step]) -> int:
         """Return the images that all jobs have seen; of a preparation alone, the jobs that are done."""
-        if any(step.samples for step in steps):
+        if any(step.images for step in steps):
             return sum(images_seen(self.setting.run, step) for step in steps)
         return len(steps) - sum(map(len, self._left.values()))
 
@@ -184,7 +184,7 @@ class Local:
     def _fill(self) -> None:
         free = sorted(set(range(self.at_once)) - {running.slot for running in self._running})
         for slot, (group, step) in zip(free, self._startable(), strict=False):
-            length = f" for {step.samples:,} images" if step.samples else ""
+            length = f" for {step.images:,} images" if step.images else ""
             print(f"{step.name}: started{length}, log in {self._log(step)}", file=sys.stderr, flush=True)
             process = subprocess.Popen(
                 self.setting.command(group, step), env={**os.environ, **self.environment(group, slot)},
@@ -216,7 +216,7 @@ class Local:
 def images_seen(run: Path, step: Step) -> int:
     """Return the images that a training job has seen, by its metrics."""
     line = last_line(run / layout.metrics(step.name))
-    return min(line.samples, step.samples) if line else 0
+    return min(line.images, step.images) if line else 0
 
 
 def cores() -> int:

@@ -28,7 +28,7 @@ class Step:
     name: str
     index: int
     arguments: tuple[str, ...]
-    samples: int = 0
+    images: int = 0
     """Images that a training job sees."""
     flops: int = 0
     """FLOPs of a training job; 0 until `with_flops` has counted them."""
@@ -108,9 +108,9 @@ def _training(run: Path, config: Config, wish: Wish, *, numbers: Sequence[int]) 
     }
     groups = []
     for kind, jobs in commands.items():
-        own: int | None = getattr(config, kind).samples if kind in layout.OTHERS else None
+        own: int | None = getattr(config, kind).total_images if kind in layout.OTHERS else None
         steps = tuple(
-            Step(name, index, ("train", str(run), *arguments, *wish.options), own or config.train.samples)
+            Step(name, index, ("train", str(run), *arguments, *wish.options), own or config.train.total_images)
             for name, index, arguments in jobs
             if kind in wish.kinds and Artifact(run, layout.final(name)).manifest() is None
         )
@@ -124,13 +124,13 @@ def with_flops(run: Path, config: Config, groups: Sequence[Group]) -> list[Group
     A job that cannot be resolved has 0: its latents may have an unknown shape before the preparation, and of anything
     else the job itself gives the reason. Counting needs torch, whose import takes seconds: a lone job is not counted.
     """
-    if sum(step.samples > 0 for group in groups for step in group.steps) < 2:
+    if sum(step.images > 0 for group in groups for step in group.steps) < 2:
         return list(groups)
     from atoll.train.cost import image_cost
     from atoll.train.spec import resolve_job
 
     def flops(group: Group, step: Step) -> int:
-        if not step.samples:
+        if not step.images:
             return 0
         number = layout.expert_number(step.name)
         kind = "expert" if number is not None else group.name
@@ -139,7 +139,7 @@ def with_flops(run: Path, config: Config, groups: Sequence[Group]) -> list[Group
             cost = image_cost(spec.network, spec.shapes)
         except AtollError:
             return 0
-        return spec.settings.samples * cost.training_flops(spec.settings.checkpointing)
+        return spec.settings.total_images * cost.training_flops(spec.settings.activation_checkpointing)
 
     return [
         replace(group, steps=tuple(replace(step, flops=flops(group, step)) for step in group.steps)) for group in groups
@@ -168,7 +168,7 @@ def _preparation(run: Path, config: Config, wish: Wish) -> list[Group]:
         count = wish.shares if stage.divisible else 1
         steps = []
         for share in range(count):
-            divided = ("--shard", f"{share}/{count}") if count > 1 else ()
+            divided = ("--worker", f"{share}/{count}") if count > 1 else ()
             name = f"prepare/{stage.name}" + (f"-{share}-of-{count}" if count > 1 else "")
             steps.append(Step(name, share, ("prepare", str(run), "--stage", stage.name, *divided, *wish.options)))
         groups.append(Group(stage.name, tuple(steps), needs_of(stage), "gpu" if stage.needs_gpu else "cpu"))

@@ -107,7 +107,7 @@ class Ray:
         """Hand the steps over to the run's actor, which knows those that are live already."""
         del live
         if self.setting.at_once:
-            raise AtollError("--at-once is for local and slurm; on Ray the resources of the cluster decide")
+            raise AtollError("--max-parallel is for local and slurm; on Ray the resources of the cluster decide")
         self.ray.get(self._supervisor(create=True).submit.remote(self.tasks(groups)))
         for group in groups:
             print(f"{group.name}: {len(group.steps)} tasks", file=sys.stderr, flush=True)

@@ -59,7 +59,7 @@ class Attempt:
     step: str
     ticket: str
     retries: int
-    samples: int
+    images: int
     command: list[str]
     log: TextIO
     lease_seconds: float = LEASE_SECONDS
@@ -115,12 +115,12 @@ class Attempt:
         if deaths > self.retries:
             return self._fail(lease, 1, f"died {deaths} times without getting further")
         self._note(deaths + 1, saved)  # until it is known better: a kill leaves no time to write
-        self._say(f"attempt at {self.step}, from {saved:,} samples" if saved else f"attempt at {self.step}")
+        self._say(f"attempt at {self.step}, from {saved:,} images" if saved else f"attempt at {self.step}")
         code = self._supervise(lease, stop)
         if code == 0:
             self._note(0, saved)
             made = Artifact(self.run, layout.final(self.step)).manifest()
-            lease.end("done", samples=self.samples, manifest=made.digest if made else None)
+            lease.end("done", images=self.images, manifest=made.digest if made else None)
             return 0
         if stop.is_set() or code == AGAIN:
             self._note(deaths, saved)
@@ -128,7 +128,7 @@ class Attempt:
             return AGAIN
         if code == REFUSED:
             return self._fail(lease, code, "the input was refused")
-        deaths = 1 if saved_samples(self.run, self.step) > saved else deaths + 1
+        deaths = 1 if saved_images(self.run, self.step) > saved else deaths + 1
         if deaths > self.retries:
             return self._fail(lease, code if code > 0 else 1, f"ended with code {code}, {deaths} times in a row")
         self._say(f"ended with code {code}; another attempt follows")
@@ -143,7 +143,7 @@ class Attempt:
 
     def _count_deaths(self) -> tuple[int, int]:
         """How often this submission died without getting further, and how far it is."""
-        saved = saved_samples(self.run, self.step)
+        saved = saved_images(self.run, self.step)
         with suppress(FileNotFoundError, json.JSONDecodeError):
             before = json.loads(self._tally.read_text(encoding="utf-8"))
             if before["ticket"] == self.ticket and before["saved"] >= saved:
@@ -175,12 +175,12 @@ class Attempt:
                     lease.check()
                 if time.monotonic() - looked > 5:
                     looked = time.monotonic()
-                    lease.tell(total=self.samples)
+                    lease.tell(total=self.images)
                     if line := last_line(self.run / layout.metrics(self.step)):
-                        lease.tell(samples=line.samples, rate=line.samples_per_second)
+                        lease.tell(images=line.images, rate=line.images_per_second)
 
 
-def saved_samples(run: Path, step: str) -> int:
+def saved_images(run: Path, step: str) -> int:
     """How far the newest committed checkpoint of a training job is."""
     found = (run / layout.checkpoints(step)).glob(f"*/{MANIFEST_FILE}")
     return max((int(path.parent.name) for path in found if path.parent.name.isdigit()), default=0)
@@ -257,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--step", required=True)
     parser.add_argument("--retries", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=0)
+    parser.add_argument("--images", type=int, default=0)
     parser.add_argument("--lease", type=float, default=LEASE_SECONDS)
     parser.add_argument("command", nargs="+")
     given = parser.parse_args(argv)
@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     file = logs_of(given.run) / f"{given.step}.log"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as log:
-        work = (given.run, given.step, ticket, given.retries, given.samples, given.command, log)
+        work = (given.run, given.step, ticket, given.retries, given.images, given.command, log)
         return Attempt(*work, given.lease).make()
 
 

@@ -26,7 +26,7 @@ class Options:
     prompts: tuple[str, ...] = ()
     routings: tuple[str, ...] | None = None
     steps: int | None = None
-    guidance: float | None = None
+    guidance_scale: float | None = None
     seed: int | None = None
 
 
@@ -65,6 +65,6 @@ def _subjects(run: Path, routings: Sequence[str]) -> list[Subject]:
 def _settings(evaluation: EvaluationResult | None, options: Options) -> Settings:
     """Return the settings of the last evaluation, unless the options say otherwise."""
     protocol = evaluation and evaluation.protocol
-    last = {key: getattr(protocol, key) for key in ("steps", "guidance", "solver", "seed")} if protocol else {}
-    wanted = {"steps": options.steps, "guidance": options.guidance, "seed": options.seed}
+    last = {key: getattr(protocol, key) for key in ("steps", "guidance_scale", "solver", "seed")} if protocol else {}
+    wanted = {"steps": options.steps, "guidance_scale": options.guidance_scale, "seed": options.seed}
     return Settings(**last | {key: value for key, value in wanted.items() if value is not None})

@@ -144,8 +144,8 @@ def _read_makers(run: Path) -> list[str]:
         return []
     column = pq.read_table(artifact.path(ingest.SAMPLES), columns=["attributes"])["attributes"]
     found = [json.loads(text) for text in column.unique().to_pylist()]
-    told = {(row["attribution"], row.get("licence", "licence unknown")) for row in found if "attribution" in row}
-    return [f"{maker} ({licence})" for maker, licence in sorted(told)]
+    told = {(row["attribution"], row.get("license", "license unknown")) for row in found if "attribution" in row}
+    return [f"{maker} ({license})" for maker, license in sorted(told)]
 
 
 def machine() -> str:

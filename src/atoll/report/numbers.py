@@ -33,7 +33,7 @@ def losses(findings: Findings) -> str:
 
 
 def _curve(job: Job) -> list[tuple[float, float]]:
-    return [(line.samples, line.loss) for line in job.metrics]
+    return [(line.images, line.loss) for line in job.metrics]
 
 
 def _shade(job: Job) -> str:
@@ -122,7 +122,7 @@ def _protocol(evaluation: EvaluationResult) -> str:
         real = used.reference
         parts.append(
             f"{used.samples:,} pictures of each model for {asked}, seed {used.seed}, "
-            f"{used.steps} steps of {used.solver}, guidance {used.guidance:g}, against {real.pictures:,} "
+            f"{used.steps} steps of {used.solver}, guidance {used.guidance_scale:g}, against {real.pictures:,} "
             f"real pictures ({real.split}), seen through {name} (weights {used.weights_sha256[:12]}…). {texts.FEW}"
         )
     if evaluation.diversity:

@@ -85,7 +85,7 @@ def measured(findings: Findings, settings: Settings) -> str:
         "Jobs may have run elsewhere; their times are their own."
     )
     how = (
-        f"Pictures on this page: {settings.steps} steps of {settings.solver}, guidance {settings.guidance:g}, "
+        f"Pictures on this page: {settings.steps} steps of {settings.solver}, guidance {settings.guidance_scale:g}, "
         f"seed {settings.seed}, resolution {findings.config.data.resolution}, averaged weights."
     )
     makers = f"Training pictures: {'; '.join(findings.makers)}." if findings.makers else ""
@@ -111,9 +111,9 @@ def evaluate_command(evaluation: EvaluationResult, run: str) -> str:
     parts = [f"atoll evaluate {run}"]
     if evaluation.metrics:
         used = evaluation.metrics[0].protocol
-        how = f"--steps {used.steps} --guidance {used.guidance:g} --seed {used.seed} --solver {used.solver}"
-        how += f" --reference {used.reference.split} --references {used.reference.pictures}"
-        parts.append(f"--samples {used.samples} {how} --extractors {' '.join(evaluation.extractors)}")
+        how = f"--steps {used.steps} --guidance-scale {used.guidance_scale:g} --seed {used.seed} --solver {used.solver}"
+        how += f" --reference {used.reference.split} --num-real {used.reference.pictures}"
+        parts.append(f"--num-images {used.samples} {how} --extractors {' '.join(evaluation.extractors)}")
     if spread := evaluation.diversity:
         seeds = spread.protocol.seeds_per_prompt
         parts.append(f"--diversity {spread.protocol.samples // seeds} {seeds}")
@@ -122,7 +122,7 @@ def evaluate_command(evaluation: EvaluationResult, run: str) -> str:
         parts.append(f"--routings {' '.join(routings)}")
     if evaluation.prompts == "train":
         parts.append("--prompts train")
-    return " ".join([*parts, "--allow-few"])
+    return " ".join([*parts, "--allow-small"])
 
 
 def glossary() -> str:

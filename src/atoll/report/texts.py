@@ -13,7 +13,7 @@ GLOSSARY = {
     "floor": "What real pictures get when measured against other real ones: as many as were sampled, or half of them.",
     "flow matching": "Training a network to say in which direction to move a noisy picture.",
     "DDPM": "Training a network to say which noise was added to a picture. The older of the two ways.",
-    "guidance": "How strongly the prompt is followed.",
+    "guidance_scale": "How strongly the prompt is followed.",
     "top-1": "At every step the one expert that the router finds most probable.",
     "top-2": "At every step the two most probable experts, weighted by their probability.",
     "full": "All experts at every step, weighted by their probability.",

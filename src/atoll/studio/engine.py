@@ -206,9 +206,9 @@ class Engine:
         )
         t = [picture.ticket.times[picture.step] for picture in pictures]
         t_next = [picture.ticket.times[picture.step + 1] for picture in pictures]
-        scales = torch.tensor([ticket.guidance for ticket in tickets])
+        scales = torch.tensor([ticket.guidance_scale for ticket in tickets])
         guidance = scales if bool((scales != 1).any()) else 1.0
-        made = first.edition.sampler.step(state, t, to=t_next, settings=first.ask.settings, guidance=guidance)
+        made = first.edition.sampler.step(state, t, to=t_next, settings=first.ask.settings, guidance_scale=guidance)
         drawn, weights = state.routing.drawn, decisions[0].weights.tolist()
         for number, picture in enumerate(pictures):
             if picture.wants_preview:

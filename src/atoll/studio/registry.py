@@ -37,11 +37,11 @@ Signature = tuple[tuple[str, int], ...]
 class Opening:
     """How models are opened."""
 
-    batch: int = 32
-    resident: int | None = None
+    batch_size: int = 32
+    max_loaded_experts: int | None = None
     dtype: str = "float32"
     device: str | None = None
-    quantise: str | None = None
+    quantize: str | None = None
     routing: str = "top-1"
 
 
@@ -50,7 +50,7 @@ class Usual:
     """Settings of requests that say nothing of them."""
 
     steps: int = 25
-    guidance: float = 4.0
+    guidance_scale: float = 4.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ class Models:
                     self._editions[model] = edition = self._open(model)
                     self._seen[model] = signature
                     self.trouble.pop(model, None)
-                    print(f"{model}: {_summary(edition, self.opening.batch)}", file=sys.stderr, flush=True)
+                    print(f"{model}: {_summary(edition, self.opening.batch_size)}", file=sys.stderr, flush=True)
             except Exception as error:  # whatever is wrong with files of a run, its other models can be served
                 trouble = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
                 if self.trouble.get(model) != trouble:  # it may pass, so it is tried again; it is told once
@@ -171,7 +171,12 @@ class Models:
     def _open(self, model: str) -> Edition:
         how = self.opening
         sampler = load(
-            self.source, model, resident=how.resident, dtype=how.dtype, device=how.device, quantise=how.quantise
+            self.source,
+            model,
+            max_loaded_experts=how.max_loaded_experts,
+            dtype=how.dtype,
+            device=how.device,
+            quantize=how.quantize,
         )
         for other in self._editions.values():  # one text encoder and one autoencoder for all that have the same
             known, own = other.ensemble.experts[0], sampler.ensemble.experts[0]
@@ -184,7 +189,7 @@ class Models:
         routings = routings_of(ensemble)
         wanted = how.routing if _works(ensemble, how.routing) else None
         first = routings[0] if routings else None
-        conditions = Conditions(sampler, how.batch)
+        conditions = Conditions(sampler, how.batch_size)
         return Edition(model, sampler, conditions, (image.height, image.width), routings, wanted or first)
 
 
@@ -203,8 +208,8 @@ def usual_settings(run: Path) -> Usual:
     found = json.loads(file.read_text(encoding="utf-8"))["models"] if file.is_file() else []
     protocols = [figures["protocol"] for model in found for figures in model.get("metrics", {}).values()]
     for told in protocols:
-        if told["steps"] <= STEPS and 0 <= told["guidance"] <= GUIDANCE:
-            return Usual(told["steps"], told["guidance"])
+        if told["steps"] <= STEPS and 0 <= told["guidance_scale"] <= GUIDANCE:
+            return Usual(told["steps"], told["guidance_scale"])
     return Usual()
 
 

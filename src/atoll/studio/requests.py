@@ -58,7 +58,7 @@ def checked(request: ImagesRequest, models: Models) -> tuple[Ask, Edition]:
         with _blaming("label"):
             edition.sampler.class_number(request.label)
     steps = models.usual.steps if request.steps is None else request.steps
-    guidance = models.usual.guidance if request.guidance is None else request.guidance
+    guidance = models.usual.guidance_scale if request.guidance_scale is None else request.guidance_scale
     settings = Settings(_routing(request, edition), steps, guidance, seed=request.seed)
     ask = Ask(settings, request.prompt, request.label, request.n, request.expert)
     return (replace(ask, preview_every=request.preview_every, stream=True) if request.stream else ask), edition

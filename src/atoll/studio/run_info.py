@@ -56,10 +56,10 @@ def describe_run(models: Models, queue: int, token: bool) -> schemas.RunAnswer:
         routings=list(editions["experts"].routings) if "experts" in editions else [],
         defaults=schemas.Defaults(
             routing=editions["experts"].routing if "experts" in editions else None,
-            steps=models.usual.steps, guidance=models.usual.guidance, n=1,
+            steps=models.usual.steps, guidance_scale=models.usual.guidance_scale, n=1,
         ),
         limits=schemas.Limits(
-            n=schemas.PICTURES, steps=schemas.STEPS, guidance=schemas.GUIDANCE, prompt=schemas.PROMPT, queue=queue
+            n=schemas.PICTURES, steps=schemas.STEPS, guidance_scale=schemas.GUIDANCE, prompt=schemas.PROMPT, queue=queue
         ),
         examples=_examples(models),
         token_required=token,
@@ -116,7 +116,7 @@ def _expert(
         schedule=objective and objective.schedule.name,
         network=_network(declared.network),
         parameters=parameters,
-        samples_trained=spent and spent.samples,
+        samples_trained=spent and spent.images,
         seconds=spent and spent.seconds,
         flops=spent and spent.flops,
         pictures=None if cluster is None else cluster.pictures,
@@ -207,7 +207,7 @@ def describe_islands(models: Models) -> schemas.IslandsAnswer:
 def _island(run: Path, line: JobStatus) -> schemas.Island:
     grid = newest_grid(run, line.job)
     losses = _losses(run / line.job / layout.METRICS_FILE)
-    samples = line.samples or (losses[-1][0] if losses else 0)
+    samples = line.images or (losses[-1][0] if losses else 0)
     return schemas.Island(
         job=line.job, state=line.state, where=line.where, samples=samples, total=line.total or samples,
         rate=line.rate if isfinite(line.rate) else 0.0, seconds_left=line.seconds_left,
@@ -227,4 +227,4 @@ def _losses(file: Path) -> list[tuple[int, float]]:
     thin = lines[:: -(-len(lines) // POINTS)] if lines else []
     if lines and thin[-1] != lines[-1]:
         thin[-1] = lines[-1]
-    return [(line.samples, line.loss) for line in thin if isfinite(line.loss)]
+    return [(line.images, line.loss) for line in thin if isfinite(line.loss)]

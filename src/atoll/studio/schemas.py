@@ -45,7 +45,7 @@ class ImagesRequest(BaseModel):
         None, description="side, or height and width, in pixels: only those of the run are possible"
     )
     steps: Whole | None = Field(None, ge=1, le=STEPS, description="steps of the solver; null is as in /v1/run")
-    guidance: float | None = Field(
+    guidance_scale: float | None = Field(
         None, ge=0, le=GUIDANCE, description="classifier-free guidance; 1 is none, null is as in /v1/run"
     )
     routing: str | None = Field(None, max_length=ROUTING, description="as in `atoll sample`; null is the server's own")
@@ -105,7 +105,7 @@ class Defaults(BaseModel):
 
     routing: str | None
     steps: int
-    guidance: float
+    guidance_scale: float
     n: int
 
 
@@ -114,7 +114,7 @@ class Limits(BaseModel):
 
     n: int
     steps: int
-    guidance: float
+    guidance_scale: float
     prompt: int
     queue: int
 
@@ -218,7 +218,7 @@ class ImageSettings(BaseModel):
     cluster: int | None
     routing: str
     steps: int
-    guidance: float
+    guidance_scale: float
     guidance_interval: tuple[float, float]
     rescale: float
     solver: str

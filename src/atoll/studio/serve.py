@@ -66,7 +66,7 @@ def serve(source: str, opening: Opening, options: Options) -> None:
     check(source, opening, options)
     sys.setswitchinterval(TURN)
     models = Models(source, opening)
-    engine = Engine(opening.batch, options.queue)
+    engine = Engine(opening.batch_size, options.queue)
     listener = listen(options.host, options.port)
     app = create_app(Studio(models, engine, options.token))
     config = uvicorn.Config(
@@ -89,8 +89,8 @@ def check(source: str, opening: Opening, options: Options) -> None:
         )
     if options.token is not None and not (options.token.isascii() and options.token.isprintable() and options.token):
         raise AtollError("the token must be made of printable ASCII characters")
-    if opening.batch < 1 or options.queue < 0 or options.grace < 0:
-        raise AtollError("expected --batch of at least 1, and --queue and --grace of at least 0")
+    if opening.batch_size < 1 or options.queue < 0 or options.grace < 0:
+        raise AtollError("expected --batch-size of at least 1, and --queue and --grace of at least 0")
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -128,9 +128,9 @@ class Ticket:
         self.cancelled = self.cancelled or end
 
     @property
-    def guidance(self) -> float:
+    def guidance_scale(self) -> float:
         """Without a condition there is nothing to be guided by."""
-        return self.ask.settings.guidance if self.seat is not None and self.seat.something else 1.0
+        return self.ask.settings.guidance_scale if self.seat is not None and self.seat.something else 1.0
 
     @property
     def left(self) -> int:

@@ -80,16 +80,16 @@ class Checkpoints:
         """Where they are."""
         return self.run / layout.checkpoints(self.job)
 
-    def save(self, state: State, samples: int, seconds: float) -> Artifact:
+    def save(self, state: State, images: int, seconds: float) -> Artifact:
         """Write a checkpoint; all processes take part, and it counts once the first has committed it."""
-        artifact = self._artifact(samples)
+        artifact = self._artifact(images)
 
         def begin() -> None:
             shutil.rmtree(artifact.folder, ignore_errors=True)
             artifact.begin(CHECKPOINT, self.made_from)
 
         def commit() -> None:
-            artifact.commit(CheckpointContent(samples=samples, seconds=seconds))
+            artifact.commit(CheckpointContent(images=images, seconds=seconds))
             self._forget_old()
 
         self.world.on_main(begin)
@@ -102,20 +102,20 @@ class Checkpoints:
         return artifact
 
     def load_newest(self, state: State) -> tuple[int, float]:
-        """Fill the state from the newest good checkpoint; return the samples seen and the seconds trained."""
-        samples = self.world.on_main(self._newest_good)
-        if samples == 0:
+        """Fill the state from the newest good checkpoint; return the images seen and the seconds trained."""
+        images = self.world.on_main(self._newest_good)
+        if images == 0:
             return 0, 0.0
-        artifact = self._artifact(samples)
+        artifact = self._artifact(images)
         tensors = state.tensors()
         with _quiet():
             reader = HuggingFaceStorageReader(str(artifact.folder))
             load(tensors, storage_reader=reader, process_group=self.world.control, no_dist=self.world.size == 1)
-        return samples, artifact.read(CHECKPOINT).seconds
+        return images, artifact.read(CHECKPOINT).seconds
 
     def newest(self) -> str:
         """The name of the newest committed checkpoint, for messages."""
-        committed = [samples for samples in self._all() if self._artifact(samples).manifest()]
+        committed = [images for images in self._all() if self._artifact(images).manifest()]
         return str(self._artifact(max(committed)).folder) if committed else "none"
 
     def clear(self) -> None:
@@ -123,8 +123,8 @@ class Checkpoints:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _newest_good(self) -> int:
-        for samples in sorted(self._all(), reverse=True):
-            artifact = self._artifact(samples)
+        for images in sorted(self._all(), reverse=True):
+            artifact = self._artifact(images)
             try:
                 if artifact.manifest() is None:
                     continue
@@ -136,25 +136,25 @@ class Checkpoints:
                 print(f"{artifact.folder} is damaged, moved to {aside.name} and passed over: {error}", flush=True)
                 continue
             artifact.check(CHECKPOINT, self.made_from)
-            return samples
+            return images
         return 0
 
     def _all(self) -> Iterator[int]:
         if self.folder.is_dir():
             yield from (int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
-    def _artifact(self, samples: int) -> Artifact:
-        return Artifact(self.run, layout.checkpoint(self.job, samples))
+    def _artifact(self, images: int) -> Artifact:
+        return Artifact(self.run, layout.checkpoint(self.job, images))
 
     def _forget_old(self) -> None:
-        committed = sorted(samples for samples in self._all() if self._artifact(samples).manifest())
-        for samples in set(self._all()) - set(committed):  # left by jobs that were killed while saving
-            if samples < committed[-1]:
-                shutil.rmtree(self._artifact(samples).folder)
-        for samples in committed[: -self.keep_last]:
+        committed = sorted(images for images in self._all() if self._artifact(images).manifest())
+        for images in set(self._all()) - set(committed):  # left by jobs that were killed while saving
+            if images < committed[-1]:
+                shutil.rmtree(self._artifact(images).folder)
+        for images in committed[: -self.keep_last]:
             # The manifest goes first: what is half removed must not look whole.
-            self._artifact(samples).path(MANIFEST_FILE).unlink()
-            shutil.rmtree(self._artifact(samples).folder)
+            self._artifact(images).path(MANIFEST_FILE).unlink()
+            shutil.rmtree(self._artifact(images).folder)
 
 
 def files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Distillation: a dense student regresses the velocity of the expert of each sample's own cluster (DDM section 3.4).
 
 No router is needed: the teacher is chosen by the cluster label, and its answer carried over the bridge into velocity.
-Targets are computed for a block of samples at a time, expert after expert, so one teacher is in memory at once. A block
+Targets are computed for a block of images at a time, expert after expert, so one teacher is in memory at once. A block
 is fixed by its position in the run, so a job that resumes in the middle of it computes the same targets again.
 """
 
@@ -30,7 +30,7 @@ TEACHER_BATCH = 64
 
 @dataclass
 class _Block:
-    """The teachers' answers for some consecutive samples of the run."""
+    """The teachers' answers for some consecutive images of the run."""
 
     first: int = -1
     targets: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -77,7 +77,7 @@ class StudentTask(Task):
         return range(self.shards.content.clusters)
 
     def _targets(self, position: int, count: int) -> Tensor:
-        """Targets of the samples from `position` on."""
+        """Targets of the images from `position` on."""
         parts = []
         while count:
             first = position - position % self.block
@@ -91,7 +91,7 @@ class StudentTask(Task):
 
     @torch.inference_mode()
     def _compute(self, first: int) -> Tensor:
-        """The teachers' velocities of this process's samples of a block, with one teacher in memory at a time."""
+        """The teachers' velocities of this process's images of a block, with one teacher in memory at a time."""
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         whose = (first + torch.arange(self.block)) % self.micro // (self.micro // world)
         numbers = self.shards.order(np.arange(first, first + self.block, dtype=np.uint64), self.seed)
@@ -110,7 +110,7 @@ class StudentTask(Task):
     def _answers(
         self, teacher: OpenExpert, first: int, rows: Tensor, *, numbers: "np.ndarray[Any, Any]", device: torch.device
     ) -> Tensor:
-        """One teacher's velocities for scattered samples of a block, each noised as the student will see it."""
+        """One teacher's velocities for scattered images of a block, each noised as the student will see it."""
         inputs, times = [], []
         batch = self.shards.read(numbers[rows.numpy()]).to(device)
         for row, sample in zip(rows.tolist(), _single(batch), strict=True):
@@ -123,7 +123,7 @@ class StudentTask(Task):
 
 
 def _single(batch: Batch) -> Iterator[Batch]:
-    """The samples of a batch one by one."""
+    """The images of a batch one by one."""
     for i in range(len(batch.index)):
         yield Batch(
             *(part[i : i + 1] for part in (batch.index, batch.cluster, batch.label, batch.mean)),

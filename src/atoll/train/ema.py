@@ -12,7 +12,7 @@ RAMP = 0.05
 
 
 class Averages:
-    """Exponential averages of a network's parameters with half-lives counted in samples."""
+    """Exponential averages of a network's parameters with half-lives counted in images."""
 
     def __init__(self, network: nn.Module, half_lives: Mapping[str, float]) -> None:
         self.half_lives = dict(half_lives)
@@ -25,11 +25,11 @@ class Averages:
         }
 
     @torch.no_grad()
-    def update(self, samples: int, batch: int) -> None:
-        """Take in the weights after `samples` samples, the last `batch` of which made this step."""
+    def update(self, images: int, batch: int) -> None:
+        """Take in the weights after `images` images, the last `batch` of which made this step."""
         current = [value.detach().float() for value in self.parameters.values()]
         for name, half_life in self.half_lives.items():
-            decay = 0.5 ** (batch / max(min(half_life, RAMP * samples), 1e-9))
+            decay = 0.5 ** (batch / max(min(half_life, RAMP * images), 1e-9))
             torch._foreach_lerp_(list(self.weights[name].values()), current, 1 - decay)
 
     @contextmanager

@@ -31,7 +31,7 @@ class JobCosts:
 
     job: str
     parameters: int
-    samples: int
+    images: int
     steps: int
     forward_flops_per_sample: int
     flops_per_sample: int
@@ -43,19 +43,19 @@ class JobCosts:
     def of(cls, spec: TrainSpec, gpus: int | None = None) -> Self:
         """Count the costs of a job on so many GPUs."""
         settings, cost, world = spec.settings, image_cost(spec.network, spec.shapes), _processes(gpus)
-        checkpointing = settings.checkpointing
+        checkpointing = settings.activation_checkpointing
         flops = cost.training_flops(checkpointing)
         return cls(
             job=spec.job,
             parameters=cost.parameters,
-            samples=settings.samples,
-            steps=settings.samples // settings.batch,
+            images=settings.total_images,
+            steps=settings.total_images // settings.batch_size,
             forward_flops_per_sample=cost.forward_flops,
             flops_per_sample=flops,
-            flops=flops * settings.samples,
+            flops=flops * settings.total_images,
             bytes=training_bytes(
                 cost,
-                max(1, settings.batch // settings.accumulate // world),
+                max(1, settings.batch_size // settings.grad_accum_steps // world),
                 len(settings.ema),
                 half=settings.precision != "float32",
                 checkpointing=checkpointing,
@@ -94,7 +94,7 @@ def estimate(spec: TrainSpec, gpus: int | None = None) -> JobEstimate:
     rate = measured_rate(device(), getattr(torch, spec.settings.precision))
     return JobEstimate(
         **vars(costs),
-        epochs=None if spec.data is None else costs.samples / spec.data.images,
+        epochs=None if spec.data is None else costs.images / spec.data.images,
         matmul_flops_per_second=rate,
         seconds=costs.flops / (rate * UTILISATION * _processes(gpus)),
     )
@@ -123,7 +123,7 @@ def show_estimate(spec: TrainSpec, gpus: int | None, as_json: bool) -> None:
     table = Table("", "", title=f"{spec.job}: what training would cost", show_header=False)
     epochs = "" if found.epochs is None else f", {found.epochs:.1f} epochs"
     table.add_row("parameters", f"{found.parameters:,}")
-    table.add_row("samples", f"{found.samples:,} in {found.steps:,} steps{epochs}")
+    table.add_row("images", f"{found.images:,} in {found.steps:,} steps{epochs}")
     table.add_row("FLOPs", f"{found.flops:.3g} ({found.flops_per_sample:.3g} a sample)")
     table.add_row("memory", f"about {found.bytes / 2**30:.2f} GiB a process")
     pace = f"at {UTILISATION:.0%} of this machine's {found.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
@@ -138,10 +138,10 @@ def show_survey(run: Path, config: Config, gpus: int | None, *, as_json: bool) -
         print(json.dumps(asdict(found)))
         return
     console = Console(width=120)
-    table = Table("job", "parameters", "GFLOPs forward", "samples", "steps", "FLOPs", "memory of a GPU")
+    table = Table("job", "parameters", "GFLOPs forward", "images", "steps", "FLOPs", "memory of a GPU")
     for job in found.jobs:
         forward, memory = job.forward_flops_per_sample / 1e9, job.bytes / 2**30
-        numbers = (f"{job.parameters / 1e6:,.1f} M", f"{forward:,.1f}", f"{job.samples:,}", f"{job.steps:,}")
+        numbers = (f"{job.parameters / 1e6:,.1f} M", f"{forward:,.1f}", f"{job.images:,}", f"{job.steps:,}")
         table.add_row(job.job, *numbers, f"{job.flops:.3g}", f"{memory:.1f} GiB")
     console.print(table)
     days = ", ".join(f"{count:,.1f} {name}" for name, count in found.gpu_days.items())

@@ -42,16 +42,16 @@ def build_task(spec: TrainSpec) -> Task:
     if spec.init_from is not None:
         network.load_state_dict(load_network(spec.init_from).state_dict())
     if isinstance(network, DiT):
-        network.checkpointing = spec.settings.checkpointing
-    elif isinstance(network, DiffusersExpert) and spec.settings.checkpointing:
+        network.checkpointing = spec.settings.activation_checkpointing
+    elif isinstance(network, DiffusersExpert) and spec.settings.activation_checkpointing:
         network.model.enable_gradient_checkpointing()
     shards, held_out = (Shards.open(spec.run, list(spec.clusters), split) for split in ("train", "held-out"))
     base = (spec.job, network, shards, held_out, spec.settings.seed)
-    dropout = spec.settings.condition_dropout
+    dropout = spec.settings.cfg_dropout
     if spec.kind == "router":
         return RouterTask(*base, spec.conditioning, dropout)
     if spec.kind == "student":
-        micro = spec.settings.batch // spec.settings.accumulate
+        micro = spec.settings.batch_size // spec.settings.grad_accum_steps
         return StudentTask(*base, spec.conditioning, dropout, spec.run, spec.teacher_block, micro)
     assert spec.objective is not None
     return ExpertTask(*base, flow.Objective.of(spec.objective), spec.conditioning, dropout)
@@ -64,7 +64,7 @@ def train_job(spec: TrainSpec, watch: Watch | None = None) -> Manifest:
         Artifact(spec.run, layout.shards(cluster)).open(SHARDS)  # names the shards that are missing
     image_cost(spec.network, spec.shapes)  # refuses a network that does not take the data
     inputs = made_from(spec)
-    goal = {**inputs, "samples": spec.settings.samples}
+    goal = {**inputs, "images": spec.settings.total_images}
 
     def find_result() -> str | None:
         if not spec.result.check(kind, goal):
@@ -125,9 +125,9 @@ def _gathered(weights: Mapping[str, Tensor], keep: bool = True) -> dict[str, Ten
 
 def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkContent:
     """Return what a network of any kind declares, so that the ensemble needs no other knowledge."""
-    images = spec.settings.samples
+    images = spec.settings.total_images
     cost = image_cost(spec.network, spec.shapes)
-    flops = cost.training_flops(spec.settings.checkpointing)
+    flops = cost.training_flops(spec.settings.activation_checkpointing)
     if spec.kind == "student":
         flops += _teacher_flops(spec, task.shards)
     return NetworkContent(
@@ -136,7 +136,7 @@ def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkConten
         clusters=spec.clusters,
         network=spec.network,
         conditioning=tuple(sorted(spec.conditioning)),
-        compute=ComputeSpec(samples=images, parameters=cost.parameters, flops=flops * images, seconds=outcome.seconds),
+        compute=ComputeSpec(images=images, parameters=cost.parameters, flops=flops * images, seconds=outcome.seconds),
     )
 
 

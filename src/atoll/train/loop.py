@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from atoll.core.artifacts import Artifact
-from atoll.core.config import Train
+from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Batch
 from atoll.train.checkpoints import Checkpoints, State
@@ -41,7 +41,7 @@ class Outcome:
 class Watch(Protocol):
     """Whoever looks on while a job trains; the first process calls it."""
 
-    def stepped(self, samples: int) -> bool:
+    def stepped(self, images: int) -> bool:
         """A step was made; whether the job should save and stop."""
 
     def saved(self, checkpoint: Artifact) -> None:
@@ -51,61 +51,61 @@ class Watch(Protocol):
 def train(
     task: Task, settings: Train, checkpoints: Checkpoints, *, world: World, watch: Watch | None = None
 ) -> Outcome:
-    """Train until `settings.samples`, from the newest checkpoint if there is one."""
+    """Train until `settings.total_images`, from the newest checkpoint if there is one."""
     precision = getattr(torch, settings.precision)
     wrapped = world.wrap(task.network, settings.parallel, precision)
     forward = torch.compile(wrapped) if settings.compile else wrapped
     state = State(task.network, Averages(task.network, settings.ema), make_optimizer(task.network, settings))
-    samples, seconds = checkpoints.load_newest(state)
-    state.at_step(samples // settings.batch)
-    micro = settings.batch // settings.accumulate
-    stream = task.shards.stream(micro, task.seed, samples, rank=world.rank, world=world.size, workers=settings.workers)
+    images, seconds = checkpoints.load_newest(state)
+    state.at_step(images // settings.batch_size)
+    micro = settings.batch_size // settings.grad_accum_steps
+    stream = task.shards.stream(micro, task.seed, images, rank=world.rank, world=world.size, workers=settings.workers)
     journal = Journal(
         checkpoints.run / task.name,
         task.name,
         world,
-        total=settings.samples,
-        done=samples,
+        total=settings.total_images,
+        done=images,
         trackers=settings.trackers,
         seconds=seconds,
     )
     autocast = torch.autocast(world.device.type, precision, enabled=precision != torch.float32)
     with journal, stop_signals() as stop:
-        while samples < settings.samples:
-            lr = learning_rate(samples, settings)
-            for part in range(settings.accumulate):
+        while images < settings.total_images:
+            lr = learning_rate(images, settings)
+            for part in range(settings.grad_accum_steps):
                 batch = next(stream).to(world.device)
-                position = samples + part * micro + world.rank * (micro // world.size)
-                with world.gradients(wrapped, last=part == settings.accumulate - 1):
+                position = images + part * micro + world.rank * (micro // world.size)
+                with world.gradients(wrapped, last=part == settings.grad_accum_steps - 1):
                     with autocast:
                         losses = task.losses(forward, batch, position)
                     check_finite(losses.loss, batch, task, checkpoints=checkpoints)
-                    torch.autograd.backward(losses.loss.mean() / settings.accumulate)
+                    torch.autograd.backward(losses.loss.mean() / settings.grad_accum_steps)
                 journal.add(losses)
             for group in state.optimizer.param_groups:
                 group["lr"] = lr
-            norm = clip(task.network, settings.clip)
+            norm = clip(task.network, settings.max_grad_norm)
             if not math.isfinite(norm):
                 raise_not_finite("gradient", batch, task, checkpoints=checkpoints)
             state.optimizer.step()
             state.optimizer.zero_grad(set_to_none=True)
-            samples += settings.batch
-            state.averages.update(samples, settings.batch)
+            images += settings.batch_size
+            state.averages.update(images, settings.batch_size)
 
-            journal.advance(samples, settings.batch)
-            told = watch is not None and world.first and watch.stepped(samples)
-            done, stopped = samples >= settings.samples, world.agree(bool(stop) or told)
-            if done or stopped or due(samples, settings.log_every, settings.batch):
-                journal.write(samples // settings.batch, lr, norm)
-            if settings.grid_every and (done or due(samples, settings.grid_every, settings.batch)):
+            journal.advance(images, settings.batch_size)
+            told = watch is not None and world.first and watch.stepped(images)
+            done, stopped = images >= settings.total_images, world.agree(bool(stop) or told)
+            if done or stopped or due(images, settings.log_every, settings.batch_size):
+                journal.write(images // settings.batch_size, lr, norm)
+            if settings.sample_every and (done or due(images, settings.sample_every, settings.batch_size)):
                 with autocast:
                     draw_grid(task, state.averages, journal, settings=settings)
-            if done or stopped or due(samples, settings.save_every, settings.batch):
-                checkpoint = checkpoints.save(state, samples, journal.seconds)
+            if done or stopped or due(images, settings.save_every, settings.batch_size):
+                checkpoint = checkpoints.save(state, images, journal.seconds)
                 if watch is not None and world.first:
                     watch.saved(checkpoint)
             if stopped and not done:
-                raise Requeue(f"{task.name}: stopped at {samples:,} samples and saved; the same command continues")
+                raise Requeue(f"{task.name}: stopped at {images:,} images and saved; the same command continues")
     return Outcome(state.averages, journal.seconds)
 
 
@@ -130,17 +130,17 @@ def clip(network: nn.Module, largest: float) -> float:
     return known
 
 
-def learning_rate(samples: int, settings: Train) -> float:
-    """Linear warm-up, then constant or a cosine to 0; a function of the samples seen, so it needs no state."""
-    warm = min(1.0, (samples + settings.batch) / settings.warmup) if settings.warmup else 1.0
-    if settings.decay == "constant":
+def learning_rate(images: int, settings: Train) -> float:
+    """Linear warm-up, then constant or a cosine to 0; a function of the images seen, so it needs no state."""
+    warm = min(1.0, (images + settings.batch_size) / settings.warmup_images) if settings.warmup_images else 1.0
+    if settings.lr_schedule == "constant":
         return settings.lr * warm
-    return settings.lr * warm * 0.5 * (1 + math.cos(math.pi * min(1.0, samples / settings.samples)))
+    return settings.lr * warm * 0.5 * (1 + math.cos(math.pi * min(1.0, images / settings.total_images)))
 
 
-def due(samples: int, every: int, batch: int) -> bool:
-    """Whether this step crossed a multiple of `every` samples."""
-    return samples // every > (samples - batch) // every
+def due(images: int, every: int, batch: int) -> bool:
+    """Whether this step crossed a multiple of `every` images."""
+    return images // every > (images - batch) // every
 
 
 def check_finite(loss: torch.Tensor, batch: Batch, task: Task, *, checkpoints: Checkpoints) -> None:
@@ -152,13 +152,13 @@ def check_finite(loss: torch.Tensor, batch: Batch, task: Task, *, checkpoints: C
 def raise_not_finite(
     what: str, batch: Batch, task: Task, *, checkpoints: Checkpoints, bad: torch.Tensor | None = None
 ) -> None:
-    """Name the samples and the last good checkpoint."""
+    """Name the images and the last good checkpoint."""
     rows = batch.index if bad is None else batch.index[bad]
     ids = task.shards.ids(rows.tolist())
     shown = ", ".join(ids[:16]) + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")
     raise AtollError(
-        f"{task.name}: the {what} is not finite on samples {shown}. Nothing of this step was kept; the last good "
-        f"checkpoint is {checkpoints.newest()}. Lower train.lr or train.clip, or look at those samples"
+        f"{task.name}: the {what} is not finite on images {shown}. Nothing of this step was kept; the last good "
+        f"checkpoint is {checkpoints.newest()}. Lower train.lr or train.max_grad_norm, or look at those images"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a job: a progress bar, metrics.jsonl, grids of samples, and trackers if asked for."""
+"""What a person sees of a job: a progress bar, metrics.jsonl, grids of images, and trackers if asked for."""
 
 import json
 import time
@@ -37,7 +37,7 @@ class Journal:
         self._stack = ExitStack()
         self._trackers: list[Tracker] = []
         self._start = self._last = time.monotonic()
-        self._last_samples = done
+        self._last_images = done
         if world.first:
             folder.mkdir(parents=True, exist_ok=True)
             forget_after(folder / layout.METRICS_FILE, done)
@@ -70,9 +70,9 @@ class Journal:
         sums = torch.zeros(len(rows), TIME_BINS, device=rows.device).index_add_(1, bins, rows.detach())
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def advance(self, samples: int, batch: int) -> None:
+    def advance(self, images: int, batch: int) -> None:
         """Move the bar."""
-        self.done = samples
+        self.done = images
         if self.world.first:
             self._bar.update(batch)
 
@@ -84,12 +84,12 @@ class Journal:
         if not self.world.first:
             return
         now = time.monotonic()
-        rate = (self.done - self._last_samples) / max(now - self._last, 1e-9)
-        self._last, self._last_samples = now, self.done
+        rate = (self.done - self._last_images) / max(now - self._last, 1e-9)
+        self._last, self._last_images = now, self.done
         counts = sums[-1]
         figures = {name: (row.sum() / counts.sum()).item() for name, row in zip(self._names, sums, strict=False)}
-        line: dict[str, float] = {"samples": self.done, "step": step, **figures, "lr": lr, "gradient_norm": gradient}
-        line |= {"samples_per_second": rate, "seconds": self.seconds, "total": self.total}
+        line: dict[str, float] = {"images": self.done, "step": step, **figures, "lr": lr, "gradient_norm": gradient}
+        line |= {"images_per_second": rate, "seconds": self.seconds, "total": self.total}
         for track in self._trackers:
             track({key: float(value) for key, value in line.items()}, self.done)
         bins: dict[str, list[float | None]] = {}
@@ -102,21 +102,21 @@ class Journal:
             self._bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{lr:.1e}", refresh=False)
 
     def picture(self, pixels: "np.ndarray[Any, Any]") -> None:
-        """Save a grid of samples (N, side, side, 3) of eight bits."""
+        """Save a grid of images (N, side, side, 3) of eight bits."""
         if self.world.first:
             target = layout.preview(self.folder, self.done)
             target.parent.mkdir(exist_ok=True)
             grid(pixels).save(target)
 
 
-def forget_after(file: Path, samples: int) -> None:
+def forget_after(file: Path, images: int) -> None:
     """Cut a metrics file back to the checkpoint that training resumes from, and drop a half-written last line."""
     if not file.exists():
         return
     kept = []
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
-            if json.loads(line)["samples"] <= samples:
+            if json.loads(line)["images"] <= images:
                 kept.append(line)
         except json.JSONDecodeError:
             break
@@ -143,9 +143,9 @@ def open_tracker(kind: str, folder: Path, name: str, *, stack: ExitStack) -> Tra
 
             writer = stack.enter_context(SummaryWriter(str(folder / "tensorboard")))
 
-            def to_tensorboard(figures: dict[str, float], samples: int) -> None:
+            def to_tensorboard(figures: dict[str, float], images: int) -> None:
                 for key, value in figures.items():
-                    writer.add_scalar(key, value, samples)
+                    writer.add_scalar(key, value, images)
 
             return to_tensorboard
         import importlib
@@ -158,7 +158,7 @@ def open_tracker(kind: str, folder: Path, name: str, *, stack: ExitStack) -> Tra
     )
     stack.callback(module.finish)
 
-    def track(figures: dict[str, float], samples: int) -> None:
-        module.log(figures, step=samples)
+    def track(figures: dict[str, float], images: int) -> None:
+        module.log(figures, step=images)
 
     return track

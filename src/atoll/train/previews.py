@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from atoll.core.config import Train
+from atoll.core.config_sections import Train
 from atoll.data.encoders import Encoders
 from atoll.ensemble import Ensemble, RoutingState, Sampler, SamplerState, Settings
 from atoll.experts.batch_conditions import BatchConditions
@@ -19,8 +19,8 @@ GRID_STEPS = 20
 
 @torch.no_grad()
 def draw_grid(task: Task, averages: Averages, journal: Journal, *, settings: Train) -> None:
-    """Sample `settings.grid_size` images and save them; nothing for a router."""
-    count, content = settings.grid_size, task.shards.content
+    """Sample `settings.sample_count` images and save them; nothing for a router."""
+    count, content = settings.sample_count, task.shards.content
     if not count:
         return
     training = task.network.training
@@ -34,7 +34,7 @@ def draw_grid(task: Task, averages: Averages, journal: Journal, *, settings: Tra
             noise = rng.normal((count, *content.latents.shape), seed=task.seed, stream=GRID_STREAM, first=0)
             sampler = Sampler(Ensemble.of_expert(expert), Encoders.of(content.latents, content.text))
             # Not prepared for many steps: FSDP2 gathers a sharded network in its forward pass only.
-            how, parts = Settings(steps=GRID_STEPS, guidance=settings.grid_guidance), []
+            how, parts = Settings(steps=GRID_STEPS, guidance_scale=settings.sample_guidance_scale), []
             # In two halves: guidance doubles the rows, and the optimizer's state is in memory too.
             for part in torch.arange(count, device=task.device).chunk(2):
                 state = SamplerState(noise.to(task.device)[part], BatchConditions.of(condition, part), RoutingState())

@@ -16,7 +16,8 @@ import torch
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
-from atoll.core.config import Config, NetworkChoice, Train
+from atoll.core.config import Config
+from atoll.core.config_sections import NetworkChoice, Train
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, SHARDS, ObjectiveSpec, ShardsContent
 from atoll.core.networks import (
@@ -35,8 +36,17 @@ from atoll.nets import build
 from atoll.train.cost import image_cost
 from atoll.train.expected import DataShapes
 
-_NO_EFFECT = {"samples", "save_every", "keep_last", "log_every", "grid_every", "grid_size", "grid_guidance"}
-_NO_EFFECT |= {"workers", "trackers", "parallel", "compile", "checkpointing", "accumulate", "init_from"}
+_NO_EFFECT = {"total_images", "save_every", "keep_last", "log_every", "sample_every", "sample_count"}
+_NO_EFFECT |= {"sample_guidance_scale"}
+_NO_EFFECT |= {
+    "workers",
+    "trackers",
+    "parallel",
+    "compile",
+    "activation_checkpointing",
+    "grad_accum_steps",
+    "init_from",
+}
 """Settings of training that do not change its result beyond rounding: a job may resume with others. `init_from` is
 recorded as the one path that this job starts from."""
 
@@ -120,10 +130,12 @@ def resolve_job(
     _check_network(network, config, data, classes=needed.get("num_classes", 0), key=key)
 
     settings = job_settings(config, kind)
-    images = settings.samples
+    images = settings.total_images
     if match_flops is not None:
-        images = expert_flops(match_flops) // image_cost(network, shapes).training_flops(settings.checkpointing)
-    steps = max(1, -(-images // settings.batch))
+        images = expert_flops(match_flops) // image_cost(network, shapes).training_flops(
+            settings.activation_checkpointing
+        )
+    steps = max(1, -(-images // settings.batch_size))
     return TrainSpec(
         run=run,
         kind=kind,
@@ -135,7 +147,7 @@ def resolve_job(
         network=network,
         init_from=init_from,
         objective=objective(**objective_choice.model_dump()).spec if kind in ("expert", "monolith") else None,
-        settings=Train.model_validate({**settings.model_dump(), "samples": steps * settings.batch}),
+        settings=Train.model_validate({**settings.model_dump(), "total_images": steps * settings.batch_size}),
         teacher_block=config.student.block,
     )
 
@@ -143,10 +155,10 @@ def resolve_job(
 def made_from(spec: TrainSpec) -> Inputs:
     """Return what the result is made from; a job that resumes must agree with its checkpoints on all of it."""
     settings = spec.settings.model_dump()
-    if settings["decay"] == "constant":
-        settings.pop("decay")
+    if settings["lr_schedule"] == "constant":
+        settings.pop("lr_schedule")
     else:
-        settings["cosine_samples"] = settings["samples"]
+        settings["cosine_images"] = settings["total_images"]
     return {
         "job": spec.job,
         "data": list(spec.data.digests) if spec.data else [],
@@ -185,22 +197,22 @@ def _read_data(run: Path, clusters: tuple[int, ...]) -> PreparedData | None:
 
 
 def job_settings(config: Config, kind: layout.JobKind) -> Train:
-    """Return `train` with the job's own section on top."""
+    """Return the `train` section, overridden by the section of the job."""
     own = {"router": config.router, "monolith": config.monolith, "student": config.student}.get(kind)
-    changes = own.model_dump(include=set(Train.model_fields), exclude_none=True) if own else {}
+    changes = own.model_dump(include=set(Train.model_fields) - {"conditioning"}, exclude_none=True) if own else {}
     if kind == "router":
-        changes["checkpointing"] = False  # the router is small
+        changes["activation_checkpointing"] = False  # the router is small
     return config.train.model_copy(update=changes)
 
 
 def _conditioning(config: Config, kind: layout.JobKind, shapes: DataShapes, *, takes_pooled: bool) -> frozenset[str]:
     """Return what a network is conditioned on: any of text, pooled and label."""
     router = kind == "router"
-    choice: str = config.router.told if router else config.train.condition
+    choice: str = config.router.conditioning if router else config.train.conditioning
     if choice == "auto":
         text = "pooled" if router else "text"
         choice = text if shapes.text else "label" if shapes.labels else "none"
-    parts = {"both": {"text", "label"}, "none": set(), "nothing": set()}.get(choice, {choice})
+    parts = {"both": {"text", "label"}, "none": set()}.get(choice, {choice})
     if parts & {"text", "pooled"} and not shapes.text:
         raise AtollError(f"the {kind} is to be conditioned on text, but the data has none; set text.encoder")
     if "label" in parts and not shapes.labels:

@@ -103,7 +103,7 @@ def as_expert(task: Task, told: frozenset[str], bridge: flow.Bridge) -> OpenExpe
 
 
 def drop(condition: Condition, share: float, count: int, *, seed: int, position: int) -> Condition:
-    """Forget the condition of a share of the samples, chosen by position, so that guidance has its other half."""
+    """Forget the condition of a share of the images, chosen by position, so that guidance has its other half."""
     given = told_something(condition)
     if not share or given is None:
         return condition
@@ -279,7 +279,7 @@ def calibrate(
     device: torch.device,
     processes: Processes = ALONE,
 ) -> flow.Bridge:
-    """Fit the bridge's `prediction_error`, its one number that is not exact mathematics, to held-out samples.
+    """Fit the bridge's `prediction_error`, its one number that is not exact mathematics, to held-out images.
 
     Near noise an epsilon network's x0 is its error times sigma/alpha. How far to shrink it is a fact about the network.
     Each process keeps the outputs for its own share; what is gathered is the error of each image, so all of them take

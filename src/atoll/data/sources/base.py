@@ -40,7 +40,7 @@ class Sample:
     label: str | None
     """Name of the class."""
     attributes: Mapping[str, str]
-    """Whatever else is known, such as style, category, attribution, licence."""
+    """Whatever else is known, such as style, category, attribution, license."""
     split: Split
     read: Callable[[], bytes]
     """The picture's encoded bytes (PNG, JPEG, …). Raises `BadPicture`."""

@@ -33,7 +33,7 @@ class Style:
     """A set of drawings with what has to be said of its makers."""
 
     attribution: str
-    licence: str
+    license: str
 
 
 STYLES: Mapping[str, Style] = {
@@ -100,7 +100,7 @@ class EmojiSource:
             "style": style,
             "category": emoji.category,
             "attribution": STYLES[style].attribution,
-            "licence": STYLES[style].licence,
+            "license": STYLES[style].license,
         }
         return Sample(
             id=f"{style}/{emoji.code}",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs, to_json
-from atoll.core.config import Clusters
+from atoll.core.config_sections import Clusters
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, FEATURES, ClustersContent
 from atoll.core.progress import progress
@@ -115,7 +115,7 @@ class Partition:
         if self.settings.method == "labels" or self.artifact.path(_CENTRES).is_file():
             return
         rows = self._sample(self.settings.sample_rows)
-        count = fine_count(len(rows), self.settings.count, self.settings.fine)
+        count = fine_count(len(rows), self.settings.count, self.settings.num_fine)
         print(f"clusters: fitting {count:,} fine centres to {len(rows):,} samples", flush=True)
         centres = fit_fine(rows, count, self.settings.iterations, seed=self.settings.seed)
         self.artifact.write_tensors(_CENTRES, {"fine": torch.from_numpy(centres)})
@@ -137,7 +137,7 @@ class Partition:
         """(chunk, rows of it) such that about `at_most` training samples are drawn, evenly from all chunks."""
         total = self.index.content.splits.get("train", 0)
         if not total:
-            raise AtollError("there is no training sample: everything is held out; lower data.held_out")
+            raise AtollError("there is no training sample: everything is held out; lower data.val_fraction")
         wanted, seen = min(at_most, total), 0
         for chunk in range(self.features.count):
             train = np.flatnonzero(self._is_train(chunk))

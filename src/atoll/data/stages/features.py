@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
-from atoll.core.config import Clusters
+from atoll.core.config_sections import Clusters
 from atoll.core.device import device
 from atoll.core.errors import AtollError
 from atoll.core.manifests import FEATURES, FeaturesContent
@@ -127,7 +127,7 @@ def _unneeded(job: Job) -> str | None:
 def _made_from(job: Job) -> Inputs:
     settings = job.config.features
     weights = efficientnet.weights_file() if settings.model == "efficientnet-lite0" else folder_of(settings.model)
-    chosen = settings.model_dump(include={"model", "resolution", "batch"})
+    chosen = settings.model_dump(include={"model", "resolution", "batch_size"})
     return {"ingest": Index.open(job.run).manifest.digest, **chosen, "weights": fingerprint(weights)}
 
 
@@ -138,7 +138,7 @@ def _run(job: Job, artifact: Artifact, share: Share) -> FeaturesContent | None:
         extractor = open_extractor(config.model, config.resolution)
         workers = job.config.data.workers
         images = picture_batches(
-            index, job.source, missing, resolution=extractor.side, batch=config.batch, workers=workers
+            index, job.source, missing, resolution=extractor.side, batch=config.batch_size, workers=workers
         )
         encoded = ((chunk, len(pixels), {"features": extractor(pixels).half()}) for chunk, pixels in images)
         chunks.fill("features", missing, encoded)

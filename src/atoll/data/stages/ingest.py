@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs, Manifest, to_json
-from atoll.core.config import Data
+from atoll.core.config_sections import Data
 from atoll.core.errors import AtollError
 from atoll.core.manifests import INGEST, IngestContent
 from atoll.core.progress import progress
@@ -51,12 +51,12 @@ _PART = pa.schema([*SCHEMA, ("reason", pa.string())])
 
 def open_configured(data: Data) -> Source:
     """The source that a run's configuration names."""
-    options = Options(data.kind, data.image, data.caption, data.label, data.id, data.split, data.held_out)
+    options = Options(data.kind, data.image, data.caption, data.label, data.id, data.split, data.val_fraction)
     return open_source(data.source, options)
 
 
 def _made_from(job: Job) -> Inputs:
-    reading = {"kind", "image", "caption", "label", "id", "split", "held_out", "resolution", "chunk"}
+    reading = {"kind", "image", "caption", "label", "id", "split", "val_fraction", "resolution", "chunk"}
     settings = job.config.data.model_dump(include=reading)
     return {"source": job.source.kind, **settings, "fingerprint": job.source.fingerprint}
 

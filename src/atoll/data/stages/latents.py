@@ -203,7 +203,7 @@ def _run(job: Job, artifact: Artifact, share: Share) -> LatentsContent | None:
     if missing := chunks.missing(share):
         codec, dtype = open_codec(config.autoencoder), getattr(torch, config.dtype)
         images = picture_batches(
-            index, job.source, missing, resolution=data.resolution, batch=config.batch, workers=data.workers
+            index, job.source, missing, resolution=data.resolution, batch=config.batch_size, workers=data.workers
         )
         encoded = (
             (chunk, len(pixels), {name: part.to(dtype) for name, part in codec.encode(pixels).items()})

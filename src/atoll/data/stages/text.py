@@ -111,7 +111,7 @@ def _run(job: Job, artifact: Artifact, share: Share) -> TextContent | None:
     chunks = index.chunks(artifact)
     if missing := chunks.missing(share):
         encoder, dtype = open_text_encoder(config.encoder, config.max_tokens), getattr(torch, config.dtype)
-        captions = _captions(index, missing, config.batch)
+        captions = _captions(index, missing, config.batch_size)
         tokenized = ahead(captions, lambda item: (item[0], encoder.tokenize(item[1])), workers=1)
         encoded = ((chunk, len(tokens["input_ids"]), _stored(encoder, tokens, dtype)) for chunk, tokens in tokenized)
         chunks.fill("text", missing, encoded)

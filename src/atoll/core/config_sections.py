@@ -1,0 +1,253 @@
+"""The sections of a run's configuration. Every key has a default, and a description that `atoll init` writes."""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from atoll.core import networks
+from atoll.core.errors import AtollError
+from atoll.core.names import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName, unknown_objective
+
+
+class Section(BaseModel):
+    """A section of the configuration: frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Objective(Section):
+    """The training objective of one expert, with the names of `atoll.flow`."""
+
+    schedule: ScheduleName = Field("linear", description="noise schedule")
+    prediction: Prediction = Field("velocity", description="prediction target of the network")
+    times: TimesName = Field("uniform", description="distribution of the training times")
+    time_mean: float = Field(0.0, description="mean of logit-normal and log-normal times")
+    time_std: float = Field(1.0, gt=0, description="standard deviation of logit-normal and log-normal times")
+    time_shift: float = Field(1.0, gt=0, description="values above 1 train more at high noise")
+    weighting: WeightingName = Field("constant", description="loss weight as a function of time")
+    min_snr_gamma: float = Field(5.0, gt=0, description="gamma of the min-snr weighting")
+
+
+NAMED_OBJECTIVES: dict[str, Objective] = {name: Objective(**parts) for name, parts in OBJECTIVES.items()}
+
+
+def _objective_by_name(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if value not in NAMED_OBJECTIVES:
+        raise ValueError(unknown_objective(value))
+    return NAMED_OBJECTIVES[value]
+
+
+def _checked(kind: Literal["DiT", "Router"]) -> AfterValidator:
+    """Return a validator of a network's name, fields and values, so that errors appear before the network is built."""
+
+    def check(choice: NetworkChoice) -> NetworkChoice:
+        try:
+            networks.check_choice(choice, kind)
+        except AtollError as error:
+            raise ValueError(str(error)) from error
+        return choice
+
+    return AfterValidator(check)
+
+
+def _folders(value: object) -> object:
+    folders = value if isinstance(value, dict) else {"default": "" if value is None else value}
+    if all((key == "default" or isinstance(key, int)) and isinstance(folders[key], str) for key in folders):
+        return value
+    raise ValueError(f"expected a folder, or {{default: FOLDER, 3: FOLDER}} by expert, got {value!r}")
+
+
+ExpertKey = Literal["default"] | int
+_EMA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
+"""Names of EMAs become parts of file names, so they must not contain a path separator. 32 characters are a choice."""
+
+
+def _check_ema_names(ema: dict[str, float]) -> dict[str, float]:
+    for name in ema:
+        if not _EMA_NAME.fullmatch(name):
+            raise ValueError(f"{name[:80]!r} is not a name of at most 32 letters, digits, '-' and '_'")
+    return ema
+
+
+HalfLives = Annotated[dict[str, float], Field(min_length=1), AfterValidator(_check_ema_names)]
+NetworkChoice = str | dict[str, Any]  # a named size, or some fields of a network
+ExpertNetwork = Annotated[NetworkChoice, _checked("DiT")]
+RouterNetwork = Annotated[NetworkChoice, _checked("Router")]
+NamedObjective = Annotated[Objective, BeforeValidator(_objective_by_name)]
+
+
+class Data(Section):
+    """The source of the images and how they are stored."""
+
+    source: str = Field("emoji", description="folder, tar files, parquet files, name of a datasets dataset, or emoji")
+    kind: Literal["folder", "webdataset", "parquet", "datasets", "emoji"] | None = Field(
+        None, description="kind of the source; null detects it"
+    )
+    image: str | None = Field(None, description="column of the images; null detects it by its usual names")
+    caption: str | None = Field(None, description="column or JSON key of the captions; null detects it")
+    label: str | None = Field(None, description="column or JSON key of the class labels; null detects it")
+    id: str | None = Field(None, description="column of the image ids; null detects it")
+    split: str = Field("train", description="split of a datasets dataset")
+    val_fraction: float = Field(0.05, ge=0, lt=1, description="fraction of the captions held out from training")
+    resolution: int = Field(64, ge=8, description="side of the square images, in pixels")
+    max_rejects: float = Field(0.01, ge=0, le=1, description="stop if a larger fraction of the images is unreadable")
+    chunk: int = Field(1024, ge=1, description="images per file of a stage; an interruption loses at most one chunk")
+    shard_rows: int = Field(8192, ge=1, description="images per shard file")
+    workers: int = Field(2, ge=1, description="threads that read and decode images")
+
+
+class Features(Section):
+    """The image features that clustering uses."""
+
+    model: str = Field(
+        "efficientnet-lite0", description="efficientnet-lite0, or a transformers vision model (hub name or folder)"
+    )
+    resolution: int | None = Field(None, ge=32, description="input side in pixels; null is the network's default")
+    batch_size: int = Field(32, ge=1, description="images per forward pass")
+
+
+class Clusters(Section):
+    """The partition of the data. Each cluster trains one expert."""
+
+    count: int = Field(8, ge=1, description="number of clusters and experts; 1 trains one dense model")
+    method: Literal["features", "labels", "random"] = Field(
+        "features",
+        description="cluster by features or class labels, or at random (ablation: not learnable by a router)",
+    )
+    num_fine: int = Field(1024, ge=1, description="fine clusters before merging into `count`; fewer for small datasets")
+    max_imbalance: float = Field(1.25, gt=1, description="largest allowed cluster size divided by the mean size")
+    sample_rows: int = Field(131072, ge=1, description="images the fine clustering is fitted to; bounds its memory")
+    iterations: int = Field(25, ge=1, description="iterations of the fine clustering")
+    seed: int = Field(0, ge=0, lt=2**31, description="random seed of the partition")
+
+
+class Latents(Section):
+    """The latents that experts are trained on."""
+
+    autoencoder: str = Field(
+        "emoji",
+        description="emoji (built in), pixels (no autoencoder), or a diffusers AutoencoderKL or AutoencoderTiny",
+    )
+    normalization: Literal["per-channel", "scale"] = Field(
+        "per-channel", description="per-channel mean 0 and std 1, or the autoencoder's shift and scaling factor"
+    )
+    batch_size: int = Field(32, ge=1, description="images per forward pass")
+    dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="stored precision")
+
+
+class Text(Section):
+    """The text embeddings that experts are conditioned on."""
+
+    encoder: str = Field("minilm", description="minilm, none, or a transformers text encoder (hub name or folder)")
+    max_tokens: int = Field(32, ge=1, description="longer captions are truncated to this many tokens")
+    batch_size: int = Field(64, ge=1, description="captions per forward pass")
+    dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="stored precision")
+
+
+class Train(Section):
+    """Training settings of every job. Router, monolith and student can override some of them in their sections."""
+
+    total_images: int = Field(500_000, ge=1, description="images seen in training, counted with repetition")
+    batch_size: int = Field(64, ge=1, description="images per optimizer step, over all processes")
+    grad_accum_steps: int = Field(1, ge=1, description="micro-batches per optimizer step")
+    lr: float = Field(3e-4, gt=0, description="learning rate")
+    warmup_images: int = Field(10_000, ge=0, description="images over which the learning rate rises linearly from 0")
+    lr_schedule: Literal["constant", "cosine"] = Field("constant", description="learning rate after the warmup")
+    beta2: float = Field(0.99, gt=0, lt=1, description="beta2 of AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
+    precision: Literal["float32", "bfloat16"] = Field("float32", description="compute precision; weights stay float32")
+    ema: HalfLives = Field(
+        {"ema": 25_000.0}, description="EMAs of the weights, name: half-life in images; sampling uses the first"
+    )
+    conditioning: Literal["auto", "text", "label", "both", "none"] = Field(
+        "auto", description="what experts are conditioned on; auto is text if the data has captions, else labels"
+    )
+    cfg_dropout: float = Field(0.1, ge=0, le=1, description="probability of dropping the conditioning, for guidance")
+    init_from: Annotated[str | dict[ExpertKey, str] | None, BeforeValidator(_folders)] = Field(
+        None, description="folder of initial weights, or {default: FOLDER, 3: FOLDER} per expert; null is random"
+    )
+    activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    compile: bool = Field(False, description="compile the network with torch.compile")
+    parallel: Literal["ddp", "fsdp2"] = Field("ddp", description="data parallelism under torchrun")
+    save_every: int = Field(50_000, ge=1, description="images between two checkpoints")
+    keep_last: int = Field(2, ge=1, description="number of checkpoints to keep")
+    log_every: int = Field(2_000, ge=1, description="images between two lines of metrics.jsonl")
+    sample_every: int = Field(100_000, ge=0, description="images between two sample grids; 0 disables them")
+    sample_count: int = Field(16, ge=0, description="images per sample grid")
+    sample_guidance_scale: float = Field(
+        3.0, ge=0, description="guidance scale of the sample grids; 1 disables guidance"
+    )
+    workers: int = Field(2, ge=1, description="threads that read batches ahead")
+    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field([], description="trackers besides metrics.jsonl")
+    seed: int = Field(0, ge=0, description="random seed of weights, data order, timesteps and noise")
+
+    @model_validator(mode="after")
+    def _micro_batches_are_equal(self) -> Self:
+        if self.batch_size % self.grad_accum_steps:
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of grad_accum_steps {self.grad_accum_steps}"
+            )
+        return self
+
+
+class Router(Section):
+    """Training settings of the router. Null takes the value of the train section."""
+
+    network: RouterNetwork = Field("DiT-B/2", description="named size, or the fields of a network")
+    conditioning: Literal["none", "pooled", "label", "auto"] = Field(
+        "none",
+        description="what the router is conditioned on; auto is the pooled caption if there is one, else the label",
+    )
+    total_images: int | None = Field(None, ge=1, description="images seen in training")
+    batch_size: int | None = Field(None, ge=1, description="images per optimizer step")
+    lr: float | None = Field(None, gt=0, description="learning rate")
+    lr_schedule: Literal["constant", "cosine"] | None = Field(None, description="learning rate after the warmup")
+
+
+class Monolith(Section):
+    """Training settings of the monolith, which sees all clusters. Null takes the value of the train section."""
+
+    total_images: int | None = Field(None, ge=1, description="images seen in training")
+    batch_size: int | None = Field(None, ge=1, description="images per optimizer step")
+    lr: float | None = Field(None, gt=0, description="learning rate")
+    lr_schedule: Literal["constant", "cosine"] | None = Field(None, description="learning rate after the warmup")
+    warmup_images: int | None = Field(
+        None, ge=0, description="images over which the learning rate rises linearly from 0"
+    )
+    ema: HalfLives | None = Field(None, description="EMAs of the weights, name: half-life in images")
+    save_every: int | None = Field(None, ge=1, description="images between two checkpoints")
+    log_every: int | None = Field(None, ge=1, description="images between two lines of metrics.jsonl")
+
+
+class Student(Section):
+    """Training settings of the distilled student. Null takes the value of the train section."""
+
+    network: ExpertNetwork | None = Field(
+        None, description="named size, or the fields of a network; null is networks.default"
+    )
+    total_images: int | None = Field(None, ge=1, description="images seen in training")
+    batch_size: int | None = Field(None, ge=1, description="images per optimizer step")
+    lr: float | None = Field(None, gt=0, description="learning rate")
+    block: int = Field(8192, ge=1, description="images whose targets are computed at once, one expert after the other")
+
+
+class Island(Section):
+    """Resources that atoll launch requests for each training job. They do not change results."""
+
+    nodes: int = Field(1, ge=1, description="nodes per job")
+    gpus: int = Field(0, ge=0, description="GPUs per node")
+    processes: int | None = Field(None, ge=1, description="processes per node; null is one per GPU, or one")
+    cores: int | None = Field(
+        None, ge=1, description="CPU cores per node; null is an equal share, or the scheduler's default"
+    )
+    memory_gb: float | None = Field(None, gt=0, description="memory per node in GB; null is the scheduler's default")
+    hours: float | None = Field(
+        None, gt=0, description="time limit of one attempt in hours; null is the scheduler's default"
+    )
+    setup: list[str] = Field([], description="Slurm: shell lines before every job, such as module load cuda")
+    sbatch: list[str] = Field([], description="Slurm: additional sbatch options, such as --partition=gpu")
+    resources: dict[str, float] = Field({}, description="Ray: additional resources per job")
