@@ -48,18 +48,18 @@ def exported(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def told_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def conditioned_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `run`, told classes: no text encoder, so its export is small. Tests must not change it."""
     return write_networks(tmp_path_factory.mktemp("told") / "run", told=("label",))
 
 
 @pytest.fixture(scope="session")
-def told_export(tmp_path_factory: pytest.TempPathFactory, told_run: Path) -> Path:
-    """The export of `told_run`. Tests must not change it."""
+def conditioned_export(tmp_path_factory: pytest.TempPathFactory, conditioned_run: Path) -> Path:
+    """The export of `conditioned_run`. Tests must not change it."""
     from atoll.export.writer import export
 
     folder = tmp_path_factory.mktemp("told export") / "pipeline"
-    export(told_run, folder)
+    export(conditioned_run, folder)
     return folder
 
 

@@ -26,19 +26,19 @@ def test_help_lists_the_verbs_in_pipeline_order_and_never_imports_torch() -> Non
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    listed = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")]
+    rows = result.stdout.split("\n\n")[1].splitlines()
+    listed = [line[7:].split()[0] for line in rows]
     assert listed == list(cli.VERBS)
     journey = ["demo", "init", "config", "prepare", "train", "launch", "keys", "push", "join", "status", "admit"]
     journey += ["pull", "sample", "evaluate", "report", "serve", "convert", "export"]
     assert listed == journey
-    groups = [line.removesuffix(":") for line in result.stdout.splitlines() if line.endswith(":")]
-    assert groups == ["start", "train", "share", "use", "models"]
+    assert [line[:7].strip() for line in rows if line[:7].strip()] == ["start", "train", "share", "use", "models"]
 
 
 def test_the_help_fits_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 40
+    assert len(lines) <= 23
     assert max(map(len, lines)) <= 80
 
 

@@ -47,7 +47,7 @@ def test_the_velocity_of_a_sit_is_the_opposite_one_at_the_opposite_time(tmp_path
     x, t = random(4, 4, 8, 8), torch.tensor([0.0, 0.25, 0.7004, 1.0])
     for label in (torch.tensor([0, 3, 9, 5]), torch.full((4,), CLASSES)):
         query = bridge.query(x, t)
-        output = network(query.state, query.network_time, Condition(label=label))[:, :4]
+        output = network(query.state, query.timestep, Condition(label=label))[:, :4]
         expected = -sit_velocity(state, x, 1 - t, label)
         torch.testing.assert_close(bridge.velocity(output, x, t), expected, atol=1e-5, rtol=0)
         assert expected.abs().max() > 0.3

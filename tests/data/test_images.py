@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from atoll.data.images import BadPicture, decode
+from atoll.data.images import BadImage, decode
 from atoll.data.sources.open import open_source
 
 
@@ -34,7 +34,7 @@ def pixels(picture: Image.Image) -> np.ndarray:
 
 
 def reason(data: bytes, **limits: int) -> str:
-    with pytest.raises(BadPicture) as bad:
+    with pytest.raises(BadImage) as bad:
         decode(data, 16, **limits)
     return bad.value.reason
 
@@ -212,5 +212,5 @@ def test_damage_is_a_picture_or_a_reason(seed: Callable[[], bytes], edits: list[
     data = bytearray(seed())
     for place, value in edits:
         data[int(place * len(data))] = value
-    with suppress(BadPicture):
+    with suppress(BadImage):
         assert decode(bytes(data[: int(cut * len(data))]), 16).size == (16, 16)

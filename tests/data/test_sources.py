@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from atoll.core.errors import AtollError
-from atoll.data.sources.base import BadPicture, Options, Sample, Source, describe
+from atoll.data.sources.base import BadImage, Options, Sample, Source, describe
 from atoll.data.sources.fields import Ids
 from atoll.data.sources.folder import folders
 from atoll.data.sources.open import find_kind, open_source
@@ -450,7 +450,7 @@ def test_metadata_may_lie_in_a_later_folder(dozen: list[Sample], tmp_path: Path)
 
 
 def reason(sample: Sample) -> str:
-    with pytest.raises(BadPicture) as bad:
+    with pytest.raises(BadImage) as bad:
         sample.read()
     return bad.value.reason
 

@@ -117,10 +117,10 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGES, ids=range(len(DAMAGES)))
 def test_a_damaged_folder_is_refused(
-    told_export: Path, tmp_path: Path, damage: Callable[[Path], object], reason: str
+    conditioned_export: Path, tmp_path: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
     folder = tmp_path / "pipeline"
-    shutil.copytree(told_export, folder)
+    shutil.copytree(conditioned_export, folder)
     damage(folder)
     with pytest.raises(AtollError, match=reason):
         atoll.load(folder)
@@ -128,7 +128,7 @@ def test_a_damaged_folder_is_refused(
         AtollPipeline.from_pretrained(folder)
 
 
-def test_foreign_folders_are_refused(told_export: Path, tmp_path: Path) -> None:
+def test_foreign_folders_are_refused(conditioned_export: Path, tmp_path: Path) -> None:
     foreign = tmp_path / "stable"
     foreign.mkdir()
     pipe = diffusers.DDPMPipeline(
@@ -142,26 +142,26 @@ def test_foreign_folders_are_refused(told_export: Path, tmp_path: Path) -> None:
     with pytest.raises(AtollError, match=r"empty is not a run: it has no atoll.yaml"):
         atoll.load(tmp_path / "empty")
     with pytest.raises(AtollError, match=r"there is no model 'student' in .*it holds experts, expert:0 to expert:2"):
-        atoll.load(told_export, "student")
-    assert len(atoll.load(told_export, "expert:2").ensemble.experts) == 1
+        atoll.load(conditioned_export, "student")
+    assert len(atoll.load(conditioned_export, "expert:2").ensemble.experts) == 1
 
 
 def test_a_name_on_the_hub_is_found_in_its_cache(
-    told_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    conditioned_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache as huggingface_hub lays it out: content by hash, and a snapshot of links to it."""
     repository, revision = tmp_path / "hub" / "models--someone--islands", "0" * 40
     (repository / "blobs").mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(revision)
-    for number, file in enumerate(path for path in told_export.rglob("*") if path.is_file()):
+    for number, file in enumerate(path for path in conditioned_export.rglob("*") if path.is_file()):
         shutil.copy(file, repository / "blobs" / f"{number:040d}")
-        link = repository / "snapshots" / revision / file.relative_to(told_export)
+        link = repository / "snapshots" / revision / file.relative_to(conditioned_export)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(repository / "blobs" / f"{number:040d}", link.parent))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    expected = atoll.load(told_export).generate(labels=["circle"], steps=3).latents
+    expected = atoll.load(conditioned_export).generate(labels=["circle"], steps=3).latents
     assert torch.equal(atoll.load("someone/islands").generate(labels=["circle"], steps=3).latents, expected)
     pipe = AtollPipeline.from_pretrained("someone/islands")
     assert torch.equal(pipe(label="circle", num_inference_steps=3, output_type="latent").images, expected)

@@ -110,7 +110,7 @@ def test_one_expert_that_knows_no_captions_silences_all() -> None:
 def test_prompts_reach_nearest_routing(run: Path) -> None:
     """Experts that are told tokens only: the pooled caption is for the routing."""
     ensemble = atoll.load(run)
-    assert ensemble.ensemble.told == {"text", "pooled"}
+    assert ensemble.ensemble.conditioning == {"text", "pooled"}
     condition = ensemble.encode(["a red circle", "a blue square"])
     assert condition.pooled is not None
     x = torch.zeros(2, 3, 8, 8)

@@ -196,7 +196,7 @@ def test_mixed_answers_are_the_ensembles_own_velocity(trained: Path) -> None:
     for routing in routings:
         errors = []
         for sample in diagnostics.noisy(shards, 5, 3, device=model.device):
-            condition, cluster = sample.condition(model.told), sample.batch.cluster
+            condition, cluster = sample.condition(model.conditioning), sample.batch.cluster
             with torch.no_grad():
                 v = model.velocity(sample.x, sample.t, condition, routing=routing, cluster=cluster, draw=sample.draw)
             errors.append((v - sample.target).square().flatten(1).mean(1))

@@ -154,6 +154,6 @@ def test_the_plan_is_what_the_process_takes(big: Path, limit: int, dtype: str) -
     assert answer["measured"] == pytest.approx(answer["plan"]["total"] - before, rel=0.25), answer
 
 
-def test_a_run_conditioned_on_classes_has_a_plan(told_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sample", str(told_run), "--labels", "circle", "--plan", "--json"]) == 0
+def test_a_run_conditioned_on_classes_has_a_plan(conditioned_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(conditioned_run), "--labels", "circle", "--plan", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parts"]["one evaluation of an expert"] > 0

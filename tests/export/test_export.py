@@ -52,15 +52,15 @@ def test_a_new_process_makes_the_same_pictures(run: Path, exported: Path, tmp_pa
 
 
 @pytest.mark.parametrize("routing", ["top-1", "full", "nearest:top-2", "drawn", "sample-1", "top-2@0.5,top-1"])
-def test_the_folder_is_the_run(told_run: Path, told_export: Path, routing: str) -> None:
+def test_the_folder_is_the_run(conditioned_run: Path, conditioned_export: Path, routing: str) -> None:
     """Mixed objectives and sizes, any routing, any number of experts in memory: nothing that counts was lost."""
     how = {**HOW, "routing": routing}
     labels = ["circle", 2, "square", "triangle"]
-    expected = atoll.load(told_run).generate(labels=labels, **how)
+    expected = atoll.load(conditioned_run).generate(labels=labels, **how)
     for resident in (None, 1):
-        model = atoll.load(told_export, max_loaded_experts=resident)
+        model = atoll.load(conditioned_export, max_loaded_experts=resident)
         assert torch.equal(model.generate(labels=labels, **how).latents, expected.latents)
-    own, theirs = (atoll.load(folder).ensemble.experts for folder in (told_run, told_export))
+    own, theirs = (atoll.load(folder).ensemble.experts for folder in (conditioned_run, conditioned_export))
     assert own == theirs
 
 
@@ -74,32 +74,32 @@ def test_the_folder_holds_tensors_and_text_alone(exported: Path) -> None:
     assert {name for name, value in index.items() if name[0] != "_" and value[0]} == components
 
 
-def test_the_same_again_does_nothing_and_something_else_is_refused(told_run: Path, tmp_path: Path) -> None:
+def test_the_same_again_does_nothing_and_something_else_is_refused(conditioned_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    first = export(told_run, folder)
+    first = export(conditioned_run, folder)
     (folder / "README.md").write_text("a card that people have edited")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert export(told_run, folder).digest == first.digest
+    assert export(conditioned_run, folder).digest == first.digest
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     assert len(atoll.load(folder).ensemble.experts) == 3
     with pytest.raises(AtollError, match="model was experts, now student"):
-        export(told_run, folder, "student")
+        export(conditioned_run, folder, "student")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
     with pytest.raises(AtollError, match="mine exists and is not an export"):
-        export(told_run, tmp_path / "mine")
+        export(conditioned_run, tmp_path / "mine")
 
 
-def test_an_interrupted_export_is_refused_and_can_be_finished(told_run: Path, tmp_path: Path) -> None:
+def test_an_interrupted_export_is_refused_and_can_be_finished(conditioned_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    whole = export(told_run, folder)
+    whole = export(conditioned_run, folder)
     plan = {"kind": whole.kind, "version": whole.version, "made_from": whole.made_from}
     (folder / "manifest.json").unlink()
     (folder / "expert_1" / "declaration.json").write_text("{")
     with pytest.raises(AtollError, match=r"has no manifest.json: its export was not finished"):
         atoll.load(folder)
     (folder / ".plan.json").write_text(json.dumps(plan))
-    assert export(told_run, folder).digest == whole.digest
+    assert export(conditioned_run, folder).digest == whole.digest
 
 
 def test_an_incomplete_run_is_not_exported(tmp_path: Path) -> None:
@@ -114,14 +114,14 @@ def test_an_incomplete_run_is_not_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["monolith", "student", "expert:1"])
-def test_dense_models(told_run: Path, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dense_models(conditioned_run: Path, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "out"
-    assert cli.main(["export", str(told_run), str(folder), "--model", model, "--license", "mit", "--json"]) == 0
+    assert cli.main(["export", str(conditioned_run), str(folder), "--model", model, "--license", "mit", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["model"] == model
     assert said["experts"] == 1
     assert not (folder / "router").exists()
-    expected = atoll.load(told_run, model).generate(labels=["circle"], **HOW).latents
+    expected = atoll.load(conditioned_run, model).generate(labels=["circle"], **HOW).latents
     assert torch.equal(atoll.load(folder).generate(labels=["circle"], **HOW).latents, expected)
     assert "license: mit" in (folder / "README.md").read_text()
 
@@ -219,7 +219,7 @@ def test_folders_of_this_machine_are_not_told(tmp_path: Path) -> None:
     assert all(list(a.tobytes()) == list(b.tobytes()) for a, b in zip(made.images, expected.images, strict=True))
 
 
-def test_the_card_tells_data_clusters_compute_and_figures(prepared: Path, told_run: Path, tmp_path: Path) -> None:
+def test_the_card_has_data_clusters_compute_and_metrics(prepared: Path, conditioned_run: Path, tmp_path: Path) -> None:
     for part in ("data/ingest", "data/clusters"):
         shutil.copytree(prepared / part, tmp_path / part)
     protocol = {"samples": 2048, "steps": 50, "extractor": "inception"}
@@ -230,7 +230,7 @@ def test_the_card_tells_data_clusters_compute_and_figures(prepared: Path, told_r
     ]
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "evaluation" / "latest.json").write_text(json.dumps({"models": models}))
-    experts = [Artifact(told_run, f"experts/{k:03d}/final").read(EXPERT) for k in range(3)]
+    experts = [Artifact(conditioned_run, f"experts/{k:03d}/final").read(EXPERT) for k in range(3)]
     compute = ComputeSpec(samples=500_000, parameters=1, flops=32 * 10**16, seconds=7200.0)
     experts[0] = experts[0].model_copy(update={"compute": compute})
     text = card(About(tmp_path, "islands", "experts", experts, None, None))

@@ -20,12 +20,12 @@ FEW: dict[str, Any] = {"num_inference_steps": 3, "output_type": "latent"}
 
 
 @pytest.fixture(scope="module")
-def pipe(told_export: Path) -> AtollPipeline:
-    return AtollPipeline.from_pretrained(told_export)
+def pipe(conditioned_export: Path) -> AtollPipeline:
+    return AtollPipeline.from_pretrained(conditioned_export)
 
 
-def test_its_defaults_are_those_of_the_ensemble(pipe: AtollPipeline, told_run: Path) -> None:
-    expected = atoll.load(told_run).generate(labels=LABELS, steps=3)
+def test_its_defaults_are_those_of_the_ensemble(pipe: AtollPipeline, conditioned_run: Path) -> None:
+    expected = atoll.load(conditioned_run).generate(labels=LABELS, steps=3)
     assert torch.equal(pipe(label=LABELS, **FEW).images, expected.latents)
     pictures = pipe(label=LABELS, num_inference_steps=3).images
     assert [image.tobytes() for image in pictures] == [image.tobytes() for image in expected.images]
@@ -36,26 +36,28 @@ def test_its_defaults_are_those_of_the_ensemble(pipe: AtollPipeline, told_run: P
     assert pipe(**FEW, num_images_per_prompt=2).images.shape == (2, 3, 8, 8)
 
 
-def test_every_setting_reaches_the_ensemble(pipe: AtollPipeline, told_run: Path) -> None:
+def test_every_setting_reaches_the_ensemble(pipe: AtollPipeline, conditioned_run: Path) -> None:
     how = {"guidance_interval": (0.2, 0.9), "rescale": 0.5, "solver": "heun", "shift": 2.0}
-    expected = atoll.load(told_run).generate(labels=LABELS, steps=3, guidance_scale=2.0, routing="full", seed=9, **how)
+    expected = atoll.load(conditioned_run).generate(
+        labels=LABELS, steps=3, guidance_scale=2.0, routing="full", seed=9, **how
+    )
     got = pipe(label=LABELS, guidance_scale=2.0, routing="full", seed=9, **how, **FEW)
     assert torch.equal(got.images, expected.latents)
-    oracle = atoll.load(told_run).generate(labels=["circle"] * 2, clusters=[2] * 2, steps=3, routing="oracle")
+    oracle = atoll.load(conditioned_run).generate(labels=["circle"] * 2, clusters=[2] * 2, steps=3, routing="oracle")
     got = pipe(label="circle", cluster=2, routing="oracle", num_images_per_prompt=2, **FEW)
     assert torch.equal(got.images, oracle.latents)
 
 
 def test_it_survives_saving_and_its_index_is_that_of_an_export(
-    pipe: AtollPipeline, told_export: Path, tmp_path: Path
+    pipe: AtollPipeline, conditioned_export: Path, tmp_path: Path
 ) -> None:
     pipe.save_pretrained(tmp_path / "again")
     saved, exported = (
-        json.loads((folder / "model_index.json").read_text()) for folder in (tmp_path / "again", told_export)
+        json.loads((folder / "model_index.json").read_text()) for folder in (tmp_path / "again", conditioned_export)
     )
     assert saved == exported
-    for file in told_export.rglob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "again" / file.relative_to(told_export)).read_bytes()
+    for file in conditioned_export.rglob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "again" / file.relative_to(conditioned_export)).read_bytes()
     expected = pipe(label=LABELS, routing="nearest", **FEW).images
     assert torch.equal(
         AtollPipeline.from_pretrained(tmp_path / "again")(label=LABELS, routing="nearest", **FEW).images, expected
@@ -78,26 +80,26 @@ def test_components_make_another_pipeline(pipe: AtollPipeline) -> None:
         AtollPipeline(scheduler=pipe.scheduler)
 
 
-def test_an_expert_stands_by_itself(told_export: Path, told_run: Path) -> None:
-    expert = ExpertModel.from_pretrained(told_export, subfolder="expert_1")
-    assert expert.declaration() == atoll.load(told_run).ensemble.experts[1]
+def test_an_expert_stands_by_itself(conditioned_export: Path, conditioned_run: Path) -> None:
+    expert = ExpertModel.from_pretrained(conditioned_export, subfolder="expert_1")
+    assert expert.declaration() == atoll.load(conditioned_run).ensemble.experts[1]
     assert expert.density is not None
     assert expert.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("solver", "shift"), [("dpm++", 1.0), ("unipc", 2.0), ("flow-heun", 1.0)])
-def test_the_scheduler_can_be_replaced(pipe: AtollPipeline, told_run: Path, solver: str, shift: float) -> None:
+def test_the_scheduler_can_be_replaced(pipe: AtollPipeline, conditioned_run: Path, solver: str, shift: float) -> None:
     from atoll.flow import diffusers_scheduler
 
-    expected = atoll.load(told_run).generate(labels=LABELS, steps=3, solver=solver, shift=shift).latents
+    expected = atoll.load(conditioned_run).generate(labels=LABELS, steps=3, solver=solver, shift=shift).latents
     other = AtollPipeline(**{**pipe.components, "scheduler": diffusers_scheduler(solver, shift)})
     assert torch.equal(other(label=LABELS, **FEW).images, expected)
 
 
-def test_a_plain_euler_scheduler_makes_atolls_own_steps(pipe: AtollPipeline, told_run: Path) -> None:
+def test_a_plain_euler_scheduler_makes_atolls_own_steps(pipe: AtollPipeline, conditioned_run: Path) -> None:
     shifted = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     other = AtollPipeline(**{**pipe.components, "scheduler": shifted})
-    expected = atoll.load(told_run).generate(labels=LABELS, steps=3, shift=3.0).latents
+    expected = atoll.load(conditioned_run).generate(labels=LABELS, steps=3, shift=3.0).latents
     assert torch.equal(other(label=LABELS, **FEW).images, expected)
     assert torch.equal(pipe(label=LABELS, shift=3.0, **FEW).images, expected)
     karras = diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
@@ -107,9 +109,9 @@ def test_a_plain_euler_scheduler_makes_atolls_own_steps(pipe: AtollPipeline, tol
         other(label=LABELS, shift=3.0, **FEW)
 
 
-def test_a_plain_scheduler_keeps_its_own_times_on_request(pipe: AtollPipeline, told_run: Path) -> None:
+def test_a_plain_scheduler_keeps_its_own_times_on_request(pipe: AtollPipeline, conditioned_run: Path) -> None:
     """The loop of other diffusers pipelines over the same velocity gives the same latents."""
-    ensemble, scheduler = atoll.load(told_run), diffusers.FlowMatchEulerDiscreteScheduler()
+    ensemble, scheduler = atoll.load(conditioned_run), diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(FEW["num_inference_steps"])
     x = rng.normal((4, 3, 8, 8), seed=0, stream=NOISE_STREAM, first=0)
     condition = ensemble.encode(labels=LABELS)
@@ -135,8 +137,8 @@ def test_a_generator_gives_the_seed_and_moves_on(pipe: AtollPipeline) -> None:
         pipe(label=LABELS, generator=[first, second], **FEW)
 
 
-def test_other_precision(told_export: Path, pipe: AtollPipeline) -> None:
-    half = AtollPipeline.from_pretrained(told_export, dtype=torch.bfloat16)
+def test_other_precision(conditioned_export: Path, pipe: AtollPipeline) -> None:
+    half = AtollPipeline.from_pretrained(conditioned_export, dtype=torch.bfloat16)
     assert half.dtype == half.expert_2.dtype == half.router.dtype == torch.bfloat16
     expected = pipe(label=LABELS, routing="full", guidance_scale=1.0, **FEW).images
     got = half(label=LABELS, routing="full", guidance_scale=1.0, **FEW).images.float()

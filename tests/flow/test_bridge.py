@@ -90,7 +90,7 @@ def test_the_published_conversion_follows_its_formula(mode: BridgeMode) -> None:
     x, eps = torch.tensor([[0.5], [2.0], [3.0]]), torch.tensor([[0.2], [1.0], [-1.0]])
     t = torch.tensor([0.25, 0.7004, 0.9999])
     query = bridge.query(x, t)
-    assert query.network_time.tolist() == [250.0, 700.0, 999.0]
+    assert query.timestep.tolist() == [250.0, 700.0, 999.0]
     assert query.state is x
     velocity = bridge.velocity(eps, x, t)
     alpha, sigma = (0.75, 0.25) if mode == "published-linear" else (math.cos(math.pi / 8), math.sin(math.pi / 8))
@@ -207,7 +207,7 @@ def test_flow_matching_needs_no_bridge() -> None:
     x, output, t = torch.randn(2, 3), torch.randn(2, 3), torch.tensor([0.2, 0.7])
     assert bridge.identity
     assert bridge.query(x, t).state is x
-    assert bridge.query(x, t).network_time.tolist() == pytest.approx([200.0, 700.0])
+    assert bridge.query(x, t).timestep.tolist() == pytest.approx([200.0, 700.0])
     assert bridge.velocity(output, x, t) is output
 
 

@@ -43,7 +43,7 @@ def test_a_perfect_network_has_no_loss_and_its_bridge_gives_the_velocity(name: s
     x = flow.LINEAR.add_noise(x0, noised.eps.double(), t)
     query = bridge.query(x, t)
     torch.testing.assert_close(query.state, noised.input, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(query.network_time, noised.network_time.double(), rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(query.timestep, noised.timestep.double(), rtol=1e-4, atol=1e-2)
     velocity = bridge.velocity(noised.target, x, t)
     torch.testing.assert_close(velocity, noised.eps - x0, rtol=1e-6, atol=1e-5)
 
@@ -53,7 +53,7 @@ def test_flow_matching_is_the_textbook_batch() -> None:
     t = noised.t[:, None, None, None]
     torch.testing.assert_close(noised.input, (1 - t) * BATCH + t * noised.eps)
     torch.testing.assert_close(noised.target, noised.eps - BATCH)
-    torch.testing.assert_close(noised.network_time, 1000 * noised.t)
+    torch.testing.assert_close(noised.timestep, 1000 * noised.t)
 
 
 def test_noise_and_times_are_distributed_as_they_say() -> None:

@@ -21,7 +21,7 @@ def test_s2_overfits_one_batch(name):
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
     losses = []
     for _ in range(60):
-        loss = goal.loss(network(noised.input, noised.network_time, condition), noised).mean()
+        loss = goal.loss(network(noised.input, noised.timestep, condition), noised).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)

@@ -465,6 +465,6 @@ def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_samples(train
     task = replace(build_task(job), network=load_network(trained_experts / "experts/001/final").eval())
     with torch.no_grad():
         velocity = task.objective.bridge().wrap(task.answer)
-        plain = validate(velocity, task.held_out, seed=task.seed, conditioning=task.told)
+        plain = validate(velocity, task.held_out, seed=task.seed, conditioning=task.conditioning)
     assert found["held_out_loss"] < 0.5 * (plain.mean or 0)
     assert declared(trained_experts, "experts/000")["bridge"]["prediction_error"] == 0

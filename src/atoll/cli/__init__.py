@@ -95,7 +95,7 @@ def overview() -> str:
             *rows,
             "",
             "atoll VERB --help lists the options of a verb. Verbs that read RUN/atoll.yaml",
-            "accept its keys as options: --clusters.count 4. atoll config RUN prints them all.",
+            "accept its keys as options: --clusters.count 4. atoll config RUN prints all.",
         ]
     )
 

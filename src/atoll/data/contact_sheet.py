@@ -5,7 +5,7 @@ from contextlib import suppress
 from PIL import Image
 
 from atoll.core.artifacts import Artifact
-from atoll.data.sources.base import BadPicture, Source, decode
+from atoll.data.sources.base import BadImage, Source, decode
 from atoll.data.stages.ingest import Index
 
 _SIDE, _GAP, _COLUMNS = 64, 4, 8
@@ -18,7 +18,7 @@ def contact_sheets(artifact: Artifact, index: Index, source: Source, *, examples
     pictures: dict[str, Image.Image] = {}
     for sample in source.samples():
         if sample.id in wanted:
-            with suppress(BadPicture):
+            with suppress(BadImage):
                 pictures[sample.id] = decode(sample.read(), side)
     for number, ids in enumerate(examples):
         with artifact.writing(f"cluster_{number:03d}.png") as path:

@@ -36,7 +36,7 @@ _DAMAGE = (
 )
 
 
-class BadPicture(Exception):  # noqa: N818 - it names the picture's state
+class BadImage(Exception):  # noqa: N818 - it names the picture's state
     """A sample that cannot be used, with the reason in words; the run lists it and goes on."""
 
     def __init__(self, reason: str) -> None:
@@ -44,29 +44,29 @@ class BadPicture(Exception):  # noqa: N818 - it names the picture's state
         self.reason = reason
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (BadPicture, (self.reason,))
+        return (BadImage, (self.reason,))
 
 
 def decode(data: bytes, resolution: int, *, largest: int = LARGEST, smallest: int = SMALLEST) -> Image.Image:
     """A square RGB picture: turned upright as EXIF says, laid on white, cut at the centre, resized with Lanczos.
 
-    The content decides the format, not a file name. Of an animation the first frame is taken. Raises `BadPicture`.
+    The content decides the format, not a file name. Of an animation the first frame is taken. Raises `BadImage`.
     """
     if not data:
-        raise BadPicture("the file is empty (0 bytes)")
+        raise BadImage("the file is empty (0 bytes)")
     try:
         picture = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise BadPicture(f"not a picture in a known format; it starts with {data[:12]!r}") from None
+        raise BadImage(f"not a picture in a known format; it starts with {data[:12]!r}") from None
     except Image.DecompressionBombError as error:
-        raise BadPicture(f"taken for a decompression bomb: {error}") from error
+        raise BadImage(f"taken for a decompression bomb: {error}") from error
     except _DAMAGE as error:
-        raise BadPicture(f"damaged header: {error}") from error
+        raise BadImage(f"damaged header: {error}") from error
     width, height = picture.size
     if width * height > largest:
-        raise BadPicture(f"{width}x{height} pixels are more than the limit of {largest}")
+        raise BadImage(f"{width}x{height} pixels are more than the limit of {largest}")
     if min(width, height) < smallest:
-        raise BadPicture(f"{width}x{height} pixels are too few; the limit is {smallest} on a side")
+        raise BadImage(f"{width}x{height} pixels are too few; the limit is {smallest} on a side")
     _check_range(picture)
     try:
         # JPEG decodes straight to a smaller size; twice what is asked leaves the resize its quality.
@@ -74,15 +74,15 @@ def decode(data: bytes, resolution: int, *, largest: int = LARGEST, smallest: in
         upright = ImageOps.exif_transpose(picture)
         return _square(_on_white(upright), resolution)
     except _DAMAGE as error:
-        raise BadPicture(f"damaged {picture.format} data: {error}") from error
+        raise BadImage(f"damaged {picture.format} data: {error}") from error
 
 
 def _check_range(picture: Image.Image) -> None:
     """Refuse numbers of which nobody knows what is white."""
     if picture.mode == "F":
-        raise BadPicture("floating-point pixels have no fixed range; save it with 8 or 16 bits")
+        raise BadImage("floating-point pixels have no fixed range; save it with 8 or 16 bits")
     if picture.mode == "I" and picture.format not in ("PNG", "PPM"):  # which say I for grey of 16 bits
-        raise BadPicture("32-bit grey values have no fixed range; save it with 8 or 16 bits")
+        raise BadImage("32-bit grey values have no fixed range; save it with 8 or 16 bits")
 
 
 def _on_white(picture: Image.Image) -> Image.Image:

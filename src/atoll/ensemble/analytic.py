@@ -34,7 +34,7 @@ class IdealNetwork(nn.Module):
     def forward(self, x: Tensor, time: Tensor, _condition: object = None) -> Tensor:
         """The exact prediction at a network's input and network time."""
         schedule = self.objective.schedule
-        last = float(schedule.network_time(torch.ones(1)))
+        last = float(schedule.timestep(torch.ones(1)))
         t = (time.double() / last).clamp(END, 1).expand(len(x))
         z = x.flatten(1).double() / schedule.input_scale(t)[:, None]
         return self.mixture.predict(z, t, self.objective.prediction, schedule=schedule).view(x.shape).to(x.dtype)
@@ -49,7 +49,7 @@ class IdealRouter(nn.Module):
 
     def logits(self, x: Tensor, time: Tensor, _condition: object = None) -> Tensor:
         """Log-probabilities of the clusters."""
-        t = (time.double() / flow.NETWORK_TIME_SCALE).clamp(END, 1).expand(len(x))
+        t = (time.double() / flow.TIMESTEP_SCALE).clamp(END, 1).expand(len(x))
         density = self.mixture.log_density(x.flatten(1).double(), t)
         return torch.stack([density[:, list(cluster)].logsumexp(1) for cluster in self.clusters], 1).to(x.dtype)
 

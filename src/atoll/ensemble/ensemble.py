@@ -48,10 +48,10 @@ class Ensemble(nn.Module):
         self.space = declared[-1 if router else 0].statistics
         """How the latents of the states are normalized."""
         self.cache = ExpertCache(self.members, self.space, self.placement, max_loaded_experts or len(members))
-        self.told: frozenset[str] = frozenset().union(*(declaration.told for declaration in declared))
+        self.conditioning: frozenset[str] = frozenset().union(*(declaration.conditioning for declaration in declared))
         """What any of the experts, or the routing, is conditioned on."""
-        if "text" in self.told and any(member.density and member.density.caption for member in members):
-            self.told |= {"pooled"}
+        if "text" in self.conditioning and any(member.density and member.density.caption for member in members):
+            self.conditioning |= {"pooled"}
 
     @classmethod
     def of_expert(cls, expert: OpenExpert) -> "Ensemble":
@@ -99,7 +99,7 @@ class Ensemble(nn.Module):
         _check_batch(x, self.shape[0], guidance_scale=guidance_scale, cluster=cluster, draw=draw)
         t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
         conditions = self._conditions(condition, x)
-        guided = guided_rows(guidance_scale, x, conditioned=conditions.something and bool(self.told))
+        guided = guided_rows(guidance_scale, x, conditioned=conditions.something and bool(self.conditioning))
         weights = self.route(
             x, t, conditions, routing=routing, guided=guided, cluster=cluster, draw=draw, state=state
         )  # fmt: skip
@@ -182,7 +182,7 @@ class Ensemble(nn.Module):
         unknown = [expert.name for expert in self.experts if expert.clusters[0] not in column]
         if unknown:
             raise AtollError(f"the router does not know {', '.join(unknown)}; train it again, or use --routing nearest")
-        if self.router.declaration.told and conditions.something:
+        if self.router.declaration.conditioning and conditions.something:
             rows, halves = (torch.cat([conditions.rows, conditions.null]), 2) if null else (conditions.rows, 1)
             times = t if t.numel() == 1 else t.repeat(halves)
             logits = self.router.logits(x.repeat(halves, 1, 1, 1), times, conditions.distinct[rows])

@@ -23,7 +23,7 @@ def save(samples: Samples, folder: Path) -> dict[str, list[str] | str]:
         image.save(files[-1], pnginfo=_described(samples.metadata(number)))
     columns = min(8, max(1, round(len(samples.images) ** 0.5)))
     grid = folder / "grid.png"
-    settings = {**samples.metadata(0), "prompt": samples.told, "number": None}
+    settings = {**samples.metadata(0), "prompt": samples.prompts, "number": None}
     sheet(samples.images, columns).save(grid, pnginfo=_described(settings))
     written: dict[str, list[str] | str] = {"images": files, "grid": str(grid)}
     if samples.trace is not None:

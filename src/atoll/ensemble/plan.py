@@ -64,7 +64,7 @@ def plan(ensemble: Ensemble, encoders: Encoders, *, batch: int, distinct: int, g
     placement, members = ensemble.placement, ensemble.members
     sizes = sorted((expert_bytes(member, placement) for member in members), reverse=True)
     limit = min(ensemble.cache.limit, len(members))
-    rows = batch * (2 if guided and ensemble.told else 1)
+    rows = batch * (2 if guided and ensemble.conditioning else 1)
     largest = max(members, key=lambda member: member.size)
     network, itemsize = _outline(largest), placement.dtype.itemsize
     # The different conditions with the null condition, and a copy for the rows of a batch.
@@ -80,7 +80,7 @@ def plan(ensemble: Ensemble, encoders: Encoders, *, batch: int, distinct: int, g
         parts["router"] = weights_of(ensemble.router.network)
     if placement.dtype != torch.float32 or placement.quantize:
         parts["a file while its weights are converted"] = max(member.size for member in members)
-    if ensemble.told & {"text", "pooled"}:
+    if ensemble.conditioning & {"text", "pooled"}:
         parts["text encoder"] = weights_of(encoders.text_encoder().network)
     codec = encoders.autoencoder()
     if hasattr(codec, "network"):
@@ -124,7 +124,7 @@ def activation_bytes(network: nn.Module, shape: Sequence[int], *, rows: int, ite
 
 def condition_bytes(network: nn.Module, declaration: Declaration, *, rows: int, itemsize: int) -> int:
     """Return the size of the keys and values of `rows` texts, which a DiT keeps from one step to the next."""
-    if not isinstance(network, DiT) or declaration.text is None or "text" not in declaration.told:
+    if not isinstance(network, DiT) or declaration.text is None or "text" not in declaration.conditioning:
         return 0
     config = network.config
     return 2 * config.depth * config.width * rows * declaration.text.max_tokens * itemsize

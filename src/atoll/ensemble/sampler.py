@@ -56,7 +56,7 @@ OnVelocity = Callable[[Tensor, float, Tensor], object]
 class Request:
     """What is wanted: for each image its prompt or class (or neither), and its cluster if the oracle routes."""
 
-    told: list[str | None]
+    prompts: list[str | None]
     condition: Condition | None
     """One row for each different prompt or class."""
     rows: Tensor
@@ -101,7 +101,7 @@ class Sampler:
         for notice in self._notices(prompts is not None, labels is not None, settings=chosen):
             print(f"warning: {notice}", file=sys.stderr)
         self.encoders.autoencoder()  # one that is missing is noticed before the work
-        count = len(wanted.told)
+        count = len(wanted.prompts)
         parts: list[Tensor] = []
         decisions: list[list[Decision]] = []
         with progress("sampling", -(-count // batch_size) * len(chosen.evaluated_at), unit="steps") as bar:
@@ -112,13 +112,13 @@ class Sampler:
         latents = torch.cat(parts)
         names = tuple(expert.name for expert in self.ensemble.experts)
         made = Trace.of(decisions, names) if trace else None
-        return Samples(latents, self.decode(latents), wanted.told, chosen, made)
+        return Samples(latents, self.decode(latents), wanted.prompts, chosen, made)
 
     def encode(self, prompts: Sequence[str] | None = None, labels: Sequence[str | int] | None = None) -> Condition:
         """Return the condition of prompts, of classes (names or numbers), or of both, one row for each."""
         if prompts is not None and labels is not None and len(prompts) != len(labels):
             raise AtollError(f"there are {len(prompts)} prompts and {len(labels)} labels; expected as many of both")
-        told, device = self.ensemble.told, self.ensemble.device
+        told, device = self.ensemble.conditioning, self.ensemble.device
         text = mask = pooled = label = None
         if prompts is not None and told & {"text", "pooled"}:
             text, mask, pooled = (part.to(device) for part in self.encoders.text_encoder()(list(prompts)))
@@ -254,7 +254,7 @@ class Sampler:
         if self.missing:
             are = "is" if len(self.missing) == 1 else "are"
             found.append(f"{', '.join(self.missing)} {are} not there; the others act without")
-        told = self.ensemble.told
+        told = self.ensemble.conditioning
         given = [name for name, value in (("prompts", prompts), ("labels", labels)) if value]
         takes = {"prompts": told & {"text", "pooled"}, "labels": told & {"label"}}
         found += [f"these experts are not told {name}; they have no effect" for name in given if not takes[name]]
@@ -268,5 +268,5 @@ class Sampler:
 def draws_unconditioned(ensemble: Ensemble, routing: str) -> bool:
     """Whether an expert is drawn from the start by a router that is not conditioned on the prompt."""
     first = parse(routing).rules[0]
-    unconditioned = ensemble.router is not None and not ensemble.router.declaration.told
+    unconditioned = ensemble.router is not None and not ensemble.router.declaration.conditioning
     return len(ensemble.members) > 1 and first.name == "drawn" and first.source == "router" and unconditioned

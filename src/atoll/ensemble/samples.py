@@ -82,15 +82,15 @@ class Samples:
     latents: Tensor
     """In the ensemble's normalized space."""
     images: list[Image.Image]
-    told: list[str | None]
+    prompts: list[str | None]
     """Prompt or class of each image."""
     settings: Settings
     trace: Trace | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Return what was asked for, as plain values."""
-        return {"prompts": self.told, "settings": asdict(self.settings)}
+        return {"prompts": self.prompts, "settings": asdict(self.settings)}
 
     def metadata(self, number: int) -> dict[str, object]:
         """Return everything needed to make one of the images again."""
-        return {"prompt": self.told[number], "number": number, **asdict(self.settings)}
+        return {"prompt": self.prompts[number], "number": number, **asdict(self.settings)}

@@ -104,7 +104,7 @@ def ask(model: Ensemble, shards: Shards, routings: Sequence[str], *, limit: int,
 
 
 def _ask(model: Ensemble, sample: Noisy, routings: Sequence[str]) -> dict[str, Tensor]:
-    condition, experts = sample.condition(model.told), len(model.experts)
+    condition, experts = sample.condition(model.conditioning), len(model.experts)
     velocities = torch.stack(
         [expert_velocity(model, number, sample, condition=condition) for number in range(experts)], 1
     )
@@ -153,7 +153,7 @@ def dense_error(model: Ensemble, shards: Shards, limit: int, *, seed: int, name:
             bar.update(len(t))
             return model.velocity(x, t, condition)
 
-        return validate(velocity, shards, seed=seed, conditioning=model.told, limit=limit, device=model.device)
+        return validate(velocity, shards, seed=seed, conditioning=model.conditioning, limit=limit, device=model.device)
 
 
 def report(answers: Answers) -> ExpertDiagnostics:

@@ -17,7 +17,7 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.data.chunks import Chunks, ahead
 from atoll.data.shuffle import shuffled
-from atoll.data.sources.base import BadPicture, Sample, Source, decode
+from atoll.data.sources.base import BadImage, Sample, Source, decode
 from atoll.data.stages.ingest import Index, Pixels, open_configured
 from atoll.data.vision.base import Vision
 from atoll.evaluate.cache import keyed
@@ -147,7 +147,7 @@ def _read(index: Index, source: Source, wanted: "list[np.ndarray[Any, Any]]", *,
 def _pixels(sample: Sample, resolution: int) -> Pixels:
     try:
         return np.asarray(decode(sample.read(), resolution))
-    except BadPicture as bad:
+    except BadImage as bad:
         raise AtollError(f"the source changed: {sample.id!r} was a good picture, and now: {bad.reason}") from bad
 
 

@@ -200,7 +200,7 @@ def _chunk(model: Sampler, prompts: Prompts, settings: Settings, *, chunk: int, 
 
 def _generate(model: Sampler, prompts: Prompts, settings: Settings, *, batch_size: int) -> tuple[Generated, float]:
     """Pictures, and the seconds they took."""
-    labels = prompts.labels if "label" in model.ensemble.told else None
+    labels = prompts.labels if "label" in model.ensemble.conditioning else None
     how = {"batch_size": batch_size, "trace": len(model.ensemble.experts) > 1, **asdict(settings)}
     start = time.perf_counter()
     made = model.generate(prompts.captions, labels, len(prompts), clusters=prompts.clusters, **how)

@@ -93,7 +93,7 @@ def _solve(
     clusters: list[Tensor],
 ) -> Tensor:
     ensemble = sampler.ensemble
-    condition = sampler.encode(prompts.captions, prompts.labels if "label" in ensemble.told else None)
+    condition = sampler.encode(prompts.captions, prompts.labels if "label" in ensemble.conditioning else None)
     rows = torch.arange(len(prompts), device=ensemble.device)
     decisions: list[Decision] = []
     state = SamplerState(

@@ -31,7 +31,7 @@ class Declaration:
     name: str
     clusters: tuple[int, ...]
     network: NetworkConfig
-    told: frozenset[str]
+    conditioning: frozenset[str]
     statistics: Statistics
     latents: LatentSpec
     text: TextSpec | None
@@ -49,7 +49,7 @@ class Declaration:
             name=content.job,
             clusters=content.clusters,
             network=content.network,
-            told=frozenset(content.conditioning),
+            conditioning=frozenset(content.conditioning),
             statistics=statistics,
             latents=content.latents,
             text=content.text,
@@ -114,16 +114,16 @@ class OpenExpert:
     """From the common space to the expert's own; None if they are the same."""
 
     @property
-    def told(self) -> frozenset[str]:
+    def conditioning(self) -> frozenset[str]:
         """What it is conditioned on."""
-        return self.declaration.told
+        return self.declaration.conditioning
 
     def velocity(self, x: Tensor, t: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
         """Return the velocity at states x and times t: one for each state, or one for all, which costs less."""
         own, own_t = (x, t) if self.change is None else self.change.state(x, t)
         bridge = self.declaration.bridge
         query = bridge.query(own, own_t)
-        time = query.network_time[:1] if t.numel() == 1 else query.network_time
+        time = query.timestep[:1] if t.numel() == 1 else query.timestep
         output: Tensor = self.network(query.state.to(self.dtype), time, condition)
         # A learned variance beside the prediction is not used.
         velocity = bridge.velocity(output[:, : x.shape[1]], own, own_t)
@@ -147,8 +147,8 @@ class OpenRouter:
 
     def logits(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Return log-probabilities up to a constant, one column for each cluster of the declaration."""
-        told = only(condition, self.declaration.told)
-        return self.network.logits(x.to(self.dtype), flow.LINEAR.network_time(t), told)
+        told = only(condition, self.declaration.conditioning)
+        return self.network.logits(x.to(self.dtype), flow.LINEAR.timestep(t), told)
 
 
 def open_router(reference: ExpertReference, options: DeviceOptions) -> OpenRouter:

@@ -66,7 +66,7 @@ class LoadedExpert:
                     self._versions[number] = told.versions[number]
 
     def _own(self, told: BatchConditions) -> Condition:
-        mine, dtype = only(told.distinct, self.expert.told), self.expert.dtype
+        mine, dtype = only(told.distinct, self.expert.conditioning), self.expert.dtype
         parts = {name: getattr(mine, name) for name in ("text", "pooled")}
         return replace(mine, **{name: part.to(dtype) for name, part in parts.items() if part is not None})
 

@@ -129,7 +129,7 @@ class Paris:
             name=name,
             clusters=clusters,
             network=config,
-            told=frozenset() if router else frozenset({"text"}),
+            conditioning=frozenset() if router else frozenset({"text"}),
             statistics=Statistics.of_scale(AutoencoderConfig.read(autoencoder).scale(autoencoder), config.channels),
             latents=LatentSpec(autoencoder="vae", shape=(config.channels, config.size, config.size)),
             text=TextSpec(

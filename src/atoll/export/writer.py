@@ -113,7 +113,7 @@ def _components(
     if isinstance(codec, Codec):
         codec.network.save_pretrained(folder / "vae", safe_serialization=True)
     yield "vae", ["diffusers", type(codec.network).__name__] if isinstance(codec, Codec) else [None, None]
-    encoder = sampler.encoders.text_encoder() if ensemble.told & {"text", "pooled"} else None
+    encoder = sampler.encoders.text_encoder() if ensemble.conditioning & {"text", "pooled"} else None
     parts = (None, None) if encoder is None else (encoder.network, encoder.tokenizer)
     for name, part in zip(("text_encoder", "tokenizer"), parts, strict=True):
         if part is not None:

@@ -11,7 +11,7 @@ from atoll.flow.objectives import Noised, Objective, TimeSampling, Weighting, ob
 from atoll.flow.predictions import Pair, convert, from_pair, to_pair
 from atoll.flow.schedules import (
     LINEAR,
-    NETWORK_TIME_SCALE,
+    TIMESTEP_SCALE,
     CosineSchedule,
     DiscreteSchedule,
     EDMSchedule,
@@ -23,11 +23,11 @@ from atoll.flow.solvers import Step, diffusers_scheduler, run_scheduler, solve, 
 
 __all__ = [
     "LINEAR",
-    "NETWORK_TIME_SCALE",
     "OBJECTIVES",
     "PREDICTIONS",
     "SCHEDULES",
     "SOLVERS",
+    "TIMESTEP_SCALE",
     "Bridge",
     "CosineSchedule",
     "DiscreteSchedule",

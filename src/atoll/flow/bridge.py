@@ -58,7 +58,7 @@ class Query(NamedTuple):
     """What to ask the network: its input, the time it is told, and that time on its schedule's own [0, 1]."""
 
     state: Tensor
-    network_time: Tensor
+    timestep: Tensor
     time: Tensor
 
 
@@ -113,7 +113,7 @@ class Bridge:
         """The question to put to the network when the linear path is at state x and time t."""
         t = check_times(t, x)
         if self.identity:
-            return Query(x, LINEAR.network_time(t), t)
+            return Query(x, LINEAR.timestep(t), t)
         if self.published:
             step = (PUBLISHED_STEPS * t).round()
             return Query(x, step, step / PUBLISHED_STEPS)
@@ -124,7 +124,7 @@ class Bridge:
             # Zero where the schedule reaches the SNR. Beyond, the mean gets the weight it has in the expert's states.
             missing = broadcast(self.schedule.alpha(time), x) - scale * broadcast(1 - t, x)
             state = state + missing * input_scale * self._channels(self.data_mean, x)
-        return Query(state.to(x.dtype), self.schedule.network_time(time), time)
+        return Query(state.to(x.dtype), self.schedule.timestep(time), time)
 
     def velocity(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
         """Return the velocity on the linear path, in x's dtype, from the network's output for `query(x, t)`.
@@ -158,7 +158,7 @@ class Bridge:
 
         def field(x: Tensor, t: Tensor, **condition: Any) -> Tensor:
             query = self.query(x, t)
-            return self.velocity(network(query.state, query.network_time, **condition), x, t)
+            return self.velocity(network(query.state, query.timestep, **condition), x, t)
 
         return field
 

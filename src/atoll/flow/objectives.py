@@ -2,7 +2,7 @@
 
     objective = atoll.flow.objective("ddpm")
     noised = objective.corrupt(x0, seed=0, step=17)
-    loss = objective.loss(network(noised.input, noised.network_time), noised).mean()
+    loss = objective.loss(network(noised.input, noised.timestep), noised).mean()
 
 All randomness is a function of (seed, position of the sample in the run), so a batch can be made again anywhere.
 """
@@ -30,7 +30,7 @@ class Noised(NamedTuple):
     """A batch ready for training: what the network sees, what it should answer, and where it came from."""
 
     input: Tensor
-    network_time: Tensor
+    timestep: Tensor
     target: Tensor
     t: Tensor
     eps: Tensor
@@ -128,7 +128,7 @@ class Objective:
         state = self.schedule.add_noise(x0, eps, t)
         scale = broadcast(self.schedule.input_scale(t), x0)
         target = from_pair(Pair(x0, eps), t, self.prediction, schedule=self.schedule)
-        return Noised((scale * state).to(x0.dtype), self.schedule.network_time(t), target, t, eps)
+        return Noised((scale * state).to(x0.dtype), self.schedule.timestep(t), target, t, eps)
 
     def loss(self, output: Tensor, noised: Noised) -> Tensor:
         """Weighted mean squared error of each sample, in float32: shape (batch,)."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from atoll.core.errors import unknown
 from atoll.core.manifests import ScheduleSpec
 
-NETWORK_TIME_SCALE = 1000.0
+TIMESTEP_SCALE = 1000.0
 """Networks and router see 1000·t, the scale of the time embeddings of DiT, PixArt and the diffusers schedulers."""
 
 
@@ -84,9 +84,9 @@ class Schedule(ABC):
     def time_of_log_snr(self, log_snr: Tensor) -> Tensor:
         """The t at which `log_snr(t)` has the given value; outside the schedule's range, the nearest end."""
 
-    def network_time(self, t: Tensor) -> Tensor:
+    def timestep(self, t: Tensor) -> Tensor:
         """What a network trained under this schedule is told about t."""
-        return NETWORK_TIME_SCALE * _at_least_float32(t)
+        return TIMESTEP_SCALE * _at_least_float32(t)
 
     def input_scale(self, t: Tensor) -> Tensor:
         """Factor on the state before a network sees it; 1 unless the state's own scale explodes."""
@@ -248,7 +248,7 @@ class DiscreteSchedule(Schedule):
         low, high = rising[right - 1], rising[right]
         return (right - 1 + (wanted - low) / (high - low)) / (self.steps - 1)
 
-    def network_time(self, t: Tensor) -> Tensor:
+    def timestep(self, t: Tensor) -> Tensor:
         """The step, 0 to T-1."""
         return (self.steps - 1) * _at_least_float32(t)
 

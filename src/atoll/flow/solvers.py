@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atoll.core.errors import unknown
 from atoll.core.names import SOLVERS
-from atoll.flow.schedules import NETWORK_TIME_SCALE, broadcast
+from atoll.flow.schedules import TIMESTEP_SCALE, broadcast
 
 OWN_SOLVERS = ("euler", "heun")
 VelocityField = Callable[[Tensor, Tensor], Tensor]
@@ -122,10 +122,10 @@ def _only_shifted(scheduler: Any) -> bool:
 
 def _exact_times(scheduler: Any) -> list[float]:
     """The times of the timesteps: flow sigmas, which are what it steps by, where it has them."""
-    times = scheduler.timesteps.cpu().double() / NETWORK_TIME_SCALE
+    times = scheduler.timesteps.cpu().double() / TIMESTEP_SCALE
     sigmas = getattr(scheduler, "sigmas", times)[: len(times)].cpu().double()
     # A timestep may be its sigma cut to an integer, less than 1 away; other sigmas than those of flows are far away.
-    exact = len(sigmas) == len(times) and bool((sigmas - times).abs().max() < 1.1 / NETWORK_TIME_SCALE)
+    exact = len(sigmas) == len(times) and bool((sigmas - times).abs().max() < 1.1 / TIMESTEP_SCALE)
     return (sigmas if exact else times).tolist()  # type: ignore[no-any-return]
 
 

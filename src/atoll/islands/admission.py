@@ -312,7 +312,7 @@ def check_loss(offered: Contribution, artifact: Artifact, data: Artifact) -> Non
             raise Refused(f"cluster {offered.expert} has no held-out images to hold it against the bar {bar}")
         return
     expert = open_expert(expert_of_artifact(artifact, offered.manifest), held_out.statistics, DeviceOptions())
-    loss = validate(expert.velocity, held_out, seed=_seed(offered), conditioning=expert.told).mean
+    loss = validate(expert.velocity, held_out, seed=_seed(offered), conditioning=expert.conditioning).mean
     assert loss is not None  # there are held-out images
     if not math.isfinite(loss) or (bar is not None and loss > bar):
         raise Refused(f"its held-out loss on cluster {offered.expert} is {loss:.4g}; the bar is {bar}")

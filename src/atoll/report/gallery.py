@@ -129,7 +129,7 @@ class Showcase:
             subject, settings = Subject(subject.run, "experts", "oracle"), replace(settings, routing="oracle")
             clusters = [number] * len(told)
         model, rules = subject.open(), parse(settings.routing).rules
-        told_by = model.ensemble.told
+        told_by = model.ensemble.conditioning
         labels = told.labels if "label" in told_by else None
         captions = told.captions if told_by & {"text", "pooled"} else None
         if captions is None and labels is None and any(example.real is None for example in self.examples):

@@ -100,7 +100,7 @@ class Conditions:
 
     def _parts(self, key: Key) -> tuple[bool, bool]:
         """Whether the model takes in the prompt, and the class."""
-        told = self._ensemble.told
+        told = self._ensemble.conditioning
         return key[0] is not None and bool(told & {"text", "pooled"}), key[1] is not None and "label" in told
 
     def _seat(self, key: Key) -> Seat:
@@ -108,7 +108,7 @@ class Conditions:
         if any(parts):
             shelf = self._shelves[parts]
             return Seat(shelf, shelf.hold(key), key)
-        if not self._ensemble.told:
+        if not self._ensemble.conditioning:
             return Seat(None, 0)
         return Seat(self._any_shelf(), self._count)
 
@@ -130,7 +130,7 @@ class Conditions:
     def _any_shelf(self) -> Shelf:
         """Wherever conditions are kept, the null condition is too."""
         if not self._shelves:
-            text = bool(self._ensemble.told & {"text", "pooled"})
+            text = bool(self._ensemble.conditioning & {"text", "pooled"})
             example = self._sampler.encode([""]) if text else self._sampler.encode(labels=[0])
             self._shelves[text, not text] = Shelf(example, self._count)
         return next(iter(self._shelves.values()))

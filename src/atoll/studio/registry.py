@@ -184,7 +184,7 @@ class Models:
                 sampler.encoders = other.sampler.encoders
         ensemble = sampler.ensemble
         image = sampler.decode(torch.zeros(1, *ensemble.shape))[0]
-        if ensemble.told & {"text", "pooled"}:
+        if ensemble.conditioning & {"text", "pooled"}:
             sampler.encode([""])
         routings = routings_of(ensemble)
         wanted = how.routing if _works(ensemble, how.routing) else None
@@ -233,7 +233,7 @@ def routings_of(ensemble: Ensemble) -> tuple[str, ...]:
     found: tuple[str, ...] = ()
     if has_router(ensemble):
         found = ("top-1", "top-2", "full", "threshold-0.2", "nucleus-0.9", "sample-1")
-        found += () if draws_unconditioned(ensemble, "drawn") and ensemble.told else ("drawn",)
+        found += () if draws_unconditioned(ensemble, "drawn") and ensemble.conditioning else ("drawn",)
     if has_nearest(ensemble):
         found += ("nearest",) if found else ("nearest", "nearest:top-2", "nearest:full")
     return found

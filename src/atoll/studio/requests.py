@@ -50,10 +50,10 @@ def checked(request: ImagesRequest, models: Models) -> tuple[Ask, Edition]:
     edition = models.edition(request.model)
     ensemble = edition.ensemble
     _check_size(request, edition)
-    if request.prompt is not None and not ensemble.told & {"text", "pooled"}:
+    if request.prompt is not None and not ensemble.conditioning & {"text", "pooled"}:
         raise RefusalError(422, "this model was trained without text: it takes no prompts", "prompt")
     if request.label is not None:
-        if "label" not in ensemble.told:
+        if "label" not in ensemble.conditioning:
             raise RefusalError(422, "this model was trained without classes: it takes no labels", "label")
         with _blaming("label"):
             edition.sampler.class_number(request.label)

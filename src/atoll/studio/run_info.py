@@ -39,7 +39,7 @@ def describe_run(models: Models, queue: int, token: bool) -> schemas.RunAnswer:
     first = next(iter(editions.values()), None)
     edition = editions.get("experts")
     experts = None if edition is None else edition.ensemble
-    told = frozenset[str]().union(*(edition.ensemble.told for edition in editions.values()))
+    told = frozenset[str]().union(*(edition.ensemble.conditioning for edition in editions.values()))
     known = first.ensemble.experts[0].labels if first is not None else ()
     missing = _all_experts(models) if edition is None else list(edition.sampler.missing)
     return schemas.RunAnswer(

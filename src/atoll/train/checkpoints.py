@@ -25,7 +25,7 @@ from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import CHECKPOINT, CheckpointContent
 from atoll.train.distributed import World
-from atoll.train.ema import Averages
+from atoll.train.ema import EMA
 
 FILE_BYTES = 64 << 20
 """Of one file, roughly: a file is put together in memory before it is written, so small ones keep the pause small."""
@@ -36,23 +36,23 @@ class State:
     """What training changes."""
 
     network: nn.Module
-    averages: Averages
+    ema: EMA
     optimizer: torch.optim.Optimizer
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it by name, as the very tensors that training works on. The step count follows from the position."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.averages.parameters.items():
+        for name, parameter in self.ema.parameters.items():
             tensors[f"network.{name}"] = parameter.detach()
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"optimizer.{key}.{name}"] = self._moments(parameter)[key]
-        for average, weights in self.averages.weights.items():
+        for average, weights in self.ema.weights.items():
             tensors |= {f"average.{average}.{name}": weight for name, weight in weights.items()}
         return tensors
 
     def at_step(self, step: int) -> None:
         """Tell the optimizer how many steps it has made."""
-        for parameter in self.averages.parameters.values():
+        for parameter in self.ema.parameters.values():
             self._moments(parameter)["step"].fill_(step)
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ class _Block:
 class StudentTask(Task):
     """A dense network that learns from all experts."""
 
-    told: frozenset[str]
+    conditioning: frozenset[str]
     dropout: float
     run: Path
     block: int
@@ -52,19 +52,20 @@ class StudentTask(Task):
         x0 = self.latents(batch, position)
         noised = on_linear_path(x0, self.seed, position)
         target = self._targets(position, len(x0)).to(x0.device)
-        condition = drop(condition_of(batch, self.told), self.dropout, len(x0), seed=self.seed, position=position)
-        output = forward(noised.input, noised.network_time, condition)[:, : x0.shape[1]]
+        condition = condition_of(batch, self.conditioning)
+        condition = drop(condition, self.dropout, len(x0), seed=self.seed, position=position)
+        output = forward(noised.input, noised.timestep, condition)[:, : x0.shape[1]]
         return Losses((output.float() - target).square().flatten(1).mean(1), noised.t, {})
 
     def expert(self) -> OpenExpert:
         """Return the network, which predicts the velocity."""
-        return as_expert(self, self.told, flow.Objective().bridge())
+        return as_expert(self, self.conditioning, flow.Objective().bridge())
 
     @torch.no_grad()
     def finish(self, content: NetworkContent, processes: Processes = ALONE) -> ExpertContent:
         """Measure the held-out error against the data, as for any expert. A student is a flow-matching expert."""
         error = validate(
-            self.expert().velocity, self.held_out, seed=self.seed, conditioning=self.told, device=self.device,
+            self.expert().velocity, self.held_out, seed=self.seed, conditioning=self.conditioning, device=self.device,
             processes=processes,
         )  # fmt: skip
         return ExpertContent(
@@ -118,7 +119,7 @@ class StudentTask(Task):
             inputs.append(noised.input)
             times.append(noised.t)
         with torch.autocast(device.type, enabled=False):  # its bridge was calibrated in full precision
-            answer = teacher.velocity(torch.cat(inputs), torch.cat(times), condition_of(batch, teacher.told))
+            answer = teacher.velocity(torch.cat(inputs), torch.cat(times), condition_of(batch, teacher.conditioning))
         return answer.float().cpu()
 
 

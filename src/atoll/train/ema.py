@@ -1,4 +1,4 @@
-"""Averages of the weights over training: in float32, by name, several lengths at once."""
+"""EMA of the weights over training: in float32, by name, several lengths at once."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ RAMP = 0.05
 """An average never reaches back over more than this share of the training so far, so early ones are not stale."""
 
 
-class Averages:
+class EMA:
     """Exponential averages of a network's parameters with half-lives counted in images."""
 
     def __init__(self, network: nn.Module, half_lives: Mapping[str, float]) -> None:

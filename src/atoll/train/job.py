@@ -90,13 +90,13 @@ def _commit(spec: TrainSpec, task: Task, outcome: Outcome, *, world: World, kind
     All processes gather the EMA weights, hold a whole network each and share its validation. Then the main one hashes
     and writes, for which the others wait outside of NCCL.
     """
-    name, *others = outcome.averages.weights
+    name, *others = outcome.ema.weights
     network = build(spec.network)
     known = network.state_dict()  # without buffers that a network makes by itself
     buffers = {key: value for key, value in task.network.named_buffers() if key in known}
-    network.load_state_dict({**buffers, **_gathered(outcome.averages.weights[name])})
+    network.load_state_dict({**buffers, **_gathered(outcome.ema.weights[name])})
     content = replace(task, network=network.to(world.device).eval()).finish(_declaration(spec, task, outcome), world)
-    averages = {other: _gathered(outcome.averages.weights[other], keep=world.first) for other in others}
+    averages = {other: _gathered(outcome.ema.weights[other], keep=world.first) for other in others}
 
     def write() -> str:
         spec.result.begin(kind, goal)

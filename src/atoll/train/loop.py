@@ -17,7 +17,7 @@ from atoll.core.errors import AtollError
 from atoll.data.dataset import Batch
 from atoll.train.checkpoints import Checkpoints, State
 from atoll.train.distributed import World, whole
-from atoll.train.ema import Averages
+from atoll.train.ema import EMA
 from atoll.train.metrics_logger import Journal
 from atoll.train.previews import draw_grid
 from atoll.train.tasks import Task
@@ -34,7 +34,7 @@ class Requeue(Exception):  # noqa: N818 - not an error
 class Outcome:
     """What is left after the last step."""
 
-    averages: Averages
+    ema: EMA
     seconds: float
 
 
@@ -55,7 +55,7 @@ def train(
     precision = getattr(torch, settings.precision)
     wrapped = world.wrap(task.network, settings.parallel, precision)
     forward = torch.compile(wrapped) if settings.compile else wrapped
-    state = State(task.network, Averages(task.network, settings.ema), make_optimizer(task.network, settings))
+    state = State(task.network, EMA(task.network, settings.ema), make_optimizer(task.network, settings))
     images, seconds = checkpoints.load_newest(state)
     state.at_step(images // settings.batch_size)
     micro = settings.batch_size // settings.grad_accum_steps
@@ -90,7 +90,7 @@ def train(
             state.optimizer.step()
             state.optimizer.zero_grad(set_to_none=True)
             images += settings.batch_size
-            state.averages.update(images, settings.batch_size)
+            state.ema.update(images, settings.batch_size)
 
             journal.advance(images, settings.batch_size)
             told = watch is not None and world.first and watch.stepped(images)
@@ -99,14 +99,14 @@ def train(
                 journal.write(images // settings.batch_size, lr, norm)
             if settings.sample_every and (done or due(images, settings.sample_every, settings.batch_size)):
                 with autocast:
-                    draw_grid(task, state.averages, journal, settings=settings)
+                    draw_grid(task, state.ema, journal, settings=settings)
             if done or stopped or due(images, settings.save_every, settings.batch_size):
                 checkpoint = checkpoints.save(state, images, journal.seconds)
                 if watch is not None and world.first:
                     watch.saved(checkpoint)
             if stopped and not done:
                 raise Requeue(f"{task.name}: stopped at {images:,} images and saved; the same command continues")
-    return Outcome(state.averages, journal.seconds)
+    return Outcome(state.ema, journal.seconds)
 
 
 def make_optimizer(network: nn.Module, settings: Train) -> torch.optim.AdamW:

@@ -9,7 +9,7 @@ from atoll.ensemble import Ensemble, RoutingState, Sampler, SamplerState, Settin
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.validation import condition_of
 from atoll.flow import rng
-from atoll.train.ema import Averages
+from atoll.train.ema import EMA
 from atoll.train.metrics_logger import Journal
 from atoll.train.tasks import Task
 
@@ -18,7 +18,7 @@ GRID_STEPS = 20
 
 
 @torch.no_grad()
-def draw_grid(task: Task, averages: Averages, journal: Journal, *, settings: Train) -> None:
+def draw_grid(task: Task, averages: EMA, journal: Journal, *, settings: Train) -> None:
     """Sample `settings.sample_count` images and save them; nothing for a router."""
     count, content = settings.sample_count, task.shards.content
     if not count:
@@ -30,7 +30,7 @@ def draw_grid(task: Task, averages: Averages, journal: Journal, *, settings: Tra
         if expert is not None:
             source = task.held_out if len(task.held_out) else task.shards
             rows = np.linspace(0, len(source) - 1, count).round().astype(np.int64)
-            condition = condition_of(source.read(rows).to(task.device), expert.told)
+            condition = condition_of(source.read(rows).to(task.device), expert.conditioning)
             noise = rng.normal((count, *content.latents.shape), seed=task.seed, stream=GRID_STREAM, first=0)
             sampler = Sampler(Ensemble.of_expert(expert), Encoders.of(content.latents, content.text))
             # Not prepared for many steps: FSDP2 gathers a sharded network in its forward pass only.

@@ -84,7 +84,7 @@ class Task(ABC):
         return self.shards.latents(batch, seed=self.seed, position=position)
 
 
-def as_expert(task: Task, told: frozenset[str], bridge: flow.Bridge) -> OpenExpert:
+def as_expert(task: Task, conditioning: frozenset[str], bridge: flow.Bridge) -> OpenExpert:
     """Return a task's network as an expert on the latents of its own data."""
     network: Any = task.network
     content = task.shards.content
@@ -92,7 +92,7 @@ def as_expert(task: Task, told: frozenset[str], bridge: flow.Bridge) -> OpenExpe
         name=task.name,
         clusters=(content.cluster,),
         network=network.config,
-        told=told,
+        conditioning=conditioning,
         statistics=task.shards.statistics,
         latents=content.latents,
         text=content.text,
@@ -104,14 +104,14 @@ def as_expert(task: Task, told: frozenset[str], bridge: flow.Bridge) -> OpenExpe
 
 def drop(condition: Condition, share: float, count: int, *, seed: int, position: int) -> Condition:
     """Forget the condition of a share of the images, chosen by position, so that guidance has its other half."""
-    given = told_something(condition)
+    given = given_condition(condition)
     if not share or given is None:
         return condition
     u = rng.uniform(count, seed=seed, stream=DROP_STREAM, first=position)
     return condition.drop((u < share).to(given.device))
 
 
-def told_something(condition: Condition) -> Tensor | None:
+def given_condition(condition: Condition) -> Tensor | None:
     """Some part of the condition, or None if there is none."""
     return next((part for part in (condition.text, condition.pooled, condition.label) if part is not None), None)
 
@@ -121,21 +121,22 @@ class ExpertTask(Task):
     """Diffusion training on one cluster, or on all of them for the monolith."""
 
     objective: flow.Objective
-    told: frozenset[str]
+    conditioning: frozenset[str]
     dropout: float
 
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
         """The objective's loss."""
         x0 = self.latents(batch, position)
         noised = self.objective.corrupt(x0, seed=self.seed, position=position)
-        condition = drop(condition_of(batch, self.told), self.dropout, len(x0), seed=self.seed, position=position)
-        output = forward(noised.input, noised.network_time, condition)
+        condition = condition_of(batch, self.conditioning)
+        condition = drop(condition, self.dropout, len(x0), seed=self.seed, position=position)
+        output = forward(noised.input, noised.timestep, condition)
         return Losses(self.objective.loss(output[:, : x0.shape[1]], noised), noised.t, {})
 
     def expert(self) -> OpenExpert:
         """Return the network over its bridge, calibrated on a few held-out images."""
         # Every process calibrates for itself: FSDP2 runs a sharded network on all of them together.
-        return as_expert(self, self.told, self.calibrated(PREVIEW_CALIBRATION_IMAGES))
+        return as_expert(self, self.conditioning, self.calibrated(PREVIEW_CALIBRATION_IMAGES))
 
     def answer(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
         """The network's prediction, without a learned variance."""
@@ -147,18 +148,20 @@ class ExpertTask(Task):
         clusters = max(1, len(self.held_out.cluster_ranges()))
         chosen = ValidationSet(self.held_out, self.seed, max(1, images // clusters))
         bridge = self.objective.bridge(**self.shards.statistics.bridge_options)
-        return calibrate(bridge, self.answer, chosen, conditioning=self.told, device=self.device, processes=processes)
+        return calibrate(
+            bridge, self.answer, chosen, conditioning=self.conditioning, device=self.device, processes=processes
+        )
 
     @torch.no_grad()
     def finish(self, content: NetworkContent, processes: Processes = ALONE) -> ExpertContent:
         """Calibrate the bridge, then measure the held-out error of the velocity over it."""
         bridge = self.calibrated(CALIBRATION_IMAGES, processes)
-        velocity = as_expert(self, self.told, bridge).velocity
+        velocity = as_expert(self, self.conditioning, bridge).velocity
         error = validate(
             velocity,
             self.held_out,
             seed=self.seed,
-            conditioning=self.told,
+            conditioning=self.conditioning,
             device=self.device,
             processes=processes,
         )
@@ -173,14 +176,15 @@ class ExpertTask(Task):
 class RouterTask(Task):
     """Which cluster did this noisy picture come from? On the linear path, at all times."""
 
-    told: frozenset[str]
+    conditioning: frozenset[str]
     dropout: float
 
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
         """Cross-entropy of the clusters. What it is told is dropped as for experts: guidance asks it without, too."""
         noised = on_linear_path(self.latents(batch, position), self.seed, position)
-        condition = drop(condition_of(batch, self.told), self.dropout, len(noised.t), seed=self.seed, position=position)
-        logits = forward(noised.input, noised.network_time, condition).float()
+        condition = condition_of(batch, self.conditioning)
+        condition = drop(condition, self.dropout, len(noised.t), seed=self.seed, position=position)
+        logits = forward(noised.input, noised.timestep, condition).float()
         hit = (logits.argmax(1) == batch.cluster).float()
         return Losses(functional.cross_entropy(logits, batch.cluster, reduction="none"), noised.t, {"accuracy": hit})
 
@@ -224,8 +228,8 @@ class RouterTask(Task):
         router.temperature.fill_(1.0)
         held_out, mine = ValidationSet(self.held_out, self.seed), []
         for part in held_out.batches(self.device, processes):
-            noised, condition = part.noised, condition_of(part.batch, self.told)
-            logits = router.logits(noised.input, noised.network_time, condition)
+            noised, condition = part.noised, condition_of(part.batch, self.conditioning)
+            logits = router.logits(noised.input, noised.timestep, condition)
             columns = (logits, part.batch.cluster[:, None], noised.t[:, None])
             mine.append((part, torch.cat([column.cpu().double() for column in columns], 1)))
         # One double holds a logit, a cluster's number or a time of float32 exactly, so one sum gathers all three.
@@ -290,7 +294,7 @@ def calibrate(
     outputs = []
     for part in held_out.batches(device, processes):
         query = bridge.query(part.noised.input, part.noised.t)
-        outputs.append((part, network(query.state, query.network_time, condition_of(part.batch, conditioning))))
+        outputs.append((part, network(query.state, query.timestep, condition_of(part.batch, conditioning))))
 
     def error(known: float) -> float:
         candidate = replace(bridge, prediction_error=known)

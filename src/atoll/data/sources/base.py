@@ -6,7 +6,7 @@
         picture = decode(sample.read(), resolution=64)
 
 A sample that turns out bad while listing (a broken tar, a caption that is not UTF-8) is listed all the same and
-`read` raises `BadPicture` with the reason; so whoever reads pictures meets every reject in one place.
+`read` raises `BadImage` with the reason; so whoever reads pictures meets every reject in one place.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from atoll.data.images import BadPicture, decode
+from atoll.data.images import BadImage, decode
 
-__all__ = ["BadPicture", "Options", "Sample", "Source", "decode", "describe"]
+__all__ = ["BadImage", "Options", "Sample", "Source", "decode", "describe"]
 
 Split = Literal["train", "held-out"]
 Kind = Literal["folder", "webdataset", "parquet", "datasets", "emoji"]
@@ -43,7 +43,7 @@ class Sample:
     """Whatever else is known, such as style, category, attribution, license."""
     split: Split
     read: Callable[[], bytes]
-    """The picture's encoded bytes (PNG, JPEG, …). Raises `BadPicture`."""
+    """The picture's encoded bytes (PNG, JPEG, …). Raises `BadImage`."""
 
     def __post_init__(self) -> None:
         """Names of files and values of columns may be no valid Unicode; everything that is stored must be."""
@@ -91,7 +91,7 @@ def bad_sample(id: str, reason: str) -> Sample:
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise BadPicture(reason)
+    raise BadImage(reason)
 
 
 def printable(text: str) -> str:

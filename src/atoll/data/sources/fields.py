@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from atoll.core.errors import AtollError, unknown
-from atoll.data.images import SUFFIXES, BadPicture
+from atoll.data.images import SUFFIXES, BadImage
 from atoll.data.sources.base import Options, Sample, bad_sample, digest, split_of
 
 CAPTIONS = ("caption", "text", "captions", "prompt", "description", "title")
@@ -24,7 +24,7 @@ def make_sample(id: str, row: Row, read: Callable[[], bytes], *, options: Option
         label_name = pick(row, options.label, LABELS)
         caption = as_text(row[caption_name]) if caption_name else None
         label = (as_text(row[label_name]) if label_name else None) or label
-    except BadPicture as bad:
+    except BadImage as bad:
         return bad_sample(id, bad.reason)
     used = {caption_name, label_name}
     attributes = {
@@ -40,7 +40,7 @@ def pick(row: Row, wanted: str | None, usual: Iterable[str]) -> str | None:
     if wanted is None:
         return next((name for name in usual if name in row), None)
     if wanted not in row:
-        raise BadPicture(f"it has no {wanted!r}; it has {', '.join(map(str, row)) or 'nothing'}")
+        raise BadImage(f"it has no {wanted!r}; it has {', '.join(map(str, row)) or 'nothing'}")
     return wanted
 
 
@@ -59,7 +59,7 @@ def as_text(value: object) -> str | None:
         try:
             value = value.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise BadPicture(f"its caption is not UTF-8: {error.reason} at byte {error.start}") from error
+            raise BadImage(f"its caption is not UTF-8: {error.reason} at byte {error.start}") from error
     if value is None:
         return None
     text = str(value).strip()
@@ -67,7 +67,7 @@ def as_text(value: object) -> str | None:
         text.encode()
     except UnicodeEncodeError as error:
         given = text.encode("utf-8", "backslashreplace")[:60]
-        raise BadPicture(f"its caption is not UTF-8: {given!r}") from error
+        raise BadImage(f"its caption is not UTF-8: {given!r}") from error
     return text or None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError
-from atoll.data.images import SUFFIXES, BadPicture
+from atoll.data.images import SUFFIXES, BadImage
 from atoll.data.sources.base import Options, Sample, bad_sample, digest
 from atoll.data.sources.fields import CAPTIONS, Row, as_text, key_of, make_sample
 
@@ -102,7 +102,7 @@ class FolderSource:
         try:
             if entry.caption_file is not None and as_text(row.get(column)) is None:
                 row[column] = as_text(_read(str(entry.caption_file)))
-        except BadPicture as bad:
+        except BadImage as bad:
             return bad_sample(id, bad.reason)
         holder = entry.file.parent.name if entry.file.parent != self.root else None
         return make_sample(id, row, partial(_read, str(entry.file)), options=self.options, label=holder)
@@ -159,7 +159,7 @@ def _read(file: str) -> bytes:
     try:
         return Path(file).read_bytes()
     except OSError as error:
-        raise BadPicture(f"cannot be read: {error.strerror}") from error
+        raise BadImage(f"cannot be read: {error.strerror}") from error
 
 
 def _read_metadata(file: Path) -> Iterator[tuple[str, Row]]:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from atoll.core.errors import AtollError, first_line
-from atoll.data.images import BadPicture
+from atoll.data.images import BadImage
 from atoll.data.sources.base import Options, Sample, digest
 from atoll.data.sources.fields import IDS, Ids, Row, fingerprint_of, key_of, make_sample, pick_column
 
@@ -107,22 +107,22 @@ def _rows(table: pa.Table, columns: Columns) -> Iterator[Row]:
 def _row_hash(row: Row, read: Callable[[], bytes]) -> str:
     try:
         data = read()
-    except BadPicture as bad:
+    except BadImage as bad:
         data = bad.reason.encode()
     return digest(data, repr(row))
 
 
-def picture_bytes(value: object) -> bytes:
+def image_bytes(value: object) -> bytes:
     """The bytes of a picture's cell; datasets may note a file's path instead."""
     if isinstance(value, dict):
         if value.get("bytes") is None and value.get("path"):
             try:
                 return Path(value["path"]).read_bytes()
             except OSError as error:
-                raise BadPicture(f"its file {Path(value['path']).name} cannot be read: {error.strerror}") from error
+                raise BadImage(f"its file {Path(value['path']).name} cannot be read: {error.strerror}") from error
         value = value.get("bytes")
     if not isinstance(value, bytes):
-        raise BadPicture("the table has no picture in this row")
+        raise BadImage("the table has no picture in this row")
     return value
 
 
@@ -182,8 +182,8 @@ def _read_cell(file: str, column: str, group: int, *, place: int) -> bytes:
         with _lock:
             cells = _row_group(file, column, group)
     except _DAMAGE as error:
-        raise BadPicture(f"row group {group} of {Path(file).name} is damaged: {first_line(error)}") from error
-    return picture_bytes(cells[place].as_py())
+        raise BadImage(f"row group {group} of {Path(file).name} is damaged: {first_line(error)}") from error
+    return image_bytes(cells[place].as_py())
 
 
 @lru_cache(maxsize=4)
@@ -217,7 +217,7 @@ class DatasetsSource:
 
 
 def _read_row(data: Any, column: str, place: int) -> bytes:
-    return picture_bytes(data[place].column(column)[0].as_py())
+    return image_bytes(data[place].column(column)[0].as_py())
 
 
 def _load(spec: str, split: str) -> Any:

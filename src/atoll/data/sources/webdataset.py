@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from atoll.data.images import SUFFIXES, BadPicture
+from atoll.data.images import SUFFIXES, BadImage
 from atoll.data.sources.base import Options, Sample, bad_sample
 from atoll.data.sources.fields import Ids, Row, as_text, fingerprint_of, make_sample
 
@@ -66,7 +66,7 @@ class TarSource:
             return bad_sample(id, f"no picture among its members: {', '.join(group.members)}")
         try:
             row = _row(file, group)
-        except BadPicture as bad:
+        except BadImage as bad:
             return bad_sample(id, bad.reason)
         return make_sample(id, row, partial(_read, str(file), *group.members[group.pictures[0]]), options=self.options)
 
@@ -78,9 +78,9 @@ def _row(file: Path, group: _Group) -> Row:
         try:
             row = json.loads(_read(str(file), *group.members["json"]))
         except ValueError as error:
-            raise BadPicture(f"its .json is not JSON: {error}") from error
+            raise BadImage(f"its .json is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise BadPicture(f"its .json is a {type(row).__name__}, not an object")
+            raise BadImage(f"its .json is a {type(row).__name__}, not an object")
     for suffix, name in (("txt", "caption"), ("cls", "label")):
         if suffix in group.members:
             row[name] = as_text(_read(str(file), *group.members[suffix]))
@@ -139,7 +139,7 @@ def _read(file: str, offset: int, size: int) -> bytes:
             data.seek(offset)
             content = data.read(size)
     except OSError as error:
-        raise BadPicture(f"cannot be read: {error.strerror}") from error
+        raise BadImage(f"cannot be read: {error.strerror}") from error
     if len(content) < size:
-        raise BadPicture(f"the tar breaks off within it: {len(content)} of {size} bytes are there")
+        raise BadImage(f"the tar breaks off within it: {len(content)} of {size} bytes are there")
     return content

@@ -22,7 +22,7 @@ from atoll.data.chunks import Chunks, Share
 from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
 from atoll.data.stages import ingest
 from atoll.data.stages.base import Job, Stage
-from atoll.data.stages.ingest import Index, Pixels, picture_batches
+from atoll.data.stages.ingest import Index, Pixels, image_batches
 from atoll.data.vision import efficientnet
 
 NAME = layout.FEATURES
@@ -137,7 +137,7 @@ def _run(job: Job, artifact: Artifact, share: Share) -> FeaturesContent | None:
     if missing := chunks.missing(share):
         extractor = open_extractor(config.model, config.resolution)
         workers = job.config.data.workers
-        images = picture_batches(
+        images = image_batches(
             index, job.source, missing, resolution=extractor.side, batch=config.batch_size, workers=workers
         )
         encoded = ((chunk, len(pixels), {"features": extractor(pixels).half()}) for chunk, pixels in images)

@@ -25,7 +25,7 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import INGEST, IngestContent
 from atoll.core.progress import progress
 from atoll.data.chunks import Chunks, Share, ahead, read_rows
-from atoll.data.sources.base import BadPicture, Options, Sample, Source, decode, describe
+from atoll.data.sources.base import BadImage, Options, Sample, Source, decode, describe
 from atoll.data.sources.open import open_source
 from atoll.data.stages.base import Job, Stage
 
@@ -133,7 +133,7 @@ def _check(sample: Sample, resolution: int) -> dict[str, str | None]:
     try:
         decode(sample.read(), resolution)
         reason = None
-    except BadPicture as bad:
+    except BadImage as bad:
         reason = bad.reason
     attributes = json.dumps(dict(sample.attributes), sort_keys=True, ensure_ascii=False)
     row = {"id": sample.id, "caption": sample.caption, "label": sample.label, "split": sample.split}
@@ -274,7 +274,7 @@ class Index:
             yield chunk, [sample for sample in samples if sample is not None]
 
 
-def picture_batches(
+def image_batches(
     index: Index, source: Source, chunks: list[int], *, resolution: int, batch: int, workers: int
 ) -> Iterator[tuple[int, Pixels]]:
     """Decoded pictures (samples, height, width, 3) of the wanted chunks, batch by batch, read ahead in threads."""
@@ -294,5 +294,5 @@ def picture_batches(
 def _pixels(sample: Sample, resolution: int) -> Pixels:
     try:
         return np.asarray(decode(sample.read(), resolution))
-    except BadPicture as bad:
+    except BadImage as bad:
         raise AtollError(f"the source changed: {sample.id!r} was a good picture, and now: {bad.reason}") from bad

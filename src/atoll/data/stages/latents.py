@@ -29,7 +29,7 @@ from atoll.data.pretrained import fingerprint, folder_of, repeatable
 from atoll.data.sources.open import find_kind
 from atoll.data.stages import ingest
 from atoll.data.stages.base import Job, Stage
-from atoll.data.stages.ingest import Index, Pixels, picture_batches
+from atoll.data.stages.ingest import Index, Pixels, image_batches
 
 NAME = layout.LATENTS
 _CLASSES = ("AutoencoderKL", "AutoencoderTiny")
@@ -202,7 +202,7 @@ def _run(job: Job, artifact: Artifact, share: Share) -> LatentsContent | None:
     chunks = index.chunks(artifact)
     if missing := chunks.missing(share):
         codec, dtype = open_codec(config.autoencoder), getattr(torch, config.dtype)
-        images = picture_batches(
+        images = image_batches(
             index, job.source, missing, resolution=data.resolution, batch=config.batch_size, workers=data.workers
         )
         encoded = (
