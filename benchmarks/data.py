@@ -92,8 +92,8 @@ def preparing(folder: Path, quick: bool) -> Iterator[Row]:
         source, index = ingested(folder / name, count)
         batches = [
             pixels
-            for _, pixels in ingest.picture_batches(
-                index, source, all_chunks(index), resolution=side, batch_size=16, workers=2
+            for _, pixels in ingest.image_batches(
+                index, source, all_chunks(index), resolution=side, batch=16, workers=2
             )
         ]
         stage, forward = stage_over(folder / name / "out", index, source, side, encode), forward_over(batches, encode)
@@ -130,7 +130,7 @@ def stage_over(folder: Path, index: ingest.Index, source: Source, side: int, enc
         shutil.rmtree(folder, ignore_errors=True)
         artifact = Artifact(folder, "stage")
         artifact.begin(Kind("stage", Content), {})
-        batches = ingest.picture_batches(index, source, all_chunks(index), resolution=side, batch_size=16, workers=2)
+        batches = ingest.image_batches(index, source, all_chunks(index), resolution=side, batch=16, workers=2)
         index.chunks(artifact).fill(
             "bench", all_chunks(index), ((chunk, len(pixels), encode(pixels)) for chunk, pixels in batches)
         )

@@ -163,7 +163,7 @@ def train_waves(network: DiT, steps: int) -> None:
         x0 = torch.sin(angle.cos() * axis.view(-1, 1) + angle.sin() * axis + phase)
         noised = goal.corrupt(x0, seed=0, step=step)
         dropped = torch.rand(32, generator=generator) < 0.1
-        output = network(noised.input, noised.network_time, Condition(label=label, dropped=dropped))
+        output = network(noised.input, noised.timestep, Condition(label=label, dropped=dropped))
         optimizer.zero_grad()
         goal.loss(output, noised).mean().backward()
         optimizer.step()

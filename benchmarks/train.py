@@ -21,7 +21,7 @@ from atoll.train import TrainSpec, build_task, resolve_job
 from atoll.train.checkpoints import Checkpoints, State
 from atoll.train.cost import image_cost, training_bytes
 from atoll.train.distributed import World
-from atoll.train.ema import Averages
+from atoll.train.ema import EMA
 from atoll.train.loop import make_optimizer, train
 from atoll.train.tasks import ExpertTask, Forward, Losses, condition_of
 from harness import Row, interleave, run
@@ -122,7 +122,7 @@ def checkpoint_pause(folder: Path, name: str) -> list[Row]:
     config = make_run(folder).model_copy(update={"networks": {"default": name}})
     job = resolve_job(folder, config, "expert", expert=0)
     network = build(job.network)
-    state = State(network, Averages(network, {"ema": 1000.0}), make_optimizer(network, job.settings))
+    state = State(network, EMA(network, {"ema": 1000.0}), make_optimizer(network, job.settings))
     checkpoints = Checkpoints(folder, "pause", {}, ALONE, keep_last=1)
     state.tensors()
     blob = b"\0" * sum(tensor.numel() * tensor.element_size() for tensor in state.tensors().values())
