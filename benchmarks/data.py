@@ -25,7 +25,7 @@ from sklearn.cluster import MiniBatchKMeans
 from torch import Tensor
 
 from atoll.core import config as configuration
-from atoll.core import manifests
+from atoll.core import layout, manifests
 from atoll.core.artifacts import Artifact, Content, Kind
 from atoll.core.manifests import (
     FEATURES,
@@ -43,7 +43,7 @@ from atoll.data.chunks import Chunks
 from atoll.data.dataset import Batch, Shards
 from atoll.data.prepare import prepare
 from atoll.data.sources.base import Source
-from atoll.data.stages import clusters, features, ingest, latents, shards
+from atoll.data.stages import clusters, features, ingest, latents
 from atoll.nets import Condition, DiT, DiTConfig
 from harness import Row, interleave, run
 
@@ -186,7 +186,7 @@ def reading(folder: Path, quick: bool) -> Iterator[Row]:
 def write_shards(run: Path, rows: int) -> None:
     """Write shards with latents of 8 x 8 x 8 and captions of 4 to 16 tokens, like the emoji data."""
     generator = torch.Generator().manual_seed(0)
-    artifact = Artifact(run, shards.name(0))
+    artifact = Artifact(run, layout.shards(0))
     artifact.begin(SHARDS, {})
     for number, start in enumerate(range(0, rows, 4096)):
         count = min(4096, rows - start)
