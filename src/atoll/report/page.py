@@ -114,9 +114,10 @@ def evaluate_command(evaluation: EvaluationResult, run: str) -> str:
     parts = [f"atoll evaluate {run}"]
     if evaluation.metrics:
         used = evaluation.metrics[0].protocol
-        how = f"--steps {used.steps} --guidance-scale {used.guidance_scale:g} --seed {used.seed} --solver {used.solver}"
-        how += f" --reference {used.reference.split} --num-real {used.reference.num_images}"
-        parts.append(f"--num-images {used.num_images} {how} --extractors {' '.join(evaluation.extractors)}")
+        parts.append(f"--num-images {used.num_images} --extractors {' '.join(evaluation.extractors)}")
+        parts.append(f"--reference {used.reference.split} --num-real {used.reference.num_images}")
+        settings = f"--steps {used.steps} --solver {used.solver} --guidance-scale {used.guidance_scale:g}"
+        parts.append(f"{settings} --seed {used.seed}")
     if spread := evaluation.diversity:
         seeds = spread.protocol.seeds_per_prompt
         parts.append(f"--diversity {spread.protocol.num_images // seeds} {seeds}")
@@ -126,7 +127,7 @@ def evaluate_command(evaluation: EvaluationResult, run: str) -> str:
     if evaluation.prompts == "train":
         parts.append("--prompts train")
     # Without this option the same command would fail on a small set.
-    return " ".join([*parts, "--allow-small"])
+    return " \\\n    ".join([*parts, "--allow-small"])
 
 
 def glossary() -> str:
