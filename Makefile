@@ -50,7 +50,7 @@ walk: $(READY)
 	@$(BIN)/python scripts/walk.py
 
 docs: $(READY)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "wrote build/site/index.html"
 
 lint: $(READY)
