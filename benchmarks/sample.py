@@ -23,7 +23,7 @@ from atoll.data.stages.latents import Statistics
 from atoll.ensemble import Ensemble
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.expert import Declaration, ExpertReference, OpenRouter
-from atoll.experts.expert_cache import weights_of
+from atoll.experts.expert_cache import weight_bytes
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, load_network, save_network
 from atoll.nets.io import WEIGHTS_FILE
 from harness import Row, interleave, run
@@ -54,25 +54,25 @@ class Work:
         self.x = torch.randn(BATCH, 4, side, side)
         mask = torch.rand(BATCH, 1) * TEXT > torch.arange(TEXT) - 8
         self.condition = Condition(torch.randn(BATCH, TEXT, TEXT_WIDTH), mask)
-        self.told = BatchConditions.of(self.condition, torch.arange(BATCH), reused=True)
+        self.conditions = BatchConditions.of(self.condition, torch.arange(BATCH), reused=True)
 
-    def ensemble(self, count: int, objective: str = "flow-matching", resident: int | None = None) -> Ensemble:
+    def ensemble(self, count: int, objective: str = "flow-matching", max_loaded_experts: int | None = None) -> Ensemble:
         """`count` experts in files, behind a router with a realistic spread of answers."""
         bridge = flow.objective(objective).bridge()
-        members = [self._member(number, bridge) for number in range(count)]
+        references = [self._reference(number, bridge) for number in range(count)]
         if count == 1:
-            return Ensemble(members)
+            return Ensemble(references)
         router = SpreadRouter(RouterConfig(experts=count, size=self.side, **ROUTER)).eval().requires_grad_(False)
         router.answers = 3 * torch.randn(BATCH, count, generator=torch.Generator().manual_seed(0))
-        declared = self._declaration("router", tuple(range(count)), flow.Objective().bridge(), told=frozenset())
-        return Ensemble(members, OpenRouter(declared, router), resident=resident)
+        declared = self._declaration("router", tuple(range(count)), flow.Objective().bridge(), conditioning=frozenset())
+        return Ensemble(references, OpenRouter(declared, router), max_loaded_experts=max_loaded_experts)
 
-    def _member(self, number: int, bridge: flow.Bridge) -> ExpertReference:
+    def _reference(self, number: int, bridge: flow.Bridge) -> ExpertReference:
         place = self.folder / f"{number:03d}"
         if not place.is_dir():
             torch.manual_seed(number)
             save_network(DiT(self._config()), place)
-        declared = self._declaration(f"experts/{number:03d}", (number,), bridge, told=frozenset(["text"]))
+        declared = self._declaration(f"experts/{number:03d}", (number,), bridge, conditioning=frozenset(["text"]))
         file = place / WEIGHTS_FILE
         return ExpertReference(declared, partial(load_network, place), file.stat().st_size, file)
 
@@ -80,17 +80,17 @@ class Work:
         return DiTConfig(WIDTH, DEPTH, HEADS, 2, size=self.side, text_width=TEXT_WIDTH, text_projection="mlp")
 
     def _declaration(
-        self, name: str, clusters: tuple[int, ...], bridge: flow.Bridge, *, told: frozenset[str]
+        self, name: str, clusters: tuple[int, ...], bridge: flow.Bridge, *, conditioning: frozenset[str]
     ) -> Declaration:
         latents = LatentSpec(autoencoder="pixels", shape=(4, self.side, self.side))
         text = TextSpec(encoder="none", weights="w", max_tokens=TEXT, dimensions=TEXT_WIDTH)
-        return Declaration(name, clusters, self._config(), told, SPACE, latents, text, (), bridge)
+        return Declaration(name, clusters, self._config(), conditioning, SPACE, latents, text, (), bridge)
 
     def routed(self, model: Ensemble, routing: str = "top-1") -> Side:
         """Steps along the ensemble's velocity."""
 
         def field(x: Tensor, t: Tensor) -> Tensor:
-            return model.velocity(x, t[:1], self.told, routing=routing, guidance=GUIDANCE)
+            return model.velocity(x, t[:1], self.conditions, routing=routing, guidance_scale=GUIDANCE)
 
         return self._solved(field)
 
@@ -100,11 +100,11 @@ class Work:
         def field(x: Tensor, t: Tensor) -> Tensor:
             weights = model.route(x, t[:1], None, routing="full")
             total = torch.zeros_like(x)
-            for number in range(len(model.members)):
+            for number in range(len(model.references)):
                 expert = model.cache.get(number).expert
-                told = expert.velocity(x, t, self.condition)
+                conditioned = expert.velocity(x, t, self.condition)
                 null = expert.velocity(x, t, self.condition.unconditional())
-                total += weights[:, number, None, None, None] * (null + GUIDANCE * (told - null))
+                total += weights[:, number, None, None, None] * (null + GUIDANCE * (conditioned - null))
             return total
 
         return self._solved(field)
@@ -137,8 +137,8 @@ class Work:
                         x.repeat(2, 1, 1, 1), encoder_hidden_states=text, encoder_attention_mask=mask,
                         timestep=time.expand(2 * BATCH), return_dict=False,
                     )[0]  # fmt: skip
-                    null, told = answer.chunk(2)
-                    x = scheduler.step(null + GUIDANCE * (told - null), time, x, return_dict=False)[0]
+                    null, conditioned = answer.chunk(2)
+                    x = scheduler.step(null + GUIDANCE * (conditioned - null), time, x, return_dict=False)[0]
             return x
 
         return solve
@@ -186,10 +186,10 @@ def _bridge(work: Work, dense: Ensemble, repeats: int) -> Iterable[Row]:
 
 def _residency(work: Work, eight: Ensemble, repeats: int) -> Iterable[Row]:
     """Two of eight experts in memory."""
-    two = work.ensemble(K, resident=2)
+    two = work.ensemble(K, max_loaded_experts=2)
     times = interleave({"two": work.routed(two), "eight": work.routed(eight)}, repeats)
     yield Row("top-1 with 2 of 8 experts in memory over all 8", times["two"] / times["eight"], None, "lower")
-    kept = [sum(weights_of(here.expert.network) for here in model.cache._here.values()) for model in (two, eight)]
+    kept = [sum(weight_bytes(here.expert.network) for here in model.cache._loaded.values()) for model in (two, eight)]
     yield Row("bytes of experts in memory, 2 of 8 over all 8", kept[0] / kept[1], None, "lower")
 
 

@@ -18,16 +18,16 @@ from atoll.core.manifests import SHARDS
 from atoll.data.dataset import Batch, Shards
 from atoll.nets import build
 from atoll.train import TrainSpec, build_task, resolve_job
-from atoll.train.checkpoints import Checkpoints, State
+from atoll.train.checkpoints import Checkpoints, TrainState
 from atoll.train.cost import image_cost, training_bytes
-from atoll.train.distributed import World
-from atoll.train.ema import Averages
+from atoll.train.distributed import DistContext
+from atoll.train.ema import EMA
 from atoll.train.loop import make_optimizer, train
 from atoll.train.tasks import ExpertTask, Forward, Losses, condition_of
 from harness import Row, interleave, run
 
 CHANNELS, SIDE, TEXT, TOKENS = 8, 8, 384, 16
-ALONE = World(0, 1, torch.device("cpu"))
+ALONE = DistContext(0, 1, torch.device("cpu"))
 
 
 def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> configuration.Config:
@@ -36,7 +36,7 @@ def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> config
     settings = {
         "clusters": {"count": 1},
         "networks": {"default": "DiT-XS/2"},
-        "train": {"grid_every": 0, "log_every": 10**9, "save_every": 10**9, **train_settings},
+        "train": {"sample_every": 0, "log_every": 10**9, "save_every": 10**9, **train_settings},
     }
     config = configuration.resolve(settings)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ class Bare:
     def __init__(self, job: TrainSpec) -> None:
         self.network = build(job.network)
         self.optimizer = make_optimizer(self.network, job.settings)
-        batch = Shards.open(job.run, [0]).read(torch.arange(job.settings.batch).numpy())
+        batch = Shards.open(job.run, [0]).read(torch.arange(job.settings.batch_size).numpy())
         condition = condition_of(batch, job.conditioning)
         self.x, self.t = batch.mean.float(), torch.rand(len(batch.index)) * 1000
         self.condition = condition.drop(torch.zeros(len(self.x), dtype=torch.bool))
@@ -105,14 +105,14 @@ class Interleaved(ExpertTask):
 
 def overhead(folder: Path, name: str, batch: int, steps: int) -> Row:
     """The loop's rate over the bare step's, one step of each in turn: reading, noising, averaging, logging and all."""
-    config = make_run(folder, batch=batch, samples=batch * steps, log_every=8 * batch)
+    config = make_run(folder, batch_size=batch, total_images=batch * steps, log_every=8 * batch)
     job = resolve_job(folder, config.model_copy(update={"networks": {"default": name}}), "expert", expert=0)
     plain = build_task(job)
     task = Interleaved(**{field: getattr(plain, field) for field in plain.__dataclass_fields__})
     timed = {"bare": Bare(job), "seconds": {"loop": [], "bare": []}, "ended": time.perf_counter()}
     for key, value in timed.items():
         object.__setattr__(task, key, value)
-    train(task, job.settings, Checkpoints(folder, job.job, {}, ALONE), world=ALONE)
+    train(task, job.settings, Checkpoints(folder, job.job, {}, ALONE), context=ALONE)
     loop, bare = (sum(task.seconds[which][3:]) for which in ("loop", "bare"))  # the first ones warm up
     return Row(f"loop / bare step, {name} batch {batch}", bare / loop, 0.95)
 
@@ -122,7 +122,7 @@ def checkpoint_pause(folder: Path, name: str) -> list[Row]:
     config = make_run(folder).model_copy(update={"networks": {"default": name}})
     job = resolve_job(folder, config, "expert", expert=0)
     network = build(job.network)
-    state = State(network, Averages(network, {"ema": 1000.0}), make_optimizer(network, job.settings))
+    state = TrainState(network, EMA(network, {"ema": 1000.0}), make_optimizer(network, job.settings))
     checkpoints = Checkpoints(folder, "pause", {}, ALONE, keep_last=1)
     state.tensors()
     blob = b"\0" * sum(tensor.numel() * tensor.element_size() for tensor in state.tensors().values())
@@ -152,12 +152,12 @@ def memory(name: str) -> Row:
 def peak(name: str) -> None:
     """Print measured over estimated memory of three steps."""
     with tempfile.TemporaryDirectory() as scratch:
-        config = make_run(Path(scratch), rows=256, batch=32, samples=96)
+        config = make_run(Path(scratch), rows=256, batch_size=32, total_images=96)
         job = resolve_job(Path(scratch), config.model_copy(update={"networks": {"default": name}}), "expert", expert=0)
         estimate = training_bytes(image_cost(job.network, job.shapes), 32, 1, half=False)
         before = memory_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-        train(build_task(job), job.settings, Checkpoints(Path(scratch), job.job, {}, ALONE), world=ALONE)
+        train(build_task(job), job.settings, Checkpoints(Path(scratch), job.job, {}, ALONE), context=ALONE)
         print((memory_bytes("VmHWM") - before) / estimate)
 
 
@@ -169,7 +169,7 @@ def memory_bytes(which: str) -> int:
 
 def scaling(folder: Path, samples: int) -> Row:
     """Two processes of one thread over one process of two threads, each as a whole command."""
-    make_run(folder, batch=64, samples=samples, log_every=samples)
+    make_run(folder, batch_size=64, total_images=samples, log_every=samples)
     rates = {}
     command = ["-m", "atoll.cli", "train", str(folder), "--expert", "0", "--train.parallel", "ddp"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

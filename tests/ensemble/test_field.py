@@ -64,7 +64,7 @@ def naive(ensemble: Ensemble, given: dict[str, Tensor], told: Condition, routing
             w = ensemble.route(x, t, this, routing=routing, cluster=cluster, draw=draw)[0]
             parts = [
                 ensemble.cache.get(k).expert.velocity(x, t, Condition(this.text, this.text_mask, dropped=this.dropped))
-                for k in range(len(ensemble.members))
+                for k in range(len(ensemble.references))
             ]
             halves.append(sum(weight * part for weight, part in zip(w, parts, strict=True)))
         answers.append(halves[1] + guidance[i] * (halves[0] - halves[1]))
@@ -95,7 +95,7 @@ def test_prepared_conditions_and_one_time_give_the_same(run: Path) -> None:
 
 
 def test_a_router_that_is_told_has_its_own_answer_for_the_null_condition(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", router_told=("pooled",))
+    run = write_run(tmp_path / "run", router_conditioning=("pooled",))
     ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
     with_text = ensemble.route(given["x"], given["t"], told, routing="full")
     without = ensemble.route(given["x"], given["t"], None, routing="full")
@@ -112,7 +112,7 @@ def test_a_drawn_expert_paints_alone_and_the_router_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for the null condition, of which a told router thinks otherwise."""
-    sampler, prompts = atoll.load(write_run(tmp_path / "run", router_told=("pooled",))), ["a red circle"]
+    sampler, prompts = atoll.load(write_run(tmp_path / "run", router_conditioning=("pooled",))), ["a red circle"]
     assert sampler.ensemble.router is not None
     asked, ask = list[int](), OpenRouter.logits
 
@@ -133,7 +133,7 @@ def test_a_drawn_expert_paints_alone_and_the_router_is_asked_once(
 
 
 def test_labels_and_text_together(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", told=("text", "label"))
+    run = write_run(tmp_path / "run", conditioning=("text", "label"))
     ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
     for parts in (told, Condition(told.text, told.text_mask), Condition(label=told.label)):
         rows = torch.arange(B)

@@ -324,7 +324,7 @@ def write_expert(run: Path, statistics: dict[str, list[float]]) -> ExpertReferen
 def test_a_released_expert_joins_one_that_was_trained_here_by_scale(release: Path, tmp_path: Path) -> None:
     """Each gives its own velocity, in the common space; standardized per channel they cannot be mixed."""
     ours = {"mean": [0.0] * 4, "std": [1 / SCALE] * 4, "data_mean": [1.0, 0.2, 0.1, -0.3], "data_std": [0.6] * 4}
-    member, released = write_expert(tmp_path / "scaled", ours), atoll.load(release, "expert:0").ensemble.members[0]
+    member, released = write_expert(tmp_path / "scaled", ours), atoll.load(release, "expert:0").ensemble.references[0]
     mixed = Ensemble([released, member])
     x, t = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0.3, 0.999])
     condition = Condition(text=torch.randn(2, TOKENS, TEXT, generator=torch.Generator().manual_seed(1)))

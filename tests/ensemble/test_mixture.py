@@ -9,7 +9,7 @@ from atoll.core.errors import AtollError
 from atoll.core.networks import LatentScale
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble import RoutingState
-from atoll.ensemble.analytic import ideal_ensemble, seen_in
+from atoll.ensemble.analytic import ideal_ensemble, normalize_mixture
 from atoll.experts.expert import DeviceOptions
 
 OBJECTIVES = ["flow-matching", "ddpm", "x0", "v-prediction", "ddpm-linear", "ve-x0"]
@@ -67,7 +67,7 @@ def test_experts_that_leave_take_only_their_own_data_with_them() -> None:
     """Without the expert of one cluster, full routing is the exact velocity of the remaining data."""
     mixture = random_mixture()
     whole = ideal_ensemble(mixture, CLUSTERS)
-    rest = type(whole)([whole.members[k] for k in (0, 1, 3)], whole.router)
+    rest = type(whole)([whole.references[k] for k in (0, 1, 3)], whole.router)
     x, t = states(mixture, 300)
     remaining = mixture.part([0, 1, 3, 5])
     got = answer(rest, x, t, routing="full")
@@ -80,7 +80,7 @@ def test_an_uncalibrated_bfloat16_expert_stays_bounded_near_noise() -> None:
     """The expert's bridge must see the output in the network's own precision, not after a cast to float32."""
     mixture = random_mixture()
     half, whole = ideal_ensemble(mixture, [list(range(6))], ["ddpm"]), ideal_ensemble(mixture, [list(range(6))])
-    half = type(half)(half.members, placement=DeviceOptions(torch.device("cpu"), torch.bfloat16))
+    half = type(half)(half.references, device_options=DeviceOptions(torch.device("cpu"), torch.bfloat16))
     x, t = states(mixture, 2000, 0.999, 0.9999)
     truth = answer(whole, x, t)
     error = (answer(half, x, t) - truth).square().mean().sqrt() / truth.square().mean().sqrt()
@@ -139,6 +139,6 @@ def test_a_scale_for_each_channel_is_refused_with_the_reason() -> None:
 def test_data_seen_in_another_space_is_the_same_data() -> None:
     mixture, space = random_mixture(), SPACES[0]
     x = mixture.sample(1000, torch.Generator().manual_seed(0))
-    y = seen_in(mixture, space).sample(1000, torch.Generator().manual_seed(0))
+    y = normalize_mixture(mixture, space).sample(1000, torch.Generator().manual_seed(0))
     back = space.restore(y.view(-1, 3, 1, 1)).flatten(1)
     torch.testing.assert_close(back.mean(0), x.mean(0), atol=1e-9, rtol=0)

@@ -24,10 +24,10 @@ def captions(shift: float, count: int = 300, width: int = 6) -> torch.Tensor:
 def with_captions(ensemble: Ensemble, known: int | None = None) -> Ensemble:
     """The same experts, of which the first `known` also describe their captions."""
     described = [
-        replace(member, density=replace(member.density, caption=Density.fit(captions(number), count=1, rank=2)))
+        replace(reference, density=replace(reference.density, caption=Density.fit(captions(number), count=1, rank=2)))
         if known is None or number < known
-        else member
-        for number, member in enumerate(ensemble.members)
+        else reference
+        for number, reference in enumerate(ensemble.references)
     ]
     return Ensemble(described, ensemble.router)
 
@@ -45,14 +45,14 @@ def test_a_caption_counts_by_its_gaussian() -> None:
     covariance = caption.directions.T @ torch.diag(caption.variances) @ caption.directions
     covariance += caption.rest * torch.eye(len(covariance))
     expected = multivariate_normal(caption.mean.numpy(), covariance.double().numpy()).logpdf(asked.numpy())
-    got = density.log_told(Condition(pooled=asked))
+    got = density.log_condition(Condition(pooled=asked))
     assert got is not None
     torch.testing.assert_close(got, CAPTION_WEIGHT * torch.from_numpy(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_a_class_counts_by_how_often_it_was_seen() -> None:
     density = replace(cluster_density(1), caption=None, classes=torch.tensor([7.0, 0.0, 1.0]))
-    got = density.log_told(Condition(label=torch.tensor([0, 1, 2])))
+    got = density.log_condition(Condition(label=torch.tensor([0, 1, 2])))
     assert got is not None
     torch.testing.assert_close(got, torch.tensor([8 / 11, 1 / 11, 2 / 11], dtype=torch.float64).log())
 
@@ -60,10 +60,10 @@ def test_a_class_counts_by_how_often_it_was_seen() -> None:
 def test_dropped_conditions_say_nothing() -> None:
     dropped = torch.tensor([False, True, False])
     for condition in (Condition(pooled=torch.randn(3, 384)), Condition(label=torch.arange(3))):
-        said = cluster_density(2).log_told(condition.drop(dropped))
+        said = cluster_density(2).log_condition(condition.drop(dropped))
         assert said is not None
         assert said.eq(0).tolist() == dropped.tolist()
-    assert cluster_density(2).log_told(Condition()) is None
+    assert cluster_density(2).log_condition(Condition()) is None
 
 
 @pytest.mark.parametrize("without", [(), ("caption",), ("caption", "classes")])
@@ -82,7 +82,7 @@ def test_the_caption_and_the_latent_are_weighed_together() -> None:
     x, t = states()
     asked = Condition(pooled=captions(1.5, len(x)))
     before = plain.route(x, t, routing="nearest:full").double()
-    words = torch.stack([member.density.log_told(asked) for member in told.members], 1)
+    words = torch.stack([reference.density.log_condition(asked) for reference in told.references], 1)
     expected = before * words.exp() / (before * words.exp()).sum(1, keepdim=True)
     got = told.route(x, t, asked, routing="nearest:full").double()
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)

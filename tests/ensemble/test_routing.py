@@ -75,12 +75,12 @@ def test_drawn_once_is_kept_for_all_rows_of_a_sample() -> None:
     p, count, t = [0.2, 0.5, 0.3], 4000, torch.tensor([0.5])
     memory, routing = RoutingState(seed=3), parse("drawn")
     told, null = torch.tensor([p] * count), torch.tensor([[0.0, 0.0, 1.0]] * count)
-    assert routing.settled(routing.rules[0], memory) is None
+    assert routing.final_weights(routing.rules[0], memory) is None
     first = routing.weights({"router": torch.cat([told, null])}, t, memory, draw=memory.draw(routing, count))
     assert torch.equal(first[:count], first[count:])
     assert torch.equal(first[:count].sum(1), torch.ones(count))
     torch.testing.assert_close(first[:count].mean(0), torch.tensor(p), atol=0.03, rtol=0)
-    assert torch.equal(first[:count], routing.settled(routing.rules[0], memory))
+    assert torch.equal(first[:count], routing.final_weights(routing.rules[0], memory))
     later = routing.weights({"router": null}, t, memory, draw=torch.rand(count))
     assert torch.equal(later, first[:count])
 
@@ -92,12 +92,12 @@ def test_drawn_begins_when_its_time_comes_for_each_sample() -> None:
     assert first.argmax(1).tolist() == [0, 1, 0]
     assert memory.drawn is not None
     assert memory.drawn.tolist() == [[0, 0], [0, 1], [1, 0]]
-    assert routing.settled(routing.rules[1], memory) is None
+    assert routing.final_weights(routing.rules[1], memory) is None
     second = routing.weights({"router": p.flip(1)}, torch.tensor([0.3]), memory, draw=torch.tensor([0.5, 0.0, 0.9]))
     assert second.argmax(1).tolist() == [1, 1, 0]
-    assert routing.settled(routing.rules[1], memory) is not None
+    assert routing.final_weights(routing.rules[1], memory) is not None
     before = parse("drawn@0.5,top-1")
-    assert before.settled(before.rules[0], memory) is None  # the router is needed for the rule that follows
+    assert before.final_weights(before.rules[0], memory) is None  # the router is needed for the rule that follows
 
 
 def test_draws_belong_to_seed_position_and_step() -> None:

@@ -40,7 +40,7 @@ def test_the_same_seed_is_the_same_picture_whatever_the_batch(run: Path, routing
 def test_a_drawn_expert_that_has_nothing_to_do_with_the_prompt_is_warned_of(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hearing = write_run(tmp_path / "run", router_told=("pooled",))
+    hearing = write_run(tmp_path / "run", router_conditioning=("pooled",))
     warned = {}
     for folder, routing in ((run, "drawn"), (run, "top-2@0.5,drawn"), (hearing, "drawn")):
         atoll.load(folder).generate(PROMPTS, routing=routing, steps=2)
@@ -121,7 +121,7 @@ def test_missing_experts_are_reported_and_the_others_act(run: Path, tmp_path: Pa
 
 
 def test_classes_are_told_by_name_or_number(tmp_path: Path, capsys) -> None:
-    ensemble = atoll.load(write_run(tmp_path / "run", told=("label",)))
+    ensemble = atoll.load(write_run(tmp_path / "run", conditioning=("label",)))
     by_name = ensemble.generate(labels=["square"], **QUICK)
     assert torch.equal(by_name.latents, ensemble.generate(labels=[1], **QUICK).latents)
     assert not torch.equal(by_name.latents, ensemble.generate(labels=[2], **QUICK).latents)

@@ -34,7 +34,7 @@ def test_pictures_do_not_depend_on_how_many_experts_are_in_memory(run: Path, rou
             assert torch.equal(latents, everything.latents)
         else:  # accelerators add three terms in no fixed order
             torch.testing.assert_close(latents, everything.latents, atol=1e-4, rtol=1e-4)
-        assert len(few.ensemble.cache._here) <= resident
+        assert len(few.ensemble.cache._loaded) <= resident
         assert few.ensemble.cache.loads > 3
 
 
@@ -58,7 +58,7 @@ def test_the_least_recently_used_expert_leaves_and_those_in_memory_go_first(run:
     residents = atoll.load(run, max_loaded_experts=2).ensemble.cache
     for number in (0, 1, 0, 2):
         residents.get(number)
-    assert list(residents._here) == [0, 2]
+    assert list(residents._loaded) == [0, 2]
     assert residents.loads == 3
     assert residents.order([0, 1, 2]) == [0, 2, 1]
     residents.get(0)

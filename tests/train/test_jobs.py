@@ -21,7 +21,7 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, ROUTER
 from atoll.data.dataset import Batch, Shards
 from atoll.data.prepare import prepare
-from atoll.experts.density import FILE, Density, of_shards
+from atoll.experts.density import DENSITY_FILE, Density, fit_density
 from atoll.experts.expert import DeviceOptions, open_expert
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import condition_of, validate
@@ -29,8 +29,8 @@ from atoll.nets import Condition, load_network, save_network
 from atoll.report import Options, report
 from atoll.report.gallery import choose
 from atoll.train import build_task, resolve_job, train_job
+from atoll.train.data_shapes import DataShapes
 from atoll.train.distill import StudentTask
-from atoll.train.expected import DataShapes
 from atoll.train.tasks import RouterTask
 from shapes import write_run
 from train.conftest import Copy
@@ -86,7 +86,7 @@ class Labelled(Shards):
 
 def test_an_expert_describes_its_own_cluster_for_routing_without_a_router(trained_experts: Path) -> None:
     """Latents, captions and classes of its own shards, and how many there are."""
-    density = Density.from_tensors(load_file(trained_experts / "experts/001/final" / FILE))
+    density = Density.from_tensors(load_file(trained_experts / "experts/001/final" / DENSITY_FILE))
     shards = Shards.open(trained_experts, [1])
     batch = shards.read(np.arange(len(shards)))
     assert density.count == len(shards)
@@ -97,7 +97,7 @@ def test_an_expert_describes_its_own_cluster_for_routing_without_a_router(traine
     torch.testing.assert_close(density.caption.mean, batch.pooled.float().mean(0), atol=1e-4, rtol=1e-4)
     assert density.classes is None
     labelled = Labelled(shards, torch.arange(len(shards)) % 4 - 1)  # a quarter has no class
-    assert of_shards(labelled).classes.tolist() == [(labelled.labels == k).sum().item() for k in range(3)]
+    assert fit_density(labelled).classes.tolist() == [(labelled.labels == k).sum().item() for k in range(3)]
 
 
 def test_flops_are_those_of_the_matrix_products(trained_experts: Path) -> None:
@@ -145,7 +145,7 @@ def test_student_targets_are_the_velocities_of_the_own_cluster_expert(trained_ex
         x0 = task.latents(batch, 20 + i)
         noised = flow.Objective().corrupt(x0, seed=task.seed, position=20 + i)
         with torch.no_grad():
-            expected = teacher.velocity(noised.input, noised.t, condition_of(batch, teacher.told))
+            expected = teacher.velocity(noised.input, noised.t, condition_of(batch, teacher.conditioning))
         torch.testing.assert_close(targets[i : i + 1], expected, rtol=1e-4, atol=1e-4)
         seen.add(int(batch.cluster))
     assert seen == {0, 1, 2}
@@ -351,13 +351,13 @@ def test_each_process_asks_the_teachers_for_its_own_samples(
 ) -> None:
     task = build_task(resolve_job(trained_experts, config.load(trained_experts), "student"))
     assert isinstance(task, StudentTask)
-    whole = task._compute(48)
+    whole = task._compute_block(48)
     assert whole.isfinite().all()
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     for rank in range(2):
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
-        part = task._compute(48)
+        part = task._compute_block(48)
         mine = torch.arange(48, 48 + task.block) % 8 // 4 == rank  # batches of 8, four samples for each
         # A teacher's batch is smaller here, and batches of other sizes are rounded in another order.
         torch.testing.assert_close(part[mine], whole[mine], rtol=1e-5, atol=1e-5)
@@ -397,7 +397,7 @@ def test_dry_run_tells_the_cost_and_does_nothing(new_run: Copy, capsys: pytest.C
     assert cli.main(["train", str(run), "--expert", "0", "--dry-run", "--json"]) == 0
     estimate = json.loads(capsys.readouterr().out)
     assert estimate["images"] == 160
-    assert estimate["flops"] == 160 * estimate["flops_per_sample"]
+    assert estimate["flops"] == 160 * estimate["flops_per_image"]
     assert estimate["bytes"] > 24 * estimate["parameters"]
     assert cli.main(["train", str(run), "--router", "--dry-run"]) == 0
     assert "GFLOP/s" in capsys.readouterr().out
@@ -464,7 +464,7 @@ def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_samples(train
     job = resolve_job(trained_experts, config.load(trained_experts), "expert", expert=1)
     task = replace(build_task(job), network=load_network(trained_experts / "experts/001/final").eval())
     with torch.no_grad():
-        velocity = task.objective.bridge().wrap(task.answer)
+        velocity = task.objective.bridge().wrap(task.predict)
         plain = validate(velocity, task.held_out, seed=task.seed, conditioning=task.conditioning)
     assert found["held_out_loss"] < 0.5 * (plain.mean or 0)
     assert declared(trained_experts, "experts/000")["bridge"]["prediction_error"] == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atoll.train.metrics_logger import forget_after, grid
+from atoll.train.metrics_logger import grid, truncate_metrics
 from train.conftest import Copy
 from train.workers import finish, metrics
 
@@ -46,7 +46,7 @@ def test_metrics_say_what_happened(new_run: Copy) -> None:
 def test_the_journal_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps({"images": n}) + "\n" for n in (10, 20, 30)) + '{"samp')
-    forget_after(file, 20)
+    truncate_metrics(file, 20)
     assert file.read_text() == '{"images": 10}\n{"images": 20}\n'
 
 

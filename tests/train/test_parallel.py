@@ -32,7 +32,7 @@ def checkpoint(run: Path, samples: int) -> Path:
     return run / f"experts/000/checkpoints/{samples:012d}/manifest.json"
 
 
-def forget_after(run: Path, samples: int) -> None:
+def uncommit_after(run: Path, samples: int) -> None:
     for folder in (run / "experts/000/checkpoints").iterdir():
         if int(folder.name) > samples:
             (folder / "manifest.json").unlink(missing_ok=True)
@@ -45,7 +45,7 @@ def kill_two_at(run: Path, samples: int) -> None:
     wait_for(lambda: checkpoint(run, samples).exists(), 120)
     kill_tree(two.pid)
     two.wait()
-    forget_after(run, samples)
+    uncommit_after(run, samples)
 
 
 def losses(run: Path) -> list[float]:
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_two_resumes_on_one_and_back(parallel: str, alone: Path,
     wait_for(lambda: checkpoint(run, 128).exists())
     os.kill(one.pid, signal.SIGKILL)
     one.join()
-    forget_after(run, 128)
+    uncommit_after(run, 128)
     run_two(run, "--expert", "0")
     close(run, alone)
 
@@ -136,15 +136,15 @@ def kill_tree(pid: int) -> None:
 HEAR = """
 import torch
 from atoll.nets import DiT, DiTConfig
-from atoll.train.distributed import join
+from atoll.train.distributed import init_distributed
 
-with join(torch.device("cpu")) as world, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+with init_distributed(torch.device("cpu")) as context, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
     torch.manual_seed(0)
     network = DiT(DiTConfig(size=8, patch=4, width=32, depth=1, heads=2))
     for weight in network.parameters():
         weight.normal_(std=0.3)
     x = torch.randn(1, 4, 8, 8)
-    sharded = world.wrap(network, "fsdp2", torch.bfloat16)
+    sharded = context.wrap(network, "fsdp2", torch.bfloat16)
     first, second = (sharded(x, torch.tensor([time])) for time in (700.0, 701.0))
     assert (first - second).abs().max() > 0.01, "both times are 700 in bfloat16"
 """

@@ -16,7 +16,7 @@ from atoll.core.manifests import LatentSpec
 from atoll.core.networks import DiTConfig
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble.ensemble import Ensemble
-from atoll.experts.density import SAMPLES, Density
+from atoll.experts.density import FIT_IMAGES, Density
 from atoll.experts.expert import Declaration, ExpertReference, OpenRouter
 from atoll.nets import Router
 
@@ -68,21 +68,21 @@ def ideal_ensemble(
     """
     dimensions = mixture.means.shape[1]
     plain = Statistics((0.0,) * dimensions, (1.0,) * dimensions)
-    members = []
+    references = []
     for number, components in enumerate(clusters):
         objective = flow.objective(objectives[number % len(objectives)])
         space = spaces[number] if spaces else plain
-        part = seen_in(mixture.part(components), space)
+        part = normalize_mixture(mixture.part(components), space)
         share = float(mixture.weights[list(components)].sum())
-        drawn = part.sample(SAMPLES, torch.Generator().manual_seed(number)).view(-1, dimensions, 1, 1)
+        drawn = part.sample(FIT_IMAGES, torch.Generator().manual_seed(number)).view(-1, dimensions, 1, 1)
         density = Density.fit(drawn, count=round(1e6 * share))
         declaration = _declaration(layout.expert_job(number), (number,), space, bridge=objective.bridge(x0_bound=None))
-        members.append(ExpertReference(declaration, _opener(part, objective), 0, density=density))
+        references.append(ExpertReference(declaration, _opener(part, objective), 0, density=density))
     known = _declaration("router", tuple(range(len(clusters))), plain, bridge=flow.Objective().bridge())
-    return Ensemble(members, OpenRouter(known, cast(Router, IdealRouter(mixture, clusters))))
+    return Ensemble(references, OpenRouter(known, cast(Router, IdealRouter(mixture, clusters))))
 
 
-def seen_in(mixture: flow.GaussianMixture, space: Statistics) -> flow.GaussianMixture:
+def normalize_mixture(mixture: flow.GaussianMixture, space: Statistics) -> flow.GaussianMixture:
     """The same data, normalised by other statistics."""
     mean = torch.tensor(space.mean, dtype=mixture.means.dtype)
     scale = 1 / torch.tensor(space.std, dtype=mixture.means.dtype)

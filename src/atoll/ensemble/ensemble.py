@@ -26,31 +26,35 @@ class Ensemble(nn.Module):
 
     def __init__(
         self,
-        members: Sequence[ExpertReference],
+        references: Sequence[ExpertReference],
         router: OpenRouter | None = None,
         *,
-        placement: DeviceOptions | None = None,
+        device_options: DeviceOptions | None = None,
         max_loaded_experts: int | None = None,
         routing: str | Routing = "top-1",
     ) -> None:
         """Put at most `max_loaded_experts` experts in memory at once; None is all of them."""
         super().__init__()
-        if not members:
+        if not references:
             raise AtollError("an ensemble needs at least one expert")
-        self.placement = placement or DeviceOptions()
-        self.members = tuple(members)
+        self.device_options = device_options or DeviceOptions()
+        self.references = tuple(references)
         self.router = router
         self.routing = parse(routing)
-        self.experts: tuple[Declaration, ...] = tuple(member.declaration for member in members)
+        self.experts: tuple[Declaration, ...] = tuple(reference.declaration for reference in references)
         """What each expert declares, in the order of the columns of weights."""
         declared = [*self.experts, *([router.declaration] if router else [])]
         _check_alike(declared)
         self.space = declared[-1 if router else 0].statistics
         """How the latents of the states are normalized."""
-        self.cache = ExpertCache(self.members, self.space, self.placement, max_loaded_experts or len(members))
+        self.cache = ExpertCache(
+            self.references, self.space, self.device_options, max_loaded_experts or len(references)
+        )
         self.conditioning: frozenset[str] = frozenset().union(*(declaration.conditioning for declaration in declared))
         """What any of the experts, or the routing, is conditioned on."""
-        if "text" in self.conditioning and any(member.density and member.density.caption for member in members):
+        if "text" in self.conditioning and any(
+            reference.density and reference.density.caption for reference in references
+        ):
             self.conditioning |= {"pooled"}
 
     @classmethod
@@ -58,14 +62,14 @@ class Ensemble(nn.Module):
         """Make a dense model of one expert that is open already."""
         device = next(expert.network.parameters()).device
         options = DeviceOptions(device, expert.dtype)
-        ensemble = cls([ExpertReference(expert.declaration, lambda: expert.network, 0)], placement=options)
+        ensemble = cls([ExpertReference(expert.declaration, lambda: expert.network, 0)], device_options=options)
         ensemble.cache.put(0, expert)
         return ensemble
 
     @property
     def device(self) -> torch.device:
         """Where it computes."""
-        return self.placement.device
+        return self.device_options.device
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,7 +103,7 @@ class Ensemble(nn.Module):
         _check_batch(x, self.shape[0], guidance_scale=guidance_scale, cluster=cluster, draw=draw)
         t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
         conditions = self._conditions(condition, x)
-        guided = guided_rows(guidance_scale, x, conditioned=conditions.something and bool(self.conditioning))
+        guided = guided_rows(guidance_scale, x, conditioned=conditions.conditioned and bool(self.conditioning))
         weights = self.route(
             x, t, conditions, routing=routing, guided=guided, cluster=cluster, draw=draw, state=state
         )  # fmt: skip
@@ -135,7 +139,7 @@ class Ensemble(nn.Module):
         t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
         chosen, state = parse(routing or self.routing), state or RoutingState()
         guided = torch.empty(0, dtype=torch.long, device=x.device) if guided is None else guided
-        if len(self.members) == 1:
+        if len(self.references) == 1:
             weights = torch.ones(len(x), 1, device=x.device)
             state.record(t, weights, weights)
         else:
@@ -166,12 +170,12 @@ class Ensemble(nn.Module):
         fresh = set()
         for rule in chosen.active(t):
             if rule.source == "given":
-                state.kept["given"] = self._given(cluster, x)
-            elif (settled := chosen.settled(rule, state)) is not None:  # the router is not needed again
-                state.kept.setdefault(rule.source, settled)
+                state.probabilities["given"] = self._given(cluster, x)
+            elif (final_weights := chosen.final_weights(rule, state)) is not None:  # the router is not needed again
+                state.probabilities.setdefault(rule.source, final_weights)
             elif rule.source not in fresh:
                 source = self._nearest if rule.source == "nearest" else self._routed
-                state.kept[rule.source] = source(x, t, conditions, null=null)
+                state.probabilities[rule.source] = source(x, t, conditions, null=null)
                 fresh.add(rule.source)
 
     def _routed(self, x: Tensor, t: Tensor, conditions: BatchConditions, *, null: bool) -> Tensor:
@@ -182,7 +186,7 @@ class Ensemble(nn.Module):
         unknown = [expert.name for expert in self.experts if expert.clusters[0] not in column]
         if unknown:
             raise AtollError(f"the router does not know {', '.join(unknown)}; train it again, or use --routing nearest")
-        if self.router.declaration.conditioning and conditions.something:
+        if self.router.declaration.conditioning and conditions.conditioned:
             rows, halves = (torch.cat([conditions.rows, conditions.null]), 2) if null else (conditions.rows, 1)
             times = t if t.numel() == 1 else t.repeat(halves)
             logits = self.router.logits(x.repeat(halves, 1, 1, 1), times, conditions.distinct[rows])
@@ -193,18 +197,18 @@ class Ensemble(nn.Module):
     def _nearest(self, x: Tensor, t: Tensor, conditions: BatchConditions, *, null: bool) -> Tensor:
         """Return the posterior of the clusters by their own densities, each measured in its expert's own space."""
         columns, captions, t, states = [], [], t.cpu().expand(len(x)), x.detach().cpu()
-        for member in self.members:
-            name = member.declaration.name
-            if member.density is None:
+        for reference in self.references:
+            name = reference.declaration.name
+            if reference.density is None:
                 raise AtollError(
                     f"{name} does not declare how its cluster is distributed (it was trained by an older Atoll, or "
                     "comes from elsewhere), so --routing nearest cannot judge it; train it again, or use a router"
                 )
-            change = rescaling(self.space, member.declaration.statistics, name)
+            change = rescaling(self.space, reference.declaration.statistics, name)
             own, own_t = (states, t) if change is None else change.state(states, t)
-            density = member.density.log_density(own, own_t)
+            density = reference.density.log_density(own, own_t)
             columns.append(density if change is None else density + change.log_volume(t, x[0].numel()))
-            captions.append(member.density.log_told(conditions.distinct) if conditions.something else None)
+            captions.append(reference.density.log_condition(conditions.distinct) if conditions.conditioned else None)
         posterior = torch.stack(columns, 1)
         known = [caption for caption in captions if caption is not None]
         if len(known) == len(captions):  # else some would be judged by less than others
@@ -232,7 +236,7 @@ class Ensemble(nn.Module):
         Row i of `weights` (rows, experts) is the image `images[i]` with the condition of number `rows[i]`.
         """
         expert, row = torch.nonzero(weights.T).unbind(1)  # sorted by expert
-        borders = [0, *torch.bincount(expert, minlength=len(self.members)).cumsum(0).tolist()]
+        borders = [0, *torch.bincount(expert, minlength=len(self.references)).cumsum(0).tolist()]
         spans = {number: span for number, span in enumerate(pairwise(borders)) if span[0] < span[1]}
         order = self.cache.order(list(spans))
         velocities: dict[int, Tensor] = {}

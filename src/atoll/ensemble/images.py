@@ -10,7 +10,7 @@ from atoll.core import layout
 from atoll.data.contact_sheet import sheet
 from atoll.ensemble.samples import Samples, Trace
 
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99ddff", "#bbbbbb")
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99ddff", "#bbbbbb")
 _ROW, _WIDTH, _MARGIN, _LEGEND = 56, 640, 8, 22
 
 
@@ -70,7 +70,7 @@ def draw_trace(trace: Trace, images: list[Image.Image]) -> Image.Image:
                 part = float(trace.weights[position, number, expert]) * _ROW
                 if part > 0:
                     x = left + step * position
-                    pen.rectangle((x, round(bottom - part), x + step - 2, round(bottom) - 1), fill=_colour(expert))
+                    pen.rectangle((x, round(bottom - part), x + step - 2, round(bottom) - 1), fill=_color(expert))
                 bottom -= part
     for position in range(0, steps, max(1, steps // 5)):
         pen.text((left + step * position, _LEGEND), f"t = {float(trace.t[position]):.2f}", fill="black")
@@ -81,10 +81,10 @@ def _legend(pen: ImageDraw.ImageDraw, experts: tuple[str, ...], x: float) -> Non
     for number, name in enumerate(experts):
         expert = layout.expert_number(name)
         label = name if expert is None else f"{expert:03d}"
-        pen.rectangle((x, 6, x + 10, 16), fill=_colour(number))
+        pen.rectangle((x, 6, x + 10, 16), fill=_color(number))
         pen.text((x + 14, 5), label, fill="black")
         x += 26 + pen.textlength(label)
 
 
-def _colour(expert: int) -> str:
-    return COLOURS[expert % len(COLOURS)]
+def _color(expert: int) -> str:
+    return COLORS[expert % len(COLORS)]

@@ -49,6 +49,6 @@ def load(
         raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}")
     router = None if opened.router is None else open_router(opened.router, options)
     ensemble = Ensemble(
-        opened.experts, router, placement=options, max_loaded_experts=max_loaded_experts, routing=routing
+        opened.experts, router, device_options=options, max_loaded_experts=max_loaded_experts, routing=routing
     )
     return Sampler(ensemble, opened.encoders, opened.missing)

@@ -14,7 +14,7 @@ from torch import nn
 from atoll.data.encoders import Encoders
 from atoll.ensemble.ensemble import Ensemble
 from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference
-from atoll.experts.expert_cache import weights_of
+from atoll.experts.expert_cache import weight_bytes
 from atoll.nets import DiT, build
 
 MEGABYTE = 1e6
@@ -61,45 +61,45 @@ class Plan:
 
 def plan(ensemble: Ensemble, encoders: Encoders, *, batch: int, distinct: int, guided: bool) -> Plan:
     """Estimate the memory of batches of `batch` images with `distinct` conditions, with or without guidance."""
-    placement, members = ensemble.placement, ensemble.members
-    sizes = sorted((expert_bytes(member, placement) for member in members), reverse=True)
-    limit = min(ensemble.cache.limit, len(members))
+    device_options, references = ensemble.device_options, ensemble.references
+    sizes = sorted((expert_bytes(reference, device_options) for reference in references), reverse=True)
+    limit = min(ensemble.cache.limit, len(references))
     rows = batch * (2 if guided and ensemble.conditioning else 1)
-    largest = max(members, key=lambda member: member.size)
-    network, itemsize = _outline(largest), placement.dtype.itemsize
+    largest = max(references, key=lambda reference: reference.size)
+    network, itemsize = _outline(largest), device_options.dtype.itemsize
     # The different conditions with the null condition, and a copy for the rows of a batch.
     conditions = condition_bytes(network, largest.declaration, rows=distinct + 1 + rows, itemsize=itemsize)
     working = activation_bytes(network, largest.declaration.shape, rows=rows, itemsize=itemsize)
     parts = {
         "experts": sum(sizes[:limit]),
         "prepared conditions": limit * conditions,
-        "one evaluation of an expert": HEAP * working if placement.device.type == "cpu" else working,
+        "one evaluation of an expert": HEAP * working if device_options.device.type == "cpu" else working,
         "latents": 6 * rows * 4 * torch.Size(ensemble.shape).numel(),
     }
     if ensemble.router is not None:
-        parts["router"] = weights_of(ensemble.router.network)
-    if placement.dtype != torch.float32 or placement.quantize:
-        parts["a file while its weights are converted"] = max(member.size for member in members)
+        parts["router"] = weight_bytes(ensemble.router.network)
+    if device_options.dtype != torch.float32 or device_options.quantize:
+        parts["a file while its weights are converted"] = max(reference.size for reference in references)
     if ensemble.conditioning & {"text", "pooled"}:
-        parts["text encoder"] = weights_of(encoders.text_encoder().network)
+        parts["text encoder"] = weight_bytes(encoders.text_encoder().network)
     codec = encoders.autoencoder()
     if hasattr(codec, "network"):
-        parts["autoencoder"] = weights_of(codec.network)
-    return Plan(len(members), limit, batch, {name: int(size) for name, size in parts.items() if size})
+        parts["autoencoder"] = weight_bytes(codec.network)
+    return Plan(len(references), limit, batch, {name: int(size) for name, size in parts.items() if size})
 
 
-def expert_bytes(member: ExpertReference, placement: DeviceOptions) -> int:
+def expert_bytes(reference: ExpertReference, device_options: DeviceOptions) -> int:
     """Bytes of an expert's weights, as they are kept."""
-    network, width = _outline(member), placement.dtype.itemsize
+    network, width = _outline(reference), device_options.dtype.itemsize
     linear = sum(part.weight.numel() for part in network.modules() if isinstance(part, nn.Linear))
-    saved = linear * (width - 1) if placement.quantize else 0
-    return weights_of(network) * width // 4 - saved
+    saved = linear * (width - 1) if device_options.quantize else 0
+    return weight_bytes(network) * width // 4 - saved
 
 
-def _outline(member: ExpertReference) -> nn.Module:
+def _outline(reference: ExpertReference) -> nn.Module:
     """Return the network of an expert without memory for its weights."""
     with torch.device("meta"):
-        return build(member.declaration.network)
+        return build(reference.declaration.network)
 
 
 def activation_bytes(network: nn.Module, shape: Sequence[int], *, rows: int, itemsize: int) -> int:

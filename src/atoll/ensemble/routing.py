@@ -93,7 +93,7 @@ class Routing:
         return tuple(rule for number, rule in enumerate(self.rules) if bool((stage == number).any()))
 
     @property
-    def asks_router(self) -> bool:
+    def needs_router(self) -> bool:
         """Whether any of its rules needs a router."""
         return any(rule.source == "router" for rule in self.rules)
 
@@ -106,7 +106,7 @@ class Routing:
         """The stream of random numbers at a step: another at every step only for what is drawn anew."""
         return DRAW_STREAM + (step if any(rule.name == "sample" for rule in self.rules) else 0)
 
-    def settled(self, rule: Rule, state: "RoutingState") -> Tensor | None:
+    def final_weights(self, rule: Rule, state: "RoutingState") -> Tensor | None:
         """The weights (samples, experts) to the end, once all samples have drawn and no other rule follows."""
         drawn = state.drawn if rule.name == "drawn" and rule is self.rules[-1] else None
         return drawn if drawn is not None and bool(drawn.any(-1).all()) else None
@@ -116,8 +116,8 @@ class Routing:
 
         A source has one row for each image, or two: the second ones, below, are those without condition.
         """
-        rows = max(len(p) for p in state.kept.values())
-        kept = {source: p.repeat(rows // len(p), 1) for source, p in state.kept.items()}
+        rows = max(len(p) for p in state.probabilities.values())
+        kept = {source: p.repeat(rows // len(p), 1) for source, p in state.probabilities.items()}
         first = self.active(t)[0].source
         if draw is None and self.draws:
             draw = state.draw(self, count)
@@ -169,7 +169,7 @@ class RoutingState:
     first: int = 0
     trace: "list[Decision] | None" = None
     evaluations: int = 0
-    kept: dict[Source, Tensor] = field(default_factory=dict)
+    probabilities: dict[Source, Tensor] = field(default_factory=dict)
     """The last probabilities of each source."""
     drawn: Tensor | None = None
     """The one expert that each sample has drawn (samples, experts); zeros where it has not yet."""

@@ -269,4 +269,4 @@ def draws_unconditioned(ensemble: Ensemble, routing: str) -> bool:
     """Whether an expert is drawn from the start by a router that is not conditioned on the prompt."""
     first = parse(routing).rules[0]
     unconditioned = ensemble.router is not None and not ensemble.router.declaration.conditioning
-    return len(ensemble.members) > 1 and first.name == "drawn" and first.source == "router" and unconditioned
+    return len(ensemble.references) > 1 and first.name == "drawn" and first.source == "router" and unconditioned

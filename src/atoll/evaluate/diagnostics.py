@@ -119,7 +119,7 @@ def _ask(model: Ensemble, sample: Noisy, routings: Sequence[str]) -> dict[str, T
         found["probabilities"] = p
         two = p.topk(2).indices[..., None, None, None].expand(-1, -1, *velocities.shape[2:])
         found["chosen_angles"] = mean_angle(velocities.gather(1, two))
-    if experts > 1 and all(member.density is not None for member in model.members):
+    if experts > 1 and all(member.density is not None for member in model.references):
         found["nearest"] = model.route(sample.x, sample.t, condition, routing="nearest:full")
     for routing in routings:
         cluster, draw = sample.batch.cluster, sample.draw

@@ -177,7 +177,7 @@ def draw(
         artifact.write("prompts.json", told)
         chunks, model = Chunks(artifact, len(prompts), CHUNK), subject.open(max_loaded_experts)
         # One step first, so that opening networks is no part of the time that pictures take.
-        for number in range(len(model.ensemble.members)) if max_loaded_experts is None else ():
+        for number in range(len(model.ensemble.references)) if max_loaded_experts is None else ():
             model.ensemble.cache.get(number)
         _generate(model, prompts.part(slice(0, 1)), replace(settings, steps=1), batch_size=batch_size)
         for chunk in chunks.missing():

@@ -2,7 +2,7 @@
 
 Many pictures of one prompt have one condition, and under guidance all share the null condition. Each expert prepares
 the distinct ones once (keys and values of the text, label embeddings), and takes rows of them at every step. Where
-samples come and go, as on a server, `Places` keeps their conditions: only what is new is prepared.
+samples come and go, as on a server, `ConditionSlots` keeps their conditions: only what is new is prepared.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class BatchConditions:
         return cls(concatenate([condition, condition[:1].unconditional()]), rows, len(given), reused)
 
     @property
-    def something(self) -> bool:
+    def conditioned(self) -> bool:
         """Whether the samples are told anything, so that guidance means something."""
         return self.count > 0
 
@@ -47,7 +47,7 @@ class BatchConditions:
         return torch.full_like(self.rows, self.count)
 
 
-class Places:
+class ConditionSlots:
     """Conditions that come and go: so many places, each filled by itself, and the null condition after them."""
 
     def __init__(self, example: Condition, count: int) -> None:
@@ -68,7 +68,7 @@ class Places:
         self.distinct.dropped[place] = False
         self.versions[place] += 1
 
-    def told(self, rows: Tensor) -> BatchConditions:
+    def batch(self, rows: Tensor) -> BatchConditions:
         """For samples that have the conditions of these places."""
         return BatchConditions(self.distinct, rows, self.count, True, self.versions)
 

@@ -28,8 +28,8 @@ RANK, CAPTION_RANK = 64, 16
 CAPTION_WEIGHT = 1 / 16
 """The numbers of a pooled caption are far from independent, so their Gaussian is much too sure; this is what the
 held-out captions of eight clusters of emoji liked best (docs/ensemble.md)."""
-SAMPLES = 2048
-FILE = "cluster.safetensors"
+FIT_IMAGES = 2048
+DENSITY_FILE = "cluster.safetensors"
 _FIELDS = ("mean", "directions", "variances", "rest", "count")
 _CAPTION = "caption."
 
@@ -82,7 +82,7 @@ class Density:
         volume = wide.log().sum(1) + (dimensions - len(self.variances)) * base.log()
         return self.count.double().log() - 0.5 * (squares + volume + dimensions * math.log(2 * math.pi))
 
-    def log_told(self, condition: Condition) -> Tensor | None:
+    def log_condition(self, condition: Condition) -> Tensor | None:
         """log p(condition | cluster) for each row, 0 where it is dropped; None if the cluster knows no such thing."""
         if condition.pooled is not None and self.caption is not None:
             pooled = condition.pooled.detach().cpu()
@@ -126,9 +126,9 @@ def _principal(centred: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, (vectors.T @ centred) / (values * len(centred)).sqrt()[:, None] if few else vectors.T
 
 
-def of_shards(shards: Shards) -> Density:
-    """The density of some clusters' normalised latents, captions and classes, from at most `SAMPLES` of them."""
-    rows = np.linspace(0, len(shards) - 1, min(len(shards), SAMPLES)).round().astype(np.int64)
+def fit_density(shards: Shards) -> Density:
+    """The density of some clusters' normalised latents, captions and classes, from at most `FIT_IMAGES` of them."""
+    rows = np.linspace(0, len(shards) - 1, min(len(shards), FIT_IMAGES)).round().astype(np.int64)
     batch = shards.read(rows)
     latents = shards.statistics.normalise(batch.mean.float())
     std = torch.tensor(shards.statistics.std).view(-1, 1, 1)

@@ -93,7 +93,7 @@ class DeviceOptions:
         return placed
 
 
-def only(condition: Condition, told: frozenset[str]) -> Condition:
+def select_parts(condition: Condition, told: frozenset[str]) -> Condition:
     """Return the part of a condition that a network is conditioned on."""
     hidden = {"text", "pooled", "label"} - told
     if "text" in hidden:
@@ -147,7 +147,7 @@ class OpenRouter:
 
     def logits(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Return log-probabilities up to a constant, one column for each cluster of the declaration."""
-        told = only(condition, self.declaration.conditioning)
+        told = select_parts(condition, self.declaration.conditioning)
         return self.network.logits(x.to(self.dtype), flow.LINEAR.timestep(t), told)
 
 

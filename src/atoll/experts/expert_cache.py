@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from atoll.core.errors import AtollError
 from atoll.data.stages.latents import Statistics
 from atoll.experts.batch_conditions import BatchConditions, replace_rows
-from atoll.experts.expert import DeviceOptions, ExpertReference, OpenExpert, only, open_expert
+from atoll.experts.expert import DeviceOptions, ExpertReference, OpenExpert, open_expert, select_parts
 from atoll.experts.quantize import quantize
 from atoll.experts.rescaling import rescaling
 from atoll.nets import Condition, DiT, PreparedCondition
@@ -66,7 +66,7 @@ class LoadedExpert:
                     self._versions[number] = told.versions[number]
 
     def _own(self, told: BatchConditions) -> Condition:
-        mine, dtype = only(told.distinct, self.expert.conditioning), self.expert.dtype
+        mine, dtype = select_parts(told.distinct, self.expert.conditioning), self.expert.dtype
         parts = {name: getattr(mine, name) for name in ("text", "pooled")}
         return replace(mine, **{name: part.to(dtype) for name, part in parts.items() if part is not None})
 
@@ -75,71 +75,71 @@ class LoadedExpert:
 class ExpertCache:
     """The experts of an ensemble, of which some are in memory."""
 
-    members: Sequence[ExpertReference]
+    references: Sequence[ExpertReference]
     space: Statistics
-    placement: DeviceOptions
+    device_options: DeviceOptions
     limit: int
     loads: int = 0
     """How often an expert was opened."""
     quantization_error: dict[str, float] = field(default_factory=dict)
     """By how much eight-bit weights change the velocity of each expert that was opened, relative to its size."""
-    _here: "OrderedDict[int, LoadedExpert]" = field(default_factory=OrderedDict)
-    _coming: dict[int, "Future[LoadedExpert]"] = field(default_factory=dict)
+    _loaded: "OrderedDict[int, LoadedExpert]" = field(default_factory=OrderedDict)
+    _prefetched: dict[int, "Future[LoadedExpert]"] = field(default_factory=dict)
     _thread: ThreadPoolExecutor | None = None
 
     def __post_init__(self) -> None:
         """Check that the limit makes sense and that all experts fit into one space."""
         if self.limit < 1:
             raise AtollError(f"max_loaded_experts is {self.limit}; at least one expert must be in memory")
-        for member in self.members:
-            rescaling(self.space, member.declaration.statistics, member.declaration.name)
+        for reference in self.references:
+            rescaling(self.space, reference.declaration.statistics, reference.declaration.name)
 
     def order(self, wanted: Sequence[int]) -> list[int]:
         """Those in memory first: what is there is used before it has to leave."""
-        return sorted(wanted, key=lambda number: number not in self._here)
+        return sorted(wanted, key=lambda number: number not in self._loaded)
 
     def put(self, number: int, expert: OpenExpert) -> None:
         """Keep an expert that is open already."""
-        self._here[number] = LoadedExpert(expert)
+        self._loaded[number] = LoadedExpert(expert)
 
     def get(self, number: int, following: int | None = None) -> LoadedExpert:
         """An expert, ready to answer; the one to follow is fetched meanwhile if there is room for both."""
-        loaded = self._here.pop(number, None) or self._arrived(number)
-        self._here[number] = loaded
-        if following is not None and following not in self._here:
+        loaded = self._loaded.pop(number, None) or self._arrived(number)
+        self._loaded[number] = loaded
+        if following is not None and following not in self._loaded:
             self._fetch(following)
         return loaded
 
     def _arrived(self, number: int) -> LoadedExpert:
-        coming = self._coming.pop(number, None)
+        coming = self._prefetched.pop(number, None)
         if coming is not None:
             return coming.result()
         self._make_room()
         return self._load(number)
 
     def _fetch(self, number: int) -> None:
-        file = self.members[number].file
-        if self.placement.device.type == "cpu" or self.limit == 1:
+        file = self.references[number].file
+        if self.device_options.device.type == "cpu" or self.limit == 1:
             if file is not None and hasattr(os, "posix_fadvise"):
                 with file.open("rb") as stream:
                     os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
             return
-        if not self._coming:
+        if not self._prefetched:
             self._make_room()
             self._thread = self._thread or ThreadPoolExecutor(1)
-            self._coming[number] = self._thread.submit(self._load, number)
+            self._prefetched[number] = self._thread.submit(self._load, number)
 
     def _make_room(self) -> None:
-        while len(self._here) + len(self._coming) >= self.limit:
-            self._here.popitem(last=False)
+        while len(self._loaded) + len(self._prefetched) >= self.limit:
+            self._loaded.popitem(last=False)
 
     def _load(self, number: int) -> LoadedExpert:
-        member = self.members[number]
+        reference = self.references[number]
         self.loads += 1
-        expert = open_expert(member, self.space, self.placement)
-        if self.placement.quantize:
-            name = member.declaration.name
-            self.quantization_error[name] = _quantized(expert, self.placement.quantize, self.placement.device)
+        expert = open_expert(reference, self.space, self.device_options)
+        if self.device_options.quantize:
+            name = reference.declaration.name
+            self.quantization_error[name] = _quantized(expert, self.device_options.quantize, self.device_options.device)
         return LoadedExpert(expert)
 
 
@@ -153,7 +153,7 @@ def _quantized(expert: OpenExpert, kind: str, device: torch.device) -> float:
     return float((expert.velocity(x, t) - before).norm() / before.norm())
 
 
-def weights_of(network: nn.Module) -> int:
+def weight_bytes(network: nn.Module) -> int:
     """Bytes of a network's weights and buffers."""
     tensors: list[Any] = [*network.parameters(), *network.buffers()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

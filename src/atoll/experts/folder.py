@@ -15,8 +15,8 @@ from atoll.core.untrusted import Foreign
 from atoll.data.encoders import Encoders
 from atoll.data.pretrained import folder_of
 from atoll.experts.paris import Paris
-from atoll.experts.source import Opened
-from atoll.experts.stored import Stored, weights_of
+from atoll.experts.source import ModelReference
+from atoll.experts.stored import StoredNetwork, weights_file
 
 PIPELINE_CLASS = "AtollPipeline"
 COMPONENTS = "atoll.export.pipeline"
@@ -93,7 +93,7 @@ def fetch(source: str | Path) -> Path:
     return folder_of(str(source), PATTERNS).resolve()
 
 
-def open_folder(source: str | Path, model: str) -> Opened:
+def open_folder(source: str | Path, model: str) -> ModelReference:
     """Find the networks of a folder; `model` is `experts`, or `expert:K` for one of them."""
     folder = fetch(source)
     index = ModelIndex.of(folder)
@@ -102,16 +102,18 @@ def open_folder(source: str | Path, model: str) -> Opened:
         router = stored.pop("router").reference() if index.has_router else None
         experts = [expert.reference() for expert in stored.values()]
         declared = experts[0].declaration
-        return Opened(experts, router, Encoders.of(declared.latents, declared.text, folder)).choose(model, folder)
-    if Paris.recognises(folder):
+        return ModelReference(experts, router, Encoders.of(declared.latents, declared.text, folder)).choose(
+            model, folder
+        )
+    if Paris.matches(folder):
         return Paris(folder).open(model)
-    raise refusal(folder, index)
+    raise unsupported_folder(folder, index)
 
 
-def refusal(folder: Path, index: ModelIndex) -> AtollError:
+def unsupported_folder(folder: Path, index: ModelIndex) -> AtollError:
     """Why a folder is not an ensemble."""
     if (folder / "expert_0").is_dir():
-        weights_of(folder / "expert_0")
+        weights_file(folder / "expert_0")
         return AtollError(f"{folder / 'expert_0'} holds neither an expert of Atoll nor one of the Paris release")
     kind = index.class_name or "nothing that Atoll knows"
     return AtollError(
@@ -120,7 +122,7 @@ def refusal(folder: Path, index: ModelIndex) -> AtollError:
     )
 
 
-def verify(folder: Path, index: ModelIndex) -> dict[str, Stored]:
+def verify(folder: Path, index: ModelIndex) -> dict[str, StoredNetwork]:
     """Check that all files are there, as they were when the folder was written, and fit the declared networks."""
     artifact = Artifact(folder.parent, folder.name)
     if artifact.manifest() is None:
@@ -129,10 +131,10 @@ def verify(folder: Path, index: ModelIndex) -> dict[str, Stored]:
         )
     artifact.open(PIPELINE, verify=True)
     names = [*index.expert_names(folder), *(["router"] if index.has_router else [])]
-    return {name: Stored.open(folder / name) for name in names}
+    return {name: StoredNetwork.open(folder / name) for name in names}
 
 
-def forget_paths(folder: Path) -> None:
+def remove_source_paths(folder: Path) -> None:
     """Take out of configurations where diffusers and transformers once read them from."""
     for pattern in (INDEX_FILE, "*/config.json", "*/tokenizer_config.json"):
         for file in folder.glob(pattern):

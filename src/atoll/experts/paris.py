@@ -29,8 +29,8 @@ from atoll.data.encoders import Encoders
 from atoll.data.stages.latents import AutoencoderConfig, Statistics, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
 from atoll.experts.expert import Declaration, ExpertReference
-from atoll.experts.source import Opened
-from atoll.experts.stored import shapes, weights_of
+from atoll.experts.source import ModelReference
+from atoll.experts.stored import shapes, weights_file
 from atoll.nets import DiT, DiTConfig, Router, RouterConfig
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
 
@@ -66,12 +66,12 @@ class Paris:
     folder: Path
 
     @staticmethod
-    def recognises(folder: Path) -> bool:
+    def matches(folder: Path) -> bool:
         """Whether the first expert has the tensors of a Paris expert."""
         file = folder / "expert_0" / WEIGHTS_FILE
         return file.is_file() and layout("paris").matches(shapes(file))
 
-    def open(self, model: str) -> Opened:
+    def open(self, model: str) -> ModelReference:
         """Find the experts, or one of them (`expert:K`), and the router where there are several."""
         found = sorted(int(path.name[7:]) for path in self.folder.glob("expert_*") if path.name[7:].isdecimal())
         if found != list(range(len(found))):
@@ -79,7 +79,7 @@ class Paris:
         encoders = self._encoders()
         null_text = cache(lambda: encoders.text_encoder()([""])[0][0])  # the empty caption (tokens, width)
         experts = [self._reference(number, null_text) for number in found]
-        opened = Opened(experts, None, encoders).choose(model, self.folder)
+        opened = ModelReference(experts, None, encoders).choose(model, self.folder)
         return opened if len(opened.experts) == 1 else replace(opened, router=self._router(len(experts)))
 
     def _encoders(self) -> Encoders:
@@ -94,7 +94,7 @@ class Paris:
         return Encoders(lambda: open_codec(str(self.folder / "vae")), text_encoder)
 
     def _router(self, experts: int) -> ExpertReference:
-        known, file = layout("paris-router"), weights_of(self.folder / "router", ROUTER_FILES)
+        known, file = layout("paris-router"), weights_file(self.folder / "router", ROUTER_FILES)
         config = _config(known, file)
         assert isinstance(config, RouterConfig)
         if config.experts != experts:
@@ -105,7 +105,7 @@ class Paris:
         )
 
     def _expert(self, number: int) -> Path:
-        return weights_of(self.folder / f"expert_{number}")
+        return weights_file(self.folder / f"expert_{number}")
 
     def _reference(self, number: int, null_text: Callable[[], Tensor]) -> ExpertReference:
         known, file = layout("paris"), self._expert(number)

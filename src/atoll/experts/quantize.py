@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from atoll.core.errors import AtollError, unknown
 
-QUANTISATIONS = ("int8",)
+QUANTIZATIONS = ("int8",)
 LEVELS = 127
 
 
@@ -36,8 +36,8 @@ class Int8Linear(nn.Module):
 
 def quantize(network: nn.Module, kind: str) -> nn.Module:
     """Replace every linear layer of a network, in place."""
-    if kind not in QUANTISATIONS:
-        raise AtollError(unknown("quantization", kind, QUANTISATIONS))
+    if kind not in QUANTIZATIONS:
+        raise AtollError(unknown("quantization", kind, QUANTIZATIONS))
     for name, child in list(network.named_children()):
         if isinstance(child, nn.Linear):
             setattr(network, name, Int8Linear(child))

@@ -10,7 +10,7 @@ from atoll.experts.expert import ExpertReference
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class ModelReference:
     """The networks of a model, found and checked. Their weights are not read yet."""
 
     experts: Sequence[ExpertReference]

@@ -21,8 +21,7 @@ from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError
 from atoll.core.manifests import ExpertContent, NetworkContent, RouterContent
 from atoll.core.networks import CLASS_NAME, ConfigJson
-from atoll.experts.density import FILE as CLUSTER_FILE
-from atoll.experts.density import Density
+from atoll.experts.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, ExpertReference
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
@@ -48,7 +47,7 @@ def write(folder: Path, network: nn.Module, content: NetworkContent, *, density:
     else:
         save_network(network, folder)  # type: ignore[arg-type]
     if density is not None:
-        save_file({name: part.cpu().contiguous() for name, part in density.tensors().items()}, folder / CLUSTER_FILE)
+        save_file({name: part.cpu().contiguous() for name, part in density.tensors().items()}, folder / DENSITY_FILE)
     (folder / DECLARATION_FILE).write_bytes(to_json(content.model_dump(mode="json")))
 
 
@@ -76,7 +75,7 @@ def diffusers_layout(network: DiT) -> tuple[dict[str, Tensor], ConfigJson] | Non
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredNetwork:
     """A network that `write` has written."""
 
     folder: Path
@@ -86,19 +85,19 @@ class Stored:
     weights: Path
 
     @classmethod
-    def open(cls, folder: Path) -> "Stored":
+    def open(cls, folder: Path) -> "StoredNetwork":
         """Read the declaration, and check by their shapes that the weights are those of the declared network."""
         file = folder / DECLARATION_FILE
         if not file.is_file():
             raise AtollError(f"{file} is missing: nothing tells how this network was trained; export the run again")
         content = read_declaration(file)
-        stored = cls(folder, content, _stored_class(folder, content.network.class_name), weights_of(folder))
+        stored = cls(folder, content, _stored_class(folder, content.network.class_name), weights_file(folder))
         check_fit(without_retired(shapes(stored.weights)), stored._expected(), f"the network that {file} declares")
         return stored
 
     def reference(self) -> ExpertReference:
         """Return the network as a reference; its weights are read when they are needed."""
-        density = self.folder / CLUSTER_FILE
+        density = self.folder / DENSITY_FILE
         return ExpertReference(
             Declaration.of(self.content),
             self.network,
@@ -159,7 +158,7 @@ def read_declaration(file: Path) -> NetworkContent:
         raise AtollError(f"{file} is not the declaration of a network ({error}); export the run again") from error
 
 
-def weights_of(folder: Path, names: tuple[str, ...] = (WEIGHTS_FILE,)) -> Path:
+def weights_file(folder: Path, names: tuple[str, ...] = (WEIGHTS_FILE,)) -> Path:
     """The safetensors file of a network's folder; pickles are never read."""
     for name in names:
         if (folder / name).is_file():

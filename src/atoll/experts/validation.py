@@ -71,7 +71,7 @@ class _Alone(NamedTuple):
 ALONE: Processes = _Alone()
 
 
-class _Place(NamedTuple):
+class _BatchSlice(NamedTuple):
     """Where a batch is in the validation."""
 
     images: "np.ndarray[Any, Any]"
@@ -111,8 +111,8 @@ class ValidationSet:
         return TIME_BINS * self.images
 
     @cached_property
-    def _places(self) -> list[_Place]:
-        places: list[_Place] = []
+    def _slices(self) -> list[_BatchSlice]:
+        slices: list[_BatchSlice] = []
         rows = 0
         for own in self.shards.cluster_ranges().values():
             count = min(len(own), self.limit)
@@ -120,22 +120,22 @@ class ValidationSet:
             for time_bin in range(TIME_BINS):
                 for start in range(0, count, BATCH):
                     part = chosen[start : start + BATCH]
-                    places.append(_Place(part, time_bin, time_bin * count + start, rows))
+                    slices.append(_BatchSlice(part, time_bin, time_bin * count + start, rows))
                     rows += len(part)
-        return places
+        return slices
 
     def batches(self, device: torch.device, processes: Processes = ALONE) -> Iterator[ValidationBatch]:
         """Yield this process's share of the batches."""
         # Largest first: every bin ends with a smaller batch, and one process must not get all of those.
-        in_turn = sorted(self._places, key=lambda place: -len(place.images))
-        for place in in_turn[processes.rank :: processes.size]:
-            batch = self.shards.read(place.images).to(device)
-            draws = rng.uniform(len(place.images), seed=self.seed, stream=HELD_OUT_STREAM, first=place.position)
-            t = ((place.time_bin + draws) / TIME_BINS).to(device)
-            x0 = self.shards.latents(batch, seed=self.seed, position=place.position)
+        in_turn = sorted(self._slices, key=lambda part: -len(part.images))
+        for part in in_turn[processes.rank :: processes.size]:
+            batch = self.shards.read(part.images).to(device)
+            draws = rng.uniform(len(part.images), seed=self.seed, stream=HELD_OUT_STREAM, first=part.position)
+            t = ((part.time_bin + draws) / TIME_BINS).to(device)
+            x0 = self.shards.latents(batch, seed=self.seed, position=part.position)
             seed = self.seed + NOISE_SEED_OFFSET
             yield ValidationBatch(
-                batch, flow.Objective().corrupt(x0, seed=seed, position=place.position, t=t), place.first
+                batch, flow.Objective().corrupt(x0, seed=seed, position=part.position, t=t), part.first
             )
 
     def gather(

@@ -29,7 +29,7 @@ from atoll.experts.folder import (
     INDEX_FILE,
     PIPELINE_CLASS,
     ROUTER_CLASS,
-    forget_paths,
+    remove_source_paths,
 )
 from atoll.export.model_card import CARD_FILE, About, card
 
@@ -46,7 +46,7 @@ def export(run: Path, destination: Path, model: str = "experts", *, license: str
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
     if artifact.begin(PIPELINE, made_from) is None:
         _write(artifact, sampler, trained)
-        artifact.commit(PipelineContent(experts=len(ensemble.members), model=model), leave=[CARD_FILE])
+        artifact.commit(PipelineContent(experts=len(ensemble.references), model=model), leave=[CARD_FILE])
     made = artifact.open(PIPELINE, verify=True)
     if not (destination / CARD_FILE).exists():
         public = [_public(job, manifest) for job, manifest in trained.items()]
@@ -59,7 +59,7 @@ def export(run: Path, destination: Path, model: str = "experts", *, license: str
 
 def _trained(run: Path, ensemble: Ensemble) -> dict[str, Manifest]:
     """The manifests of all networks, whose files are checked on the way."""
-    if ensemble.router is None and any(member.density is None for member in ensemble.members[1:]):
+    if ensemble.router is None and any(member.density is None for member in ensemble.references[1:]):
         raise AtollError(f"{run} has several experts and no router; train one with: atoll train {run} --router")
     kinds: dict[str, Kind[Any]] = {expert.name: EXPERT for expert in ensemble.experts}
     if ensemble.router is not None:
@@ -84,7 +84,7 @@ def _name(model: str) -> str:
 def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]) -> None:
     """All components, one after the other: one network is in memory at once."""
     index: dict[str, list[str | None]] = {}
-    with progress("exporting", len(sampler.ensemble.members) + 5, unit="components") as bar:
+    with progress("exporting", len(sampler.ensemble.references) + 5, unit="components") as bar:
         for name, component in _components(sampler, trained, artifact.folder):
             index[name] = component
             bar.update(1)
@@ -92,7 +92,7 @@ def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]
 
     fields = {"_class_name": PIPELINE_CLASS, "_diffusers_version": diffusers.__version__, **dict(sorted(index.items()))}
     artifact.write(INDEX_FILE, (json.dumps(fields, indent=2) + "\n").encode())
-    forget_paths(artifact.folder)
+    remove_source_paths(artifact.folder)
 
 
 def _components(
@@ -100,7 +100,7 @@ def _components(
 ) -> Iterator[tuple[str, list[str | None]]]:
     """Write every component; its name and class, as model_index.json has them."""
     ensemble = sampler.ensemble
-    for number, member in enumerate(ensemble.members):
+    for number, member in enumerate(ensemble.references):
         content = _public(member.declaration.name, trained[member.declaration.name])
         stored.write(folder / f"expert_{number}", member.open(), content, density=member.density)
         yield f"expert_{number}", [COMPONENTS, EXPERT_CLASS]

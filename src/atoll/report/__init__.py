@@ -54,7 +54,7 @@ def _subjects(run: Path, routings: Sequence[str]) -> list[Subject]:
     there = finished(run)
     found: list[Subject] = []
     experts = [name for name in there if layout.is_expert(name)]
-    possible = [routing for routing in routings if "router" in there or not parse(routing).asks_router]
+    possible = [routing for routing in routings if "router" in there or not parse(routing).needs_router]
     possible = possible if len(experts) > 1 else ["top-1"]  # one expert needs no router
     if possible:
         found += subjects(run, ["experts"], possible)

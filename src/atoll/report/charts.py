@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from atoll.ensemble.images import COLOURS
+from atoll.ensemble.images import COLORS
 from atoll.report.html import tag
 
 WIDTH, HEIGHT = 440, 250
@@ -17,7 +17,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 40
 
 def colour(expert: int) -> str:
     """The colour of an expert, the same on the whole page."""
-    return COLOURS[expert % len(COLOURS)]
+    return COLORS[expert % len(COLORS)]
 
 
 @dataclass(frozen=True)

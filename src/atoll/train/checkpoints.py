@@ -24,7 +24,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import CHECKPOINT, CheckpointContent
-from atoll.train.distributed import World
+from atoll.train.distributed import DistContext
 from atoll.train.ema import EMA
 
 FILE_BYTES = 64 << 20
@@ -32,7 +32,7 @@ FILE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class State:
+class TrainState:
     """What training changes."""
 
     network: nn.Module
@@ -72,7 +72,7 @@ class Checkpoints:
     run: Path
     job: str
     made_from: Mapping[str, Any]
-    world: World
+    context: DistContext
     keep_last: int = 2
 
     @property
@@ -80,7 +80,7 @@ class Checkpoints:
         """Where they are."""
         return self.run / layout.checkpoints(self.job)
 
-    def save(self, state: State, images: int, seconds: float) -> Artifact:
+    def save(self, state: TrainState, images: int, seconds: float) -> Artifact:
         """Write a checkpoint; all processes take part, and it counts once the first has committed it."""
         artifact = self._artifact(images)
 
@@ -90,27 +90,27 @@ class Checkpoints:
 
         def commit() -> None:
             artifact.commit(CheckpointContent(images=images, seconds=seconds))
-            self._forget_old()
+            self._delete_old()
 
-        self.world.on_main(begin)
+        self.context.on_main(begin)
         tensors = state.tensors()
         writer = HuggingFaceStorageWriter(str(artifact.folder), files_of(tensors), save_distributed=True)
         with _quiet():
-            save(tensors, storage_writer=writer, process_group=self.world.control, no_dist=self.world.size == 1)
-        self.world.wait()
-        self.world.on_main(commit)
+            save(tensors, storage_writer=writer, process_group=self.context.control, no_dist=self.context.size == 1)
+        self.context.barrier()
+        self.context.on_main(commit)
         return artifact
 
-    def load_newest(self, state: State) -> tuple[int, float]:
+    def load_newest(self, state: TrainState) -> tuple[int, float]:
         """Fill the state from the newest good checkpoint; return the images seen and the seconds trained."""
-        images = self.world.on_main(self._newest_good)
+        images = self.context.on_main(self._newest_valid)
         if images == 0:
             return 0, 0.0
         artifact = self._artifact(images)
         tensors = state.tensors()
         with _quiet():
             reader = HuggingFaceStorageReader(str(artifact.folder))
-            load(tensors, storage_reader=reader, process_group=self.world.control, no_dist=self.world.size == 1)
+            load(tensors, storage_reader=reader, process_group=self.context.control, no_dist=self.context.size == 1)
         return images, artifact.read(CHECKPOINT).seconds
 
     def newest(self) -> str:
@@ -122,7 +122,7 @@ class Checkpoints:
         """Remove them all, once the job's result is committed."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _newest_good(self) -> int:
+    def _newest_valid(self) -> int:
         for images in sorted(self._all(), reverse=True):
             artifact = self._artifact(images)
             try:
@@ -146,7 +146,7 @@ class Checkpoints:
     def _artifact(self, images: int) -> Artifact:
         return Artifact(self.run, layout.checkpoint(self.job, images))
 
-    def _forget_old(self) -> None:
+    def _delete_old(self) -> None:
         committed = sorted(images for images in self._all() if self._artifact(images).manifest())
         for images in set(self._all()) - set(committed):  # left by jobs that were killed while saving
             if images < committed[-1]:

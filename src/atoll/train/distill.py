@@ -23,7 +23,7 @@ from atoll.experts.expert import DeviceOptions, OpenExpert, open_expert
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import ALONE, Processes, condition_of, validate
 from atoll.train.spec import teachers
-from atoll.train.tasks import Forward, Losses, Task, as_expert, drop, on_linear_path
+from atoll.train.tasks import Forward, Losses, Task, as_expert, drop_condition, on_linear_path
 
 TEACHER_BATCH = 64
 
@@ -53,7 +53,7 @@ class StudentTask(Task):
         noised = on_linear_path(x0, self.seed, position)
         target = self._targets(position, len(x0)).to(x0.device)
         condition = condition_of(batch, self.conditioning)
-        condition = drop(condition, self.dropout, len(x0), seed=self.seed, position=position)
+        condition = drop_condition(condition, self.dropout, len(x0), seed=self.seed, position=position)
         output = forward(noised.input, noised.timestep, condition)[:, : x0.shape[1]]
         return Losses((output.float() - target).square().flatten(1).mean(1), noised.t, {})
 
@@ -83,7 +83,7 @@ class StudentTask(Task):
         while count:
             first = position - position % self.block
             if self._current.first != first:
-                self._current.targets = self._compute(first)
+                self._current.targets = self._compute_block(first)
                 self._current.first = first
             part = self._current.targets[position - first : position - first + count]
             parts.append(part)
@@ -91,10 +91,10 @@ class StudentTask(Task):
         return torch.cat(parts)
 
     @torch.inference_mode()
-    def _compute(self, first: int) -> Tensor:
+    def _compute_block(self, first: int) -> Tensor:
         """The teachers' velocities of this process's images of a block, with one teacher in memory at a time."""
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        whose = (first + torch.arange(self.block)) % self.micro // (self.micro // world)
+        rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        whose = (first + torch.arange(self.block)) % self.micro // (self.micro // processes)
         numbers = self.shards.order(np.arange(first, first + self.block, dtype=np.uint64), self.seed)
         clusters = self.shards.read(numbers).cluster
         targets = torch.full((self.block, *self.shards.content.latents.shape), torch.nan)
@@ -105,10 +105,10 @@ class StudentTask(Task):
                 reference = expert_of_run(self.run, layout.expert_job(expert), verify=True)
                 teacher = open_expert(reference, self.shards.statistics, DeviceOptions(device))
                 for rows in torch.split(mine, TEACHER_BATCH):
-                    targets[rows] = self._answers(teacher, first, rows, numbers=numbers, device=device)
+                    targets[rows] = self._teacher_velocities(teacher, first, rows, numbers=numbers, device=device)
         return targets
 
-    def _answers(
+    def _teacher_velocities(
         self, teacher: OpenExpert, first: int, rows: Tensor, *, numbers: "np.ndarray[Any, Any]", device: torch.device
     ) -> Tensor:
         """One teacher's velocities for scattered images of a block, each noised as the student will see it."""

@@ -38,7 +38,7 @@ finished job; too long only matters if a machine disappears without closing its 
 
 
 @dataclass(frozen=True)
-class World:
+class DistContext:
     """One process among those that train a job."""
 
     rank: int
@@ -48,7 +48,7 @@ class World:
     """The group to wait in; None is the default group."""
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process writes files and talks to people."""
         return self.rank == 0
 
@@ -65,7 +65,7 @@ class World:
         return DistributedDataParallel(network) if self.size > 1 else network
 
     @contextmanager
-    def gradients(self, network: nn.Module, last: bool) -> Iterator[None]:
+    def sync_gradients(self, network: nn.Module, last: bool) -> Iterator[None]:
         """Exchange gradients only for the last of the micro-batches that make up a step."""
         if isinstance(network, FSDPModule):
             network.set_requires_gradient_sync(last)
@@ -75,13 +75,13 @@ class World:
         else:
             yield
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
-    def agree(self, wish: bool) -> bool:
+    def any_rank(self, wish: bool) -> bool:
         """Whether any process wishes it: all of them stop, or none."""
         if self.size == 1:
             return wish
@@ -102,7 +102,7 @@ class World:
         """
         if self.size == 1:
             return work()
-        if self.first:
+        if self.is_main:
             try:
                 result = work()
                 message = json.dumps({"result": result})
@@ -122,21 +122,21 @@ class World:
         encoded = text.encode()
         length = torch.tensor([len(encoded)])
         dist.broadcast(length, 0, group=self.control)
-        buffer = bytearray(encoded) if self.first else bytearray(int(length))
+        buffer = bytearray(encoded) if self.is_main else bytearray(int(length))
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=self.control)
         return buffer.decode()
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Go on together."""
         if self.size > 1:
             dist.barrier(group=self.control)
 
 
 @contextmanager
-def join(device: torch.device) -> Iterator[World]:
+def init_distributed(device: torch.device) -> Iterator[DistContext]:
     """Join the processes that torchrun started, or be alone."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        yield World(0, 1, device)
+        yield DistContext(0, 1, device)
         return
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
@@ -144,7 +144,7 @@ def join(device: torch.device) -> Iterator[World]:
     dist.init_process_group(**group_options(device))
     try:
         control = dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT)
-        yield World(dist.get_rank(), dist.get_world_size(), device, control)
+        yield DistContext(dist.get_rank(), dist.get_world_size(), device, control)
     finally:
         dist.destroy_process_group()
 
@@ -160,7 +160,7 @@ def group_options(device: torch.device) -> dict[str, Any]:
     return {"device_id": device, "timeout": STEP_TIMEOUT}
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A tensor in full, gathered if FSDP2 holds it in parts."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -33,7 +33,7 @@ class EMA:
             torch._foreach_lerp_(list(self.weights[name].values()), current, 1 - decay)
 
     @contextmanager
-    def used(self, name: str) -> Iterator[None]:
+    def applied(self, name: str) -> Iterator[None]:
         """The network with averaged weights, for a while; the trained ones come back bit for bit."""
         kept = {key: value.detach().clone() for key, value in self.parameters.items()}
         self._set(self.weights[name])

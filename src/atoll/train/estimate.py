@@ -19,7 +19,7 @@ from atoll.core.presets import PUBLISHED, Published
 from atoll.train.cost import image_cost, measured_rate, training_bytes
 from atoll.train.spec import TrainSpec, resolve_job
 
-UTILISATION = 0.5
+UTILIZATION = 0.5
 """Share of the matrix-product rate that training is assumed to reach."""
 GPUS = {"A40": 149.7e12, "A100": 312e12, "H100": 989e12}
 """Dense bfloat16 FLOPs a second, from the makers' data sheets."""
@@ -33,8 +33,8 @@ class JobCosts:
     parameters: int
     images: int
     steps: int
-    forward_flops_per_sample: int
-    flops_per_sample: int
+    forward_flops_per_image: int
+    flops_per_image: int
     flops: int
     bytes: int
     """Memory of one process."""
@@ -42,7 +42,7 @@ class JobCosts:
     @classmethod
     def of(cls, spec: TrainSpec, gpus: int | None = None) -> Self:
         """Count the costs of a job on so many GPUs."""
-        settings, cost, world = spec.settings, image_cost(spec.network, spec.shapes), _processes(gpus)
+        settings, cost, processes = spec.settings, image_cost(spec.network, spec.shapes), _processes(gpus)
         checkpointing = settings.activation_checkpointing
         flops = cost.training_flops(checkpointing)
         return cls(
@@ -50,16 +50,16 @@ class JobCosts:
             parameters=cost.parameters,
             images=settings.total_images,
             steps=settings.total_images // settings.batch_size,
-            forward_flops_per_sample=cost.forward_flops,
-            flops_per_sample=flops,
+            forward_flops_per_image=cost.forward_flops,
+            flops_per_image=flops,
             flops=flops * settings.total_images,
             bytes=training_bytes(
                 cost,
-                max(1, settings.batch_size // settings.grad_accum_steps // world),
+                max(1, settings.batch_size // settings.grad_accum_steps // processes),
                 len(settings.ema),
                 half=settings.precision != "float32",
                 checkpointing=checkpointing,
-                parts=world if settings.parallel == "fsdp2" else 1,
+                parts=processes if settings.parallel == "fsdp2" else 1,
             ),
         )
 
@@ -96,7 +96,7 @@ def estimate(spec: TrainSpec, gpus: int | None = None) -> JobEstimate:
         **vars(costs),
         epochs=None if spec.data is None else costs.images / spec.data.images,
         matmul_flops_per_second=rate,
-        seconds=costs.flops / (rate * UTILISATION * _processes(gpus)),
+        seconds=costs.flops / (rate * UTILIZATION * _processes(gpus)),
     )
 
 
@@ -109,7 +109,7 @@ def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts
         jobs=costs,
         parameters=sum(job.parameters for job in costs),
         flops=flops,
-        gpu_days={name: flops / (rate * UTILISATION * 86_400) for name, rate in GPUS.items()},
+        gpu_days={name: flops / (rate * UTILIZATION * 86_400) for name, rate in GPUS.items()},
         published=PUBLISHED.get(config.preset or ""),
     )
 
@@ -124,14 +124,14 @@ def show_estimate(spec: TrainSpec, gpus: int | None, as_json: bool) -> None:
     epochs = "" if found.epochs is None else f", {found.epochs:.1f} epochs"
     table.add_row("parameters", f"{found.parameters:,}")
     table.add_row("images", f"{found.images:,} in {found.steps:,} steps{epochs}")
-    table.add_row("FLOPs", f"{found.flops:.3g} ({found.flops_per_sample:.3g} a sample)")
+    table.add_row("FLOPs", f"{found.flops:.3g} ({found.flops_per_image:.3g} a sample)")
     table.add_row("memory", f"about {found.bytes / 2**30:.2f} GiB a process")
-    pace = f"at {UTILISATION:.0%} of this machine's {found.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
+    pace = f"at {UTILIZATION:.0%} of this machine's {found.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
     table.add_row("time", f"about {found.seconds / 3600:.2f} hours {pace}")
     Console(width=100).print(table)
 
 
-def show_survey(run: Path, config: Config, gpus: int | None, *, as_json: bool) -> None:
+def show_run_estimate(run: Path, config: Config, gpus: int | None, *, as_json: bool) -> None:
     """Print the estimate of a whole run for a person or a program."""
     found = estimate_run(run, config, gpus)
     if as_json:
@@ -140,14 +140,14 @@ def show_survey(run: Path, config: Config, gpus: int | None, *, as_json: bool) -
     console = Console(width=120)
     table = Table("job", "parameters", "GFLOPs forward", "images", "steps", "FLOPs", "memory of a GPU")
     for job in found.jobs:
-        forward, memory = job.forward_flops_per_sample / 1e9, job.bytes / 2**30
+        forward, memory = job.forward_flops_per_image / 1e9, job.bytes / 2**30
         numbers = (f"{job.parameters / 1e6:,.1f} M", f"{forward:,.1f}", f"{job.images:,}", f"{job.steps:,}")
         table.add_row(job.job, *numbers, f"{job.flops:.3g}", f"{memory:.1f} GiB")
     console.print(table)
     days = ", ".join(f"{count:,.1f} {name}" for name, count in found.gpu_days.items())
     console.print(
         f"in all {found.parameters / 1e9:.2f} B parameters, {found.flops:.3g} FLOPs: GPU-days at "
-        f"{UTILISATION:.0%} of the bfloat16 rate: {days}; {_processes(gpus)} GPUs for each job"
+        f"{UTILIZATION:.0%} of the bfloat16 rate: {days}; {_processes(gpus)} GPUs for each job"
     )
     if found.published:
         table = Table(title=f"published: {found.published.source}", show_header=False)

@@ -29,8 +29,8 @@ from atoll.nets.adapters import DiffusersExpert
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.cost import image_cost
 from atoll.train.distill import StudentTask
-from atoll.train.distributed import World, join, whole
-from atoll.train.loop import Outcome, Watch, train
+from atoll.train.distributed import DistContext, full_tensor, init_distributed
+from atoll.train.loop import Outcome, TrainCallback, train
 from atoll.train.spec import TrainSpec, made_from
 from atoll.train.tasks import ExpertTask, RouterTask, Task
 
@@ -57,7 +57,7 @@ def build_task(spec: TrainSpec) -> Task:
     return ExpertTask(*base, flow.Objective.of(spec.objective), spec.conditioning, dropout)
 
 
-def train_job(spec: TrainSpec, watch: Watch | None = None) -> Manifest:
+def train_job(spec: TrainSpec, callback: TrainCallback | None = None) -> Manifest:
     """Train a job to its end, or do nothing if its result is there."""
     kind: Kind[Any] = ROUTER if spec.kind == "router" else EXPERT
     for cluster in spec.clusters if spec.data is None else ():
@@ -73,18 +73,20 @@ def train_job(spec: TrainSpec, watch: Watch | None = None) -> Manifest:
         print(f"{spec.result.folder} is there already", flush=True)
         return spec.result.open(kind).to_json().decode()
 
-    with join(pick_device()) as world:
+    with init_distributed(pick_device()) as context:
         # The main process decides for all: another job may commit, or a shared file system show, the result between
         # the looks of two processes, and one that leaves would let the others wait.
-        if found := world.on_main(find_result):
+        if found := context.on_main(find_result):
             return Manifest.from_values(json.loads(found))
         task = build_task(spec)
-        checkpoints = Checkpoints(spec.run, spec.job, inputs, world, spec.settings.keep_last)
-        outcome = train(task, spec.settings, checkpoints, world=world, watch=watch)
-        return _commit(spec, task, outcome, world=world, kind=kind, goal=goal)
+        checkpoints = Checkpoints(spec.run, spec.job, inputs, context, spec.settings.keep_last)
+        outcome = train(task, spec.settings, checkpoints, context=context, callback=callback)
+        return _commit(spec, task, outcome, context=context, kind=kind, goal=goal)
 
 
-def _commit(spec: TrainSpec, task: Task, outcome: Outcome, *, world: World, kind: Kind[Any], goal: Inputs) -> Manifest:
+def _commit(
+    spec: TrainSpec, task: Task, outcome: Outcome, *, context: DistContext, kind: Kind[Any], goal: Inputs
+) -> Manifest:
     """Write the result: EMA weights in plain safetensors, and a manifest that declares everything.
 
     All processes gather the EMA weights, hold a whole network each and share its validation. Then the main one hashes
@@ -95,8 +97,10 @@ def _commit(spec: TrainSpec, task: Task, outcome: Outcome, *, world: World, kind
     known = network.state_dict()  # without buffers that a network makes by itself
     buffers = {key: value for key, value in task.network.named_buffers() if key in known}
     network.load_state_dict({**buffers, **_gathered(outcome.ema.weights[name])})
-    content = replace(task, network=network.to(world.device).eval()).finish(_declaration(spec, task, outcome), world)
-    averages = {other: _gathered(outcome.ema.weights[other], keep=world.first) for other in others}
+    content = replace(task, network=network.to(context.device).eval()).finish(
+        _declaration(spec, task, outcome), context
+    )
+    averages = {other: _gathered(outcome.ema.weights[other], keep=context.is_main) for other in others}
 
     def write() -> str:
         spec.result.begin(kind, goal)
@@ -104,20 +108,20 @@ def _commit(spec: TrainSpec, task: Task, outcome: Outcome, *, world: World, kind
         for other in others:
             spec.result.write_tensors(f"average-{other}.safetensors", averages[other])
         if spec.kind == "expert":
-            spec.result.write_tensors(density.FILE, density.of_shards(task.shards).tensors())
+            spec.result.write_tensors(density.DENSITY_FILE, density.fit_density(task.shards).tensors())
         made = spec.result.commit(content)
-        Checkpoints(spec.run, spec.job, {}, world).clear()
+        Checkpoints(spec.run, spec.job, {}, context).clear()
         print(f"{spec.job}: done, {spec.result.folder}", flush=True)
         return made.to_json().decode()
 
-    return Manifest.from_values(json.loads(world.on_main(write)))
+    return Manifest.from_values(json.loads(context.on_main(write)))
 
 
 def _gathered(weights: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
     """Return whole weights on the CPU, or nothing on a process that does not keep them; all processes take part."""
     gathered: dict[str, Tensor] = {}
     for key, value in weights.items():
-        tensor = whole(value)
+        tensor = full_tensor(value)
         if keep:
             gathered[key] = tensor.cpu()
     return gathered

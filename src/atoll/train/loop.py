@@ -15,11 +15,11 @@ from atoll.core.artifacts import Artifact
 from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Batch
-from atoll.train.checkpoints import Checkpoints, State
-from atoll.train.distributed import World, whole
+from atoll.train.checkpoints import Checkpoints, TrainState
+from atoll.train.distributed import DistContext, full_tensor
 from atoll.train.ema import EMA
-from atoll.train.metrics_logger import Journal
-from atoll.train.previews import draw_grid
+from atoll.train.metrics_logger import MetricsLogger
+from atoll.train.previews import save_preview
 from atoll.train.tasks import Task
 
 REQUEUE = 75
@@ -38,50 +38,57 @@ class Outcome:
     seconds: float
 
 
-class Watch(Protocol):
+class TrainCallback(Protocol):
     """Whoever looks on while a job trains; the first process calls it."""
 
-    def stepped(self, images: int) -> bool:
+    def on_step(self, images: int) -> bool:
         """A step was made; whether the job should save and stop."""
 
-    def saved(self, checkpoint: Artifact) -> None:
+    def on_checkpoint(self, checkpoint: Artifact) -> None:
         """A checkpoint was committed."""
 
 
 def train(
-    task: Task, settings: Train, checkpoints: Checkpoints, *, world: World, watch: Watch | None = None
+    task: Task,
+    settings: Train,
+    checkpoints: Checkpoints,
+    *,
+    context: DistContext,
+    callback: TrainCallback | None = None,
 ) -> Outcome:
     """Train until `settings.total_images`, from the newest checkpoint if there is one."""
     precision = getattr(torch, settings.precision)
-    wrapped = world.wrap(task.network, settings.parallel, precision)
+    wrapped = context.wrap(task.network, settings.parallel, precision)
     forward = torch.compile(wrapped) if settings.compile else wrapped
-    state = State(task.network, EMA(task.network, settings.ema), make_optimizer(task.network, settings))
+    state = TrainState(task.network, EMA(task.network, settings.ema), make_optimizer(task.network, settings))
     images, seconds = checkpoints.load_newest(state)
     state.at_step(images // settings.batch_size)
     micro = settings.batch_size // settings.grad_accum_steps
-    stream = task.shards.stream(micro, task.seed, images, rank=world.rank, world=world.size, workers=settings.workers)
-    journal = Journal(
+    stream = task.shards.stream(
+        micro, task.seed, images, rank=context.rank, world=context.size, workers=settings.workers
+    )
+    logger = MetricsLogger(
         checkpoints.run / task.name,
         task.name,
-        world,
+        context,
         total=settings.total_images,
         done=images,
         trackers=settings.trackers,
         seconds=seconds,
     )
-    autocast = torch.autocast(world.device.type, precision, enabled=precision != torch.float32)
-    with journal, stop_signals() as stop:
+    autocast = torch.autocast(context.device.type, precision, enabled=precision != torch.float32)
+    with logger, stop_signals() as stop:
         while images < settings.total_images:
             lr = learning_rate(images, settings)
             for part in range(settings.grad_accum_steps):
-                batch = next(stream).to(world.device)
-                position = images + part * micro + world.rank * (micro // world.size)
-                with world.gradients(wrapped, last=part == settings.grad_accum_steps - 1):
+                batch = next(stream).to(context.device)
+                position = images + part * micro + context.rank * (micro // context.size)
+                with context.sync_gradients(wrapped, last=part == settings.grad_accum_steps - 1):
                     with autocast:
                         losses = task.losses(forward, batch, position)
                     check_finite(losses.loss, batch, task, checkpoints=checkpoints)
                     torch.autograd.backward(losses.loss.mean() / settings.grad_accum_steps)
-                journal.add(losses)
+                logger.add(losses)
             for group in state.optimizer.param_groups:
                 group["lr"] = lr
             norm = clip(task.network, settings.max_grad_norm)
@@ -92,21 +99,21 @@ def train(
             images += settings.batch_size
             state.ema.update(images, settings.batch_size)
 
-            journal.advance(images, settings.batch_size)
-            told = watch is not None and world.first and watch.stepped(images)
-            done, stopped = images >= settings.total_images, world.agree(bool(stop) or told)
+            logger.advance(images, settings.batch_size)
+            told = callback is not None and context.is_main and callback.on_step(images)
+            done, stopped = images >= settings.total_images, context.any_rank(bool(stop) or told)
             if done or stopped or due(images, settings.log_every, settings.batch_size):
-                journal.write(images // settings.batch_size, lr, norm)
+                logger.write(images // settings.batch_size, lr, norm)
             if settings.sample_every and (done or due(images, settings.sample_every, settings.batch_size)):
                 with autocast:
-                    draw_grid(task, state.ema, journal, settings=settings)
+                    save_preview(task, state.ema, logger, settings=settings)
             if done or stopped or due(images, settings.save_every, settings.batch_size):
-                checkpoint = checkpoints.save(state, images, journal.seconds)
-                if watch is not None and world.first:
-                    watch.saved(checkpoint)
+                checkpoint = checkpoints.save(state, images, logger.seconds)
+                if callback is not None and context.is_main:
+                    callback.on_checkpoint(checkpoint)
             if stopped and not done:
                 raise Requeue(f"{task.name}: stopped at {images:,} images and saved; the same command continues")
-    return Outcome(state.ema, journal.seconds)
+    return Outcome(state.ema, logger.seconds)
 
 
 def make_optimizer(network: nn.Module, settings: Train) -> torch.optim.AdamW:
@@ -124,7 +131,7 @@ def clip(network: nn.Module, largest: float) -> float:
     """Scale the gradient down to a norm of at most `largest`, and return what it was; a small one is not touched."""
     parameters = list(network.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    known = float(whole(norm))
+    known = float(full_tensor(norm))
     if known > largest:
         nn.utils.clip_grads_with_norm_(parameters, largest, norm)
     return known

@@ -18,19 +18,27 @@ from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
 from atoll.experts.validation import TIME_BINS
-from atoll.train.distributed import World
+from atoll.train.distributed import DistContext
 from atoll.train.tasks import Losses
 
 Tracker = Callable[[dict[str, float], int], None]
 
 
-class Journal:
+class MetricsLogger:
     """Collects losses between two lines of the journal, and writes the lines."""
 
     def __init__(
-        self, folder: Path, name: str, world: World, *, total: int, done: int, trackers: Sequence[str], seconds: float
+        self,
+        folder: Path,
+        name: str,
+        context: DistContext,
+        *,
+        total: int,
+        done: int,
+        trackers: Sequence[str],
+        seconds: float,
     ) -> None:
-        self.folder, self.world, self.done, self.seconds_before = folder, world, done, seconds
+        self.folder, self.context, self.done, self.seconds_before = folder, context, done, seconds
         self.total = total
         self._sums: Tensor | None = None
         self._names: list[str] = []
@@ -38,9 +46,9 @@ class Journal:
         self._trackers: list[Tracker] = []
         self._start = self._last = time.monotonic()
         self._last_images = done
-        if world.first:
+        if context.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            forget_after(folder / layout.METRICS_FILE, done)
+            truncate_metrics(folder / layout.METRICS_FILE, done)
             self._lines = self._stack.enter_context((folder / layout.METRICS_FILE).open("a", encoding="utf-8"))
             self._trackers = [open_tracker(kind, folder, name, stack=self._stack) for kind in trackers]
             self._bar = self._stack.enter_context(progress(name, total, done))
@@ -73,22 +81,22 @@ class Journal:
     def advance(self, images: int, batch: int) -> None:
         """Move the bar."""
         self.done = images
-        if self.world.first:
+        if self.context.is_main:
             self._bar.update(batch)
 
     def write(self, step: int, lr: float, gradient: float) -> None:
         """One line: means since the last one, whole and by time."""
         assert self._sums is not None
-        sums = self.world.total(self._sums).cpu()
+        sums = self.context.all_reduce(self._sums).cpu()
         self._sums = None
-        if not self.world.first:
+        if not self.context.is_main:
             return
         now = time.monotonic()
         rate = (self.done - self._last_images) / max(now - self._last, 1e-9)
         self._last, self._last_images = now, self.done
         counts = sums[-1]
-        figures = {name: (row.sum() / counts.sum()).item() for name, row in zip(self._names, sums, strict=False)}
-        line: dict[str, float] = {"images": self.done, "step": step, **figures, "lr": lr, "gradient_norm": gradient}
+        metrics = {name: (row.sum() / counts.sum()).item() for name, row in zip(self._names, sums, strict=False)}
+        line: dict[str, float] = {"images": self.done, "step": step, **metrics, "lr": lr, "gradient_norm": gradient}
         line |= {"images_per_second": rate, "seconds": self.seconds, "total": self.total}
         for track in self._trackers:
             track({key: float(value) for key, value in line.items()}, self.done)
@@ -99,17 +107,17 @@ class Journal:
         self._lines.write(json.dumps({**line, **bins}) + "\n")
         self._lines.flush()
         if isinstance(self._bar, tqdm):
-            self._bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{lr:.1e}", refresh=False)
+            self._bar.set_postfix(loss=f"{metrics['loss']:.4f}", lr=f"{lr:.1e}", refresh=False)
 
-    def picture(self, pixels: "np.ndarray[Any, Any]") -> None:
+    def save_grid(self, pixels: "np.ndarray[Any, Any]") -> None:
         """Save a grid of images (N, side, side, 3) of eight bits."""
-        if self.world.first:
+        if self.context.is_main:
             target = layout.preview(self.folder, self.done)
             target.parent.mkdir(exist_ok=True)
             grid(pixels).save(target)
 
 
-def forget_after(file: Path, images: int) -> None:
+def truncate_metrics(file: Path, images: int) -> None:
     """Cut a metrics file back to the checkpoint that training resumes from, and drop a half-written last line."""
     if not file.exists():
         return
@@ -143,8 +151,8 @@ def open_tracker(kind: str, folder: Path, name: str, *, stack: ExitStack) -> Tra
 
             writer = stack.enter_context(SummaryWriter(str(folder / "tensorboard")))
 
-            def to_tensorboard(figures: dict[str, float], images: int) -> None:
-                for key, value in figures.items():
+            def to_tensorboard(metrics: dict[str, float], images: int) -> None:
+                for key, value in metrics.items():
                     writer.add_scalar(key, value, images)
 
             return to_tensorboard
@@ -158,7 +166,7 @@ def open_tracker(kind: str, folder: Path, name: str, *, stack: ExitStack) -> Tra
     )
     stack.callback(module.finish)
 
-    def track(figures: dict[str, float], images: int) -> None:
-        module.log(figures, step=images)
+    def track(metrics: dict[str, float], images: int) -> None:
+        module.log(metrics, step=images)
 
     return track

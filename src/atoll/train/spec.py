@@ -34,7 +34,7 @@ from atoll.data.stages.latents import Statistics
 from atoll.flow import objective
 from atoll.nets import build
 from atoll.train.cost import image_cost
-from atoll.train.expected import DataShapes
+from atoll.train.data_shapes import DataShapes
 
 _NO_EFFECT = {"total_images", "save_every", "keep_last", "log_every", "sample_every", "sample_count"}
 _NO_EFFECT |= {"sample_guidance_scale"}

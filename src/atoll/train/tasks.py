@@ -102,7 +102,7 @@ def as_expert(task: Task, conditioning: frozenset[str], bridge: flow.Bridge) -> 
     return OpenExpert(declaration, network)
 
 
-def drop(condition: Condition, share: float, count: int, *, seed: int, position: int) -> Condition:
+def drop_condition(condition: Condition, share: float, count: int, *, seed: int, position: int) -> Condition:
     """Forget the condition of a share of the images, chosen by position, so that guidance has its other half."""
     given = given_condition(condition)
     if not share or given is None:
@@ -129,7 +129,7 @@ class ExpertTask(Task):
         x0 = self.latents(batch, position)
         noised = self.objective.corrupt(x0, seed=self.seed, position=position)
         condition = condition_of(batch, self.conditioning)
-        condition = drop(condition, self.dropout, len(x0), seed=self.seed, position=position)
+        condition = drop_condition(condition, self.dropout, len(x0), seed=self.seed, position=position)
         output = forward(noised.input, noised.timestep, condition)
         return Losses(self.objective.loss(output[:, : x0.shape[1]], noised), noised.t, {})
 
@@ -138,7 +138,7 @@ class ExpertTask(Task):
         # Every process calibrates for itself: FSDP2 runs a sharded network on all of them together.
         return as_expert(self, self.conditioning, self.calibrated(PREVIEW_CALIBRATION_IMAGES))
 
-    def answer(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
+    def predict(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
         """The network's prediction, without a learned variance."""
         output: Tensor = self.network(x, time, condition)
         return output[:, : x.shape[1]]
@@ -149,7 +149,7 @@ class ExpertTask(Task):
         chosen = ValidationSet(self.held_out, self.seed, max(1, images // clusters))
         bridge = self.objective.bridge(**self.shards.statistics.bridge_options)
         return calibrate(
-            bridge, self.answer, chosen, conditioning=self.conditioning, device=self.device, processes=processes
+            bridge, self.predict, chosen, conditioning=self.conditioning, device=self.device, processes=processes
         )
 
     @torch.no_grad()
@@ -183,7 +183,7 @@ class RouterTask(Task):
         """Cross-entropy of the clusters. What it is told is dropped as for experts: guidance asks it without, too."""
         noised = on_linear_path(self.latents(batch, position), self.seed, position)
         condition = condition_of(batch, self.conditioning)
-        condition = drop(condition, self.dropout, len(noised.t), seed=self.seed, position=position)
+        condition = drop_condition(condition, self.dropout, len(noised.t), seed=self.seed, position=position)
         logits = forward(noised.input, noised.timestep, condition).float()
         hit = (logits.argmax(1) == batch.cluster).float()
         return Losses(functional.cross_entropy(logits, batch.cluster, reduction="none"), noised.t, {"accuracy": hit})
@@ -254,10 +254,10 @@ def best_temperature(logits: Tensor, clusters: Tensor) -> float:
     def loss(log_temperature: float) -> float:
         return functional.cross_entropy(logits / math.exp(log_temperature), clusters).item()
 
-    return math.exp(minimise(loss, math.log(0.05), math.log(20.0)))
+    return math.exp(minimize(loss, math.log(0.05), math.log(20.0)))
 
 
-def minimise(function: Callable[[float], float], low: float, high: float, *, steps: int = 40) -> float:
+def minimize(function: Callable[[float], float], low: float, high: float, *, steps: int = 40) -> float:
     """Where a function with one valley is least, by golden-section search."""
     left, right = high - rng.GOLDEN * (high - low), low + rng.GOLDEN * (high - low)
     at_left, at_right = function(left), function(right)
@@ -304,5 +304,5 @@ def calibrate(
         ]
         return held_out.gather(errors, processes).mean().item()
 
-    best = math.exp(minimise(lambda log_error: error(math.exp(log_error)), math.log(1e-4), math.log(2.0), steps=20))
+    best = math.exp(minimize(lambda log_error: error(math.exp(log_error)), math.log(1e-4), math.log(2.0), steps=20))
     return replace(bridge, prediction_error=best) if error(best) < error(0.0) else bridge
