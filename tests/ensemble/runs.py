@@ -48,8 +48,8 @@ def declared_by(
     job: str, clusters: list[int], network: dict[str, Any], conditioning: list[str], space: dict[str, Any]
 ) -> dict[str, Any]:
     return {
-        "job": job, "clusters": clusters, "network": network, "conditioning": conditioning, "statistics": space, "text": TEXT,
-        "source": "made up", "fingerprint": "0" * 64, "labels": CLASSES,
+        "job": job, "clusters": clusters, "network": network, "conditioning": conditioning, "statistics": space,
+        "text": TEXT, "source": "made up", "fingerprint": "0" * 64, "labels": CLASSES,
         "latents": {"autoencoder": "pixels", "weights": None, "resolution": 8, "shape": [3, 8, 8]},
     }  # fmt: skip
 

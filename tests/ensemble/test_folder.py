@@ -104,7 +104,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (pickles_only, r"expert_0 holds its weights as diffusion_pytorch_model.bin: a pickle"),
     (other_depth, r"the weights do not fit the network that \S+declaration.json declares.*\n.*missing blocks.2"),
     (other_class, r"config.json names a UNet2DModel, but \S+ declares a DiT"),
-    (without_declaration, r"expert_2/declaration.json is missing: nothing tells how this network was trained"),
+    (without_declaration, r"expert_2/declaration.json is missing, which declares how the network was trained"),
     (index(expert_1=["os", "system"]), r"expert_1 is a os.system, expected a ExpertModel"),
     (index(vae=["antigravity", "AutoencoderKL"]), r"has a component vae of \['antigravity'"),
     (index(safety_checker=["diffusers", "X"]), r"has a component safety_checker"),
@@ -141,7 +141,9 @@ def test_foreign_folders_are_refused(conditioned_export: Path, tmp_path: Path) -
     (tmp_path / "empty").mkdir()
     with pytest.raises(AtollError, match=r"empty is not a run: it has no atoll.yaml"):
         atoll.load(tmp_path / "empty")
-    with pytest.raises(AtollError, match=r"there is no model 'student' in .*it holds experts, expert:0 to expert:2"):
+    with pytest.raises(
+        AtollError, match=r"there is no model 'student' in .*its models are experts, and expert:0 to expert:2"
+    ):
         atoll.load(conditioned_export, "student")
     assert len(atoll.load(conditioned_export, "expert:2").ensemble.experts) == 1
 
@@ -289,22 +291,24 @@ def test_a_damaged_release_is_refused(release: Path, tmp_path: Path) -> None:
 
     gap = copy("gap")
     shutil.rmtree(gap / "expert_1")
-    with pytest.raises(AtollError, match=r"has experts \[0, 2\]; expected all from expert_0 on"):
+    with pytest.raises(AtollError, match=r"has experts \[0, 2\]; expected consecutive numbers from expert_0"):
         atoll.load(gap)
     fewer = copy("fewer")
     shutil.rmtree(fewer / "expert_2")
-    with pytest.raises(AtollError, match=r"chooses among 3 experts, but \S+ has 2"):
+    with pytest.raises(AtollError, match=r"is a router of 3 experts, but \S+ has 2"):
         atoll.load(fewer)
     deeper = copy("deeper")
     change_json(deeper / "expert_1" / "config.json", lambda config: config.update(num_layers=3))
-    with pytest.raises(AtollError, match=r"disagrees with \S+: num_layers is 3 there and 2 in the weights"):
+    with pytest.raises(
+        AtollError, match=r"disagrees with \S+: num_layers is 3 in the configuration and 2 in the weights"
+    ):
         atoll.load(deeper)
     bare = copy("bare")
     shutil.rmtree(bare / "vae")
     with pytest.raises(AtollError, match=r"vae/config.json is missing; the Paris release has"):
         atoll.load(bare)
     (release_file := copy("cut") / "expert_0" / WEIGHTS).write_bytes(b"not a tensor")
-    with pytest.raises(AtollError, match="not a whole safetensors file"):
+    with pytest.raises(AtollError, match="not a complete safetensors file"):
         atoll.load(release_file.parent.parent)
 
 
