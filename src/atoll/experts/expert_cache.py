@@ -1,9 +1,9 @@
 """The expert cache: a least-recently-used cache of at most `limit` experts in memory.
 
-An ensemble has K experts, but sampling with top-1 or top-2 routing needs few of them at a time. An expert is opened when
-it is first needed; if the cache is full, the least recently used one is dropped first, so at most `limit` networks are
-alive at any moment. Weights are memory-mapped from their safetensors files, so reopening an expert usually reads the
-page cache of the system, not the disk.
+An ensemble has K experts, but sampling with top-1 or top-2 routing needs few of them at a time. An expert is opened
+when it is first needed; if the cache is full, the least recently used one is dropped first, so at most `limit` networks
+are in memory at any moment. Weights are memory-mapped from their safetensors files, so reopening an expert usually
+reads the page cache of the system, not the disk.
 
 While one expert computes, the next one of the same evaluation is fetched: on an accelerator a thread copies it to the
 device if the limit allows two experts, else the system is asked to read its file ahead. The order in which experts run
@@ -31,7 +31,7 @@ from atoll.experts.rescaling import rescaling
 from atoll.nets import Condition, DiT, PreparedCondition
 
 PROBES = 4
-"""States on which the error of quantized weights is measured: a few times from 0.1 to 0.9, at the cost of two passes."""
+"""States on which the error of quantized weights is measured: four times from 0.1 to 0.9, in two forward passes."""
 
 
 @dataclass(eq=False)

@@ -115,8 +115,8 @@ class StoredNetwork:
         own = self.content.network.class_name
         if self.stored_class == own:
             return load_network(self.folder)
-        # Stored as a diffusers class: either a DiT whose tensors are converted back, or a wrapper of the diffusers model,
-        # whose tensors have the prefix "model.". The wrapper may have buffers, so it is built on the CPU, not on meta.
+        # Stored as a diffusers class: a DiT whose tensors are converted back, or a wrapper of the diffusers model with
+        # the tensor prefix "model.". The wrapper may have buffers that are not stored, so it is built on the CPU.
         native = own == "DiT"
         with torch.device("meta" if native else "cpu"):
             network = build(self.content.network)
