@@ -1,11 +1,11 @@
 """Train a resolved job and commit its result.
 
     RUN/experts/003/            (also RUN/router, RUN/monolith, RUN/student)
-        metrics.jsonl, grids/   what a person looks at
-        checkpoints/            what resuming needs; removed once the result is committed
-        final/                  the result: config.json, weights, manifest.json with everything it declares
+        metrics.jsonl, grids/   metrics and previews
+        checkpoints/            for resuming; removed after the result was committed
+        final/                  the result: config.json, weights, manifest.json with its declaration
 
-An expert's job reads its own cluster's shards, and writes only its own folder.
+The job of an expert reads the shards of its cluster only, and writes its folder only.
 """
 
 import json
@@ -36,7 +36,7 @@ from atoll.train.tasks import ExpertTask, RouterTask, Task
 
 
 def build_task(spec: TrainSpec) -> Task:
-    """Open the data and build the network, freshly initialized or as it was stored."""
+    """Open the data and build the network, initialized at random or from `init_from`."""
     torch.manual_seed(spec.settings.seed)
     network: nn.Module = build(spec.network)
     if spec.init_from is not None:
@@ -58,24 +58,27 @@ def build_task(spec: TrainSpec) -> Task:
 
 
 def train_job(spec: TrainSpec, callback: TrainCallback | None = None) -> Manifest:
-    """Train a job to its end, or do nothing if its result is there."""
+    """Train a job to its end; do nothing if its result exists."""
     kind: Kind[Any] = ROUTER if spec.kind == "router" else EXPERT
     for cluster in spec.clusters if spec.data is None else ():
-        Artifact(spec.run, layout.shards(cluster)).open(SHARDS)  # names the shards that are missing
-    image_cost(spec.network, spec.shapes)  # refuses a network that does not take the data
+        Artifact(spec.run, layout.shards(cluster)).open(SHARDS)  # raises an error that names missing shards
+    image_cost(spec.network, spec.shapes)  # raises an error if the network does not fit the data
+    # The total number of images belongs to the result, not to its checkpoints, so that a job can be prolonged. (With a
+    # cosine schedule it changes the learning rate, and `made_from` includes it.)
     inputs = made_from(spec)
     goal = {**inputs, "images": spec.settings.total_images}
 
     def find_result() -> str | None:
         if not spec.result.check(kind, goal):
             return None
-        shutil.rmtree(spec.run / layout.checkpoints(spec.job), ignore_errors=True)  # of one killed at its end
-        print(f"{spec.result.folder} is there already", flush=True)
+        # Left over if a job was killed between its commit and its end.
+        shutil.rmtree(spec.run / layout.checkpoints(spec.job), ignore_errors=True)
+        print(f"{spec.result.folder} exists already", flush=True)
         return spec.result.open(kind).to_json().decode()
 
     with init_distributed(pick_device()) as context:
-        # The main process decides for all: another job may commit, or a shared file system show, the result between
-        # the looks of two processes, and one that leaves would let the others wait.
+        # The main process decides for all. If each process looked for the result, another job could commit it in
+        # between, or a shared file system show it late; some processes would return and the others wait for them.
         if found := context.on_main(find_result):
             return Manifest.from_values(json.loads(found))
         task = build_task(spec)
@@ -87,26 +90,26 @@ def train_job(spec: TrainSpec, callback: TrainCallback | None = None) -> Manifes
 def _commit(
     spec: TrainSpec, task: Task, outcome: Outcome, *, context: DistContext, kind: Kind[Any], goal: Inputs
 ) -> Manifest:
-    """Write the result: EMA weights in plain safetensors, and a manifest that declares everything.
+    """Write the result: EMA weights in safetensors, and a manifest with the declaration.
 
-    All processes gather the EMA weights, hold a whole network each and share its validation. Then the main one hashes
-    and writes, for which the others wait outside of NCCL.
+    All processes gather the EMA weights, build the full network and share its validation. Then the main process hashes
+    and writes while the others wait in the control group.
     """
     name, *others = outcome.ema.weights
     network = build(spec.network)
-    known = network.state_dict()  # without buffers that a network makes by itself
+    known = network.state_dict()  # without non-persistent buffers, such as computed positions
     buffers = {key: value for key, value in task.network.named_buffers() if key in known}
     network.load_state_dict({**buffers, **_gathered(outcome.ema.weights[name])})
     content = replace(task, network=network.to(context.device).eval()).finish(
         _declaration(spec, task, outcome), context
     )
-    averages = {other: _gathered(outcome.ema.weights[other], keep=context.is_main) for other in others}
+    other_emas = {other: _gathered(outcome.ema.weights[other], keep=context.is_main) for other in others}
 
     def write() -> str:
         spec.result.begin(kind, goal)
         save_network(network, spec.result.folder)
         for other in others:
-            spec.result.write_tensors(f"average-{other}.safetensors", averages[other])
+            spec.result.write_tensors(f"average-{other}.safetensors", other_emas[other])
         if spec.kind == "expert":
             spec.result.write_tensors(density.DENSITY_FILE, density.fit_density(task.shards).tensors())
         made = spec.result.commit(content)
@@ -118,9 +121,10 @@ def _commit(
 
 
 def _gathered(weights: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
-    """Return whole weights on the CPU, or nothing on a process that does not keep them; all processes take part."""
+    """Gather full weights on the CPU; with `keep` false, take part in the gathering but return nothing."""
     gathered: dict[str, Tensor] = {}
     for key, value in weights.items():
+        # A collective under FSDP2, so it also runs on processes that drop the tensor.
         tensor = full_tensor(value)
         if keep:
             gathered[key] = tensor.cpu()
@@ -128,7 +132,7 @@ def _gathered(weights: Mapping[str, Tensor], keep: bool = True) -> dict[str, Ten
 
 
 def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkContent:
-    """Return what a network of any kind declares, so that the ensemble needs no other knowledge."""
+    """Return the part of the declaration that experts and routers have in common."""
     images = spec.settings.total_images
     cost = image_cost(spec.network, spec.shapes)
     flops = cost.training_flops(spec.settings.activation_checkpointing)
@@ -145,7 +149,7 @@ def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkConten
 
 
 def _teacher_flops(spec: TrainSpec, shards: Shards) -> int:
-    """Return the forward FLOPs of the teachers for one image, on average over the clusters."""
+    """Return the forward FLOPs of the teachers for one image, averaged over the images of all clusters."""
     sizes, total = shards.cluster_sizes(), 0
     for expert, size in enumerate(sizes):
         network = Artifact(spec.run, layout.final(layout.expert_job(expert))).read(EXPERT).network
