@@ -257,8 +257,8 @@ class Sampler:
         """Return warnings about missing experts and about inputs without effect."""
         found = []
         if self.missing:
-            are = "is" if len(self.missing) == 1 else "are"
-            found.append(f"{', '.join(self.missing)} {are} missing; sampling without")
+            are, them = ("is", "it") if len(self.missing) == 1 else ("are", "them")
+            found.append(f"{', '.join(self.missing)} {are} missing; sampling without {them}")
         conditioning = self.ensemble.conditioning
         given = [name for name, value in (("prompts", prompts), ("labels", labels)) if value]
         takes = {"prompts": conditioning & {"text", "pooled"}, "labels": conditioning & {"label"}}

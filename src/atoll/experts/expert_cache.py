@@ -6,8 +6,8 @@ are in memory at any moment. Weights are memory-mapped from their safetensors fi
 reads the page cache of the system, not the disk.
 
 While one expert computes, the next one of the same evaluation is fetched: on an accelerator a thread copies it to the
-device if the limit allows two experts, else the system is asked to read its file ahead. The order in which experts run
-favors those in memory. None of this changes the results, because the velocities are summed in the order of the experts.
+device if the limit allows two experts; otherwise the operating system reads its file ahead. Experts in memory run
+first. None of this changes the results, because the velocities are summed in the order of the experts.
 
 Each loaded expert also keeps the conditions that it prepared (`BatchConditions`); they are dropped with it.
 """

@@ -33,7 +33,7 @@ from atoll.flow import rng
 from atoll.nets import Condition
 
 TIME_BINS = 10
-"""Bins of width 0.1: enough to tell noisy from clean times, few enough for a table."""
+"""Bins of width 0.1: enough to separate noisy from clean times, few enough for a table."""
 IMAGES = 1024
 """Maximal number of held-out images of each cluster. The errors of single rows have a standard deviation about as large
 as their mean, so the mean has a standard error between 1 % (if the ten rows of an image were independent) and 3 % (if

@@ -205,6 +205,6 @@ def stop_signals() -> Iterator[list[int]]:
         for number, handler in before.items():
             signal.signal(number, handler)
         # Python handlers that were installed before get the signals too, now that training has stopped.
-        for number in set(received):
-            if callable(handler := before[signal.Signals(number)]):
-                handler(number, None)
+        for caught in set(received):
+            if callable(handler := before[signal.Signals(caught)]):
+                handler(caught, None)
