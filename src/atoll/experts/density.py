@@ -35,7 +35,7 @@ from atoll.nets.conditioning import check_labels
 RANK, CAPTION_RANK = 64, 16
 CAPTION_WEIGHT = 1 / 16
 """Weight of log p(caption | cluster). The values of a pooled caption are far from independent, so their Gaussian is
-overconfident. 1/16 was chosen on the held-out captions of eight clusters of emoji."""
+overconfident. 1/16 was chosen on the held-out captions of eight clusters of emoji (docs/explanation/routing.md)."""
 FIT_IMAGES = 2048
 """Images that a density is fitted to: 32 for each of the 64 directions, read and decomposed in seconds."""
 DENSITY_FILE = "cluster.safetensors"
