@@ -24,7 +24,7 @@ http = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0)
 @pytest.fixture(scope="session")
 def served_run(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Path:
     """Three experts told text, router, monolith, student, and data. Tests must not change it."""
-    run = write_run(tmp_path_factory.mktemp("served") / "run", router_told=("pooled",))
+    run = write_run(tmp_path_factory.mktemp("served") / "run", router_conditioning=("pooled",))
     shutil.copytree(prepared / "data", run / "data")
     return run
 

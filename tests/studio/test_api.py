@@ -15,7 +15,7 @@ from PIL import Image
 
 import atoll
 from atoll import cli
-from atoll.ensemble.images import COLOURS
+from atoll.ensemble.images import COLORS
 from atoll.export.writer import export
 from atoll.studio.app import Studio
 from atoll.studio.registry import Usual, usual_settings
@@ -126,7 +126,7 @@ def test_the_run_tells_what_it_offers(served: Served, served_run: Path) -> None:
     assert sheet.headers["content-type"] == "image/png"
     jobs = http.get(f"{url}/v1/islands").json()["jobs"]
     assert {job["job"]: job["state"] for job in jobs}["experts/001"] == "done"
-    assert run["experts"][1]["colour"] == COLOURS[1]
+    assert run["experts"][1]["colour"] == COLORS[1]
 
 
 def test_the_usual_settings_are_those_of_the_last_evaluation(tmp_path: Path) -> None:

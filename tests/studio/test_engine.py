@@ -74,7 +74,7 @@ class Desk:
 
 @pytest.fixture(scope="module")
 def label_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("labels") / "run", told=("label",))
+    return write_run(tmp_path_factory.mktemp("labels") / "run", conditioning=("label",))
 
 
 def assert_same(desk: Desk, ticket: Ticket, model: str = "experts") -> None:
@@ -131,7 +131,7 @@ def test_classes_and_nothing_at_all(label_run: Path) -> None:
 def rows_of(model: Any) -> list[int]:
     """Rows that the experts' networks see from now on."""
     seen: list[int] = []
-    for number in range(len(model.members)):
+    for number in range(len(model.references)):
         network = model.cache.get(number).expert.network
         network.register_forward_pre_hook(lambda _module, given: seen.append(len(given[0])))
     return seen

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from atoll.ensemble import Sampler
-from atoll.experts.batch_conditions import BatchConditions, Places
+from atoll.experts.batch_conditions import BatchConditions, ConditionSlots
 from atoll.nets import Condition
 
 Key = tuple[str | None, str | int | None]
@@ -22,7 +22,7 @@ class Shelf:
     """The places of conditions that have the same parts: prompts, classes, or both."""
 
     def __init__(self, example: Condition, count: int) -> None:
-        self.places = Places(example, count)
+        self.places = ConditionSlots(example, count)
         self._numbers: dict[Key, int] = {}
         self._users = [0] * count
         self._idle: OrderedDict[int, Key | None] = OrderedDict.fromkeys(range(count))  # the longest unused first
@@ -96,7 +96,7 @@ class Conditions:
         """What samples on seats of one shelf are told."""
         rows = torch.tensor([seat.number for seat in seats], device=self._ensemble.device)
         shelf = seats[0].shelf
-        return BatchConditions(self._nothing, rows, 0, True) if shelf is None else shelf.places.told(rows)
+        return BatchConditions(self._nothing, rows, 0, True) if shelf is None else shelf.places.batch(rows)
 
     def _parts(self, key: Key) -> tuple[bool, bool]:
         """Whether the model takes in the prompt, and the class."""

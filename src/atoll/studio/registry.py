@@ -193,7 +193,7 @@ class Models:
 
 def _summary(edition: Edition, batch: int) -> str:
     """What was opened, in a line."""
-    sampler, count = edition.sampler, len(edition.ensemble.members)
+    sampler, count = edition.sampler, len(edition.ensemble.references)
     networks = f"{count} network{'s' if count > 1 else ''}"
     missing = f"; not there yet: {', '.join(sampler.missing)}" if sampler.missing else ""
     memory = sampler.plan(batch).total / 1e6
@@ -221,12 +221,12 @@ def has_router(ensemble: Ensemble) -> bool:
 
 def has_nearest(ensemble: Ensemble) -> bool:
     """Whether every expert tells how its cluster is distributed."""
-    return all(member.density is not None for member in ensemble.members)
+    return all(member.density is not None for member in ensemble.references)
 
 
 def routings_of(ensemble: Ensemble) -> tuple[str, ...]:
     """Ways of routing to choose from."""
-    if len(ensemble.members) == 1:
+    if len(ensemble.references) == 1:
         return ("top-1",)
     found: tuple[str, ...] = ()
     if has_router(ensemble):
@@ -240,7 +240,7 @@ def routings_of(ensemble: Ensemble) -> tuple[str, ...]:
 def check_routing(ensemble: Ensemble, routing: str) -> None:
     """Refuse a routing that this ensemble cannot do."""
     sources = {rule.source for rule in parse(routing).rules}
-    if len(ensemble.members) == 1:
+    if len(ensemble.references) == 1:
         return
     if "given" in sources:
         raise AtollError("routing by oracle needs a cluster: say which expert shall paint with `expert`")

@@ -19,7 +19,7 @@ from atoll.data.stages import ingest
 from atoll.data.stages.clusters import read_assignments
 from atoll.data.stages.ingest import Index
 from atoll.ensemble import Ensemble
-from atoll.ensemble.images import COLOURS
+from atoll.ensemble.images import COLORS
 from atoll.experts.expert import Declaration
 from atoll.experts.stored import DECLARATION_FILE, read_declaration
 from atoll.islands.status import JobStatus, status
@@ -68,7 +68,7 @@ def describe_run(models: Models, queue: int, token: bool) -> schemas.RunAnswer:
 
 def _named(expert: Declaration) -> schemas.ExpertName:
     number = expert.clusters[0]
-    return schemas.ExpertName(number=number, name=expert.name, colour=COLOURS[number % len(COLOURS)])
+    return schemas.ExpertName(number=number, name=expert.name, colour=COLORS[number % len(COLORS)])
 
 
 def _all_experts(models: Models) -> list[str]:
@@ -93,7 +93,8 @@ def describe_experts(models: Models) -> schemas.ExpertsAnswer:
         []
         if edition is None
         else [
-            _expert(models, edition.ensemble, number, clusters=sizes) for number in range(len(edition.ensemble.members))
+            _expert(models, edition.ensemble, number, clusters=sizes)
+            for number in range(len(edition.ensemble.references))
         ]
     )
     return schemas.ExpertsAnswer(experts=experts)
