@@ -157,7 +157,7 @@ def test_invalid_options_are_errors(served_run: Path, tmp_path: Path, capsys: py
     assert "printable" in error_of(run, "--token", "")
     assert "did you mean 'top-2'?" in error_of(run, "--routing", "top2")
     assert "at least 1" in error_of(run, "--batch-size", "0")
-    assert "takes no settings of a run: --train.lr" in error_of(run, "--train.lr", "1")
+    assert "accepts no settings of a run: --train.lr" in error_of(run, "--train.lr", "1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "choose another --port" in error_of(run, "--port", str(taken.getsockname()[1]))
     assert "choose another --port" in error_of(run, "--port", "70000")

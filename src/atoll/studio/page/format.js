@@ -1,54 +1,54 @@
-// How numbers, times and names are said.
+// Format numbers, durations and settings as text.
 
-const whole = new Intl.NumberFormat("en");
+const integer = new Intl.NumberFormat("en");
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
-export const count = (number) => whole.format(number);
+export const count = (number) => integer.format(number);
 export const compact = (number) => short.format(number);
 export const percent = (share) => (share > 0 && share < 0.01 ? "<\u00a01\u202f%" : `${Math.round(100 * share)}\u202f%`);
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
 
-/** A time span, as exact as anybody wants to know it. */
-export function span(seconds) {
+/** Return a duration with two or three significant digits. */
+export function duration(seconds) {
   if (seconds < 10) return `${Number(seconds.toFixed(1))} s`;
   if (seconds < 120) return `${Math.round(seconds)} s`;
   return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
-/** What a routing does, in a sentence. */
-export function routing(name) {
+/** Return what a routing does; empty for schedules of several rules. */
+export function describeRouting(name) {
   const [rule, number] = name.split("-");
-  const meanings = {
+  const descriptions = {
     top: number === "1" ? "the most probable expert at every step" : `the ${number} most probable experts, weighted`,
     full: "all experts, weighted by their probabilities",
-    threshold: `every expert of probability ${number} or more`,
-    nucleus: `the fewest experts that reach ${number} together`,
-    drawn: "one expert for the whole picture, drawn by its probability",
-    sample: "one expert, drawn by its probability at every step",
-    nearest: "no router: the clusters' own densities decide",
+    threshold: `all experts with a probability of at least ${number}`,
+    nucleus: `the fewest experts with a total probability of at least ${number}`,
+    drawn: "one random expert for the whole image",
+    sample: "one random expert at every step",
+    nearest: "by the densities of the clusters, without a router",
   };
-  return /[@:,]|equal/.test(name) ? "" : (meanings[rule] ?? "");
+  return /[@:,]/.test(name) ? "" : (descriptions[rule] ?? "");
 }
 
-/** Who paints under these settings. */
-export function painter(settings) {
-  if (settings.expert !== undefined) return `expert ${settings.expert} alone`;
+/** Return the model of some settings: a routing, one expert, or a dense model. */
+export function modelName(settings) {
+  if (settings.expert !== undefined) return `expert ${settings.expert} only`;
   return settings.model === "experts" ? settings.routing : settings.model;
 }
 
-/** What was asked for. */
-export function subject(settings) {
-  return settings.prompt || settings.label || "whatever comes";
+/** Return the prompt or the class of some settings. */
+export function conditionText(settings) {
+  return settings.prompt || settings.label || "No prompt";
 }
 
-/** What a picture's file is called, before its number. */
+/** Return the name of an image file, without its number. */
 export function fileName(settings) {
-  return `${subject(settings).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}-${settings.seed}`;
+  return `${conditionText(settings).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}-${settings.seed}`;
 }
 
-/** Everything besides the prompt, in one line. */
-export function recipe(settings) {
-  const { steps, guidance, seed } = settings;
-  const parts = [painter(settings), plural(steps, "step"), `guidance ${guidance}`, `seed ${seed}`];
+/** Return all settings but the prompt in one line. */
+export function settingsText(settings) {
+  const { steps, guidance_scale: scale, seed } = settings;
+  const parts = [modelName(settings), plural(steps, "step"), `guidance scale ${scale}`, `seed ${seed}`];
   return parts.map((part) => part.replaceAll(" ", "\u00a0")).join(" · ");
 }

@@ -1,19 +1,20 @@
-// What was made in this browser: settings and small pictures, within a bound; in memory alone if storage is refused.
+// Images generated in this browser, in localStorage; only in memory if the browser blocks storage.
 
 const KEY = "atoll.gallery";
-const MOST = 80; // pictures
-const ROOM = 2_000_000; // characters of all pictures together; browsers allow about five million
-const SMALL = 60_000; // characters of a picture that is kept as it is; of larger ones a smaller copy
-const SIDE = 192; // pixels of such a copy
+const MAX_IMAGES = 80; // more tiles than anybody scrolls through
+const MAX_CHARACTERS = 2_000_000; // of all images together; browsers allow about five million for a site
+const MAX_FULL_SIZE = 60_000; // characters of an image that is stored unchanged; larger ones are scaled down
+const THUMBNAIL_SIDE = 192; // pixels: about the width of a tile
 
-/** Emits "change". Entries, the newest first: {run, settings, index, picture, whole, made}. */
-export class Gallery extends EventTarget {
+/** Emits "change". Entries, the newest first: {run, settings, index, image, full, created}. */
+export class GalleryStorage extends EventTarget {
   constructor(run) {
     super();
     this.run = run;
-    this.keeps = true;
+    this.persistent = true;
     this.all = this.load();
-    window.addEventListener("storage", ({ key }) => key === KEY && this.become(this.load()));
+    // Other tabs write to the same storage.
+    window.addEventListener("storage", ({ key }) => key === KEY && this.replace(this.load()));
   }
 
   get entries() {
@@ -22,52 +23,53 @@ export class Gallery extends EventTarget {
 
   load() {
     try {
-      return wellFormed(localStorage.getItem(KEY));
+      return validEntries(localStorage.getItem(KEY));
     } catch {
-      this.keeps = false;
+      this.persistent = false;
       return this.all ?? [];
     }
   }
 
-  async add(settings, pictures) {
-    const made = new Date().toISOString();
+  async add(settings, images) {
+    const created = new Date().toISOString();
     const entries = await Promise.all(
-      pictures.map(async (picture, index) => ({ run: this.run, settings, index, made, ...(await small(picture)) })),
+      images.map(async (image, index) => ({ run: this.run, settings, index, created, ...(await reduced(image)) })),
     );
-    this.keep(bounded([...entries, ...(this.keeps ? this.load() : this.all)]));
+    // Load again: another tab may have added images since.
+    this.save(newestThatFit([...entries, ...(this.persistent ? this.load() : this.all)]));
   }
 
   remove(entry) {
-    this.keep(this.all.filter((other) => other !== entry));
+    this.save(this.all.filter((other) => other !== entry));
   }
 
   clear() {
-    this.keep(this.all.filter(({ run }) => run !== this.run));
+    this.save(this.all.filter(({ run }) => run !== this.run));
   }
 
-  keep(entries) {
+  save(entries) {
     try {
       localStorage.setItem(KEY, JSON.stringify(entries));
     } catch {
-      this.keeps = false;
+      this.persistent = false;
     }
-    this.become(entries);
+    this.replace(entries);
   }
 
-  become(entries) {
+  replace(entries) {
     this.all = entries;
     this.dispatchEvent(new Event("change"));
   }
 }
 
-/** Entries as this page writes them; anything else that may be stored here is dropped. */
-function wellFormed(text) {
-  const parsed = parsedOr(text, []);
-  const sound = (entry) => String(entry?.picture).startsWith("data:image/") && entry.settings instanceof Object;
-  return Array.isArray(parsed) ? parsed.filter(sound) : [];
+/** Parse stored entries; drop everything that this page did not write in this form. */
+function validEntries(text) {
+  const parsed = parseOr(text, []);
+  const valid = (entry) => String(entry?.image).startsWith("data:image/") && entry.settings instanceof Object;
+  return Array.isArray(parsed) ? parsed.filter(valid) : [];
 }
 
-function parsedOr(text, fallback) {
+function parseOr(text, fallback) {
   try {
     return JSON.parse(text) ?? fallback;
   } catch {
@@ -75,20 +77,20 @@ function parsedOr(text, fallback) {
   }
 }
 
-/** The newest entries that fit. */
-function bounded(entries) {
-  let room = ROOM;
-  return entries.slice(0, MOST).filter(({ picture }) => (room -= picture.length) >= 0);
+function newestThatFit(entries) {
+  let left = MAX_CHARACTERS;
+  return entries.slice(0, MAX_IMAGES).filter(({ image }) => (left -= image.length) >= 0);
 }
 
-async function small(picture) {
-  if (picture.length <= SMALL) return { picture, whole: true };
-  const image = new Image();
-  image.src = picture;
-  await image.decode();
-  const scale = SIDE / Math.max(image.width, image.height);
+/** Return the image itself if it is small, otherwise a thumbnail. */
+async function reduced(image) {
+  if (image.length <= MAX_FULL_SIZE) return { image, full: true };
+  const original = new Image();
+  original.src = image;
+  await original.decode();
+  const scale = THUMBNAIL_SIDE / Math.max(original.width, original.height);
   const canvas = document.createElement("canvas");
-  [canvas.width, canvas.height] = [Math.round(scale * image.width), Math.round(scale * image.height)];
-  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-  return { picture: canvas.toDataURL("image/webp", 0.85), whole: false };
+  [canvas.width, canvas.height] = [Math.round(scale * original.width), Math.round(scale * original.height)];
+  canvas.getContext("2d").drawImage(original, 0, 0, canvas.width, canvas.height);
+  return { image: canvas.toDataURL("image/webp", 0.85), full: false };
 }

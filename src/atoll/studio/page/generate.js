@@ -1,46 +1,46 @@
-// Paint: a prompt and settings on one side, the picture that emerges and who paints it on the other.
+// The view Generate: the form on one side, the images with their routing weights on the other.
 
-import { announce, drawn, element } from "./dom.js";
-import { Easel } from "./easel.js";
-import { Legend } from "./experts.js";
+import { announce, element, svgElement } from "./dom.js";
+import { ExpertLegend } from "./expert-legend.js";
+import { conditionText, plural, settingsText } from "./format.js";
+import { Generation } from "./generation.js";
+import { ImageView } from "./image-view.js";
 import { hashOf } from "./link.js";
-import { mark } from "./mark.js";
-import { Painting } from "./painting.js";
-import { RequestForm } from "./request.js";
-import { plural, recipe, subject } from "./words.js";
+import { drawLogo } from "./logo.js";
+import { RequestForm } from "./request-form.js";
 
-const WIDE = window.matchMedia("(min-width: 901px)"); // the form stands beside the stage
-const LOOKING = 2000; // milliseconds between two looks for a finished expert, while there is none
+const WIDE = window.matchMedia("(min-width: 901px)"); // the form is beside the results; as in views.css
+const RELOAD_MILLISECONDS = 2000; // while no model is trained; the server scans for models as often
 
-export class PaintView {
+export class GenerateView {
   constructor(studio) {
     this.studio = studio;
-    this.title = element("h1", { id: "paint-title", class: "unseen", tabindex: -1 }, "Paint");
-    this.stage = element("div", { class: "stage" });
-    this.node = element("section", { class: "view paint", "aria-labelledby": "paint-title" });
+    this.title = element("h1", { id: "generate-title", class: "visually-hidden", tabindex: -1 }, "Generate");
+    this.results = element("div", { class: "results" });
+    this.node = element("section", { class: "view generate", "aria-labelledby": "generate-title" });
     this.build();
   }
 
-  /** The form and the stage, or what is missing for them. */
+  /** Build the form and the results, or a message if no model is trained. */
   build() {
     const { run } = this.studio;
-    if (!run.models.length) return this.node.replaceChildren(this.title, nothingYet(run));
-    this.form = new RequestForm(run, () => this.paint(), WIDE.matches);
-    if (!this.painting) this.stage.replaceChildren(welcome(run));
-    return this.node.replaceChildren(this.title, this.form.node, this.stage);
+    if (!run.models.length) return this.node.replaceChildren(this.title, noModel(run));
+    this.form = new RequestForm(run, () => this.generate(), WIDE.matches);
+    if (!this.generation) this.results.replaceChildren(welcome(run));
+    return this.node.replaceChildren(this.title, this.form.node, this.results);
   }
 
-  /** The view is shown. A link with settings paints them, unless they are on the stage already. */
+  /** Show the view. Settings in the link start a request, unless its results are shown already. */
   open(settings) {
     this.close();
-    this.wanted = settings;
+    this.linkSettings = settings;
     const given = Object.keys(settings).length > 0;
-    const address = this.painting ? hashOf("paint", this.painting.settings) : null;
-    if (!this.form) this.timer = setInterval(() => this.studio.reload(), LOOKING);
-    else if (address && !given) history.replaceState(null, "", address);
-    else if (given && location.hash !== address) {
+    const shownHash = this.generation ? hashOf("generate", this.generation.settings) : null;
+    if (!this.form) this.timer = setInterval(() => this.studio.reload(), RELOAD_MILLISECONDS);
+    else if (shownHash && !given) history.replaceState(null, "", shownHash);
+    else if (given && location.hash !== shownHash) {
       this.form.write(settings);
-      this.paint();
+      this.generate();
     }
   }
 
@@ -48,112 +48,112 @@ export class PaintView {
     clearInterval(this.timer);
   }
 
-  /** The run has changed, for instance because an expert was finished: what is in the form stays. */
+  /** Rebuild after a change of the run, for instance when an expert is trained; keep the values of the form. */
   refresh() {
     clearInterval(this.timer);
-    const [first, kept, focused] = [!this.form, this.form?.values(), document.activeElement?.name];
+    const [first, values, focused] = [!this.form, this.form?.values(), document.activeElement?.name];
     this.build();
-    if (kept) this.form.write(kept);
+    if (values) this.form.write(values);
     if (focused) this.form?.node.elements.namedItem(focused)?.focus();
-    if (first && this.node.isConnected) this.open(this.wanted);
+    if (first && this.node.isConnected) this.open(this.linkSettings);
   }
 
-  async paint() {
+  async generate() {
     const settings = this.form.read();
     if (!settings) return;
-    this.painting?.cancel();
-    const painting = new Painting(settings, this.studio);
-    this.painting = painting;
-    history.replaceState(null, "", hashOf("paint", settings));
-    const show = () => this.painting === painting && this.stage.replaceChildren(...this.scene(painting));
-    painting.addEventListener("experts", show);
+    this.generation?.cancel();
+    const generation = new Generation(settings, this.studio);
+    this.generation = generation;
+    history.replaceState(null, "", hashOf("generate", settings));
+    // A later request may have replaced this one when its experts arrive.
+    const show = () => this.generation === generation && this.results.replaceChildren(...this.resultNodes(generation));
+    generation.addEventListener("experts", show);
     show();
-    if (!WIDE.matches) this.stage.scrollIntoView();
-    await painting.run();
-    if (painting.state === "failed") this.form.complain(painting.field, painting.saying);
-    if (painting.state === "done") this.studio.gallery.add(settings, painting.pictures.map(({ made }) => made));
+    if (!WIDE.matches) this.results.scrollIntoView();
+    await generation.run();
+    if (generation.state === "failed") this.form.showError(generation.field, generation.status);
+    if (generation.state === "done") this.studio.gallery.add(settings, generation.images.map(({ final }) => final));
   }
 
-  /** What stands on the stage while a painting is made and after. */
-  scene(painting) {
-    const { settings, routed, experts } = painting;
+  resultNodes(generation) {
+    const { settings, routed, experts } = generation;
     const { size } = this.studio.run;
-    const legend = routed && experts.length > 1 ? new Legend(painting, this.studio.topics) : null;
-    const easels = painting.pictures.map((_, index) => new Easel(painting, index, { size, legend }));
-    if (legend) legend.easels = easels;
+    const legend = routed && experts.length > 1 ? new ExpertLegend(generation, this.studio.topics) : null;
+    const views = generation.images.map((_, index) => new ImageView(generation, index, { size, legend }));
+    if (legend) legend.views = views;
     return [
-      element("h2", {}, subject(settings)),
-      element("p", { class: "recipe" }, recipe(settings)),
-      this.going(painting),
+      element("h2", {}, conditionText(settings)),
+      element("p", { class: "settings-text" }, settingsText(settings)),
+      this.progressNode(generation),
       element(
         "div",
-        { class: "scene", "data-many": Math.min(settings.n, 5) },
-        element("div", { class: "easels" }, easels.map(({ node }) => node)),
+        { class: "images-and-legend", "data-count": Math.min(settings.num_images, 5) },
+        element("div", { class: "image-views" }, views.map(({ node }) => node)),
         legend?.node,
       ),
     ];
   }
 
-  /** Progress, a way to stop, and what to do next. */
-  going(painting) {
-    const { prompt, label, steps, guidance, seed } = painting.settings;
-    const bar = element("progress", { max: steps, value: 0, "aria-label": "Steps painted" });
-    const said = element("p", { class: "said" });
-    const cancel = element("button", { type: "button", click: () => painting.cancel() }, "Cancel");
-    const others = hashOf("compare", { prompt, label, steps, guidance, seed });
-    const compare = element("a", { class: "button", href: others }, "Compare painters");
-    const node = element("div", { class: "going" }, bar, said, cancel, compare);
-    const follow = () => {
-      bar.value = painting.step;
-      said.textContent = painting.saying;
-      node.dataset.state = painting.state;
-      [bar.hidden, cancel.hidden, compare.hidden] = [painting.over, painting.over, painting.state !== "done"];
-      tell(painting);
-      this.studio.mark.pulse(painting.over ? null : painting.sharesNow());
+  /** Return the progress bar, a button to cancel, and a link to Compare. */
+  progressNode(generation) {
+    const { prompt, label, steps, guidance_scale, seed } = generation.settings;
+    const bar = element("progress", { max: steps, value: 0, "aria-label": "Completed steps" });
+    const status = element("p", { class: "status" });
+    const cancel = element("button", { type: "button", click: () => generation.cancel() }, "Cancel");
+    const hash = hashOf("compare", { prompt, label, steps, guidance_scale, seed });
+    const compare = element("a", { class: "button", href: hash }, "Compare models");
+    const node = element("div", { class: "generation-progress" }, bar, status, cancel, compare);
+    const update = () => {
+      bar.value = generation.step;
+      status.textContent = generation.status;
+      node.dataset.state = generation.state;
+      [bar.hidden, cancel.hidden, compare.hidden] = [generation.ended, generation.ended, generation.state !== "done"];
+      announceProgress(generation);
+      this.studio.logo.resize(generation.ended ? null : generation.newestWeights());
     };
-    painting.addEventListener("change", follow);
-    follow();
+    generation.addEventListener("change", update);
+    update();
     return node;
   }
 }
 
-/** Screen readers hear of the quarters, not of every step. */
-function tell(painting) {
-  const quarter = Math.floor((4 * painting.step) / painting.settings.steps);
-  const news = painting.state === "painting" ? `${25 * quarter} percent painted` : painting.saying;
-  if (news !== painting.told) announce(news);
-  painting.told = news;
+/** Announce progress in quarters: every step would flood a screen reader. */
+function announceProgress(generation) {
+  const quarter = Math.floor((4 * generation.step) / generation.settings.steps);
+  const text = generation.state === "generating" ? `${25 * quarter} percent generated` : generation.status;
+  if (text !== generation.announced) announce(text);
+  generation.announced = text;
 }
 
-/** The run's islands around what every picture starts from. */
-function lagoon(run) {
-  const ring = drawn("svg", { viewBox: "0 0 40 40" });
-  mark(ring, run);
-  return element("div", { class: "lagoon", "aria-hidden": "true" }, element("div", {}), ring);
+/** Return the logo of the run around an image of noise. */
+function largeLogo(run) {
+  const ring = svgElement("svg", { viewBox: "0 0 40 40" });
+  drawLogo(ring, run);
+  return element("div", { class: "large-logo", "aria-hidden": "true" }, element("div", {}), ring);
 }
 
 function welcome(run) {
-  const { experts, examples, conditions } = run;
-  const apart = `${plural(experts.length, "expert")} learned apart, each from its own cluster of pictures. `;
+  const { experts, examples, conditioning } = run;
+  const several = `${plural(experts.length, "expert")}, each trained on one cluster of the images. Generate an image to see which of them are used.`;
   return element(
     "div",
     { class: "welcome" },
-    lagoon(run),
-    element("p", { class: "lead" }, `${experts.length > 1 ? apart : ""}Ask for a picture and watch who paints it.`),
-    conditions.text && examples.length > 0 && element("p", {}, "Take an example, or type your own and press Enter."),
+    largeLogo(run),
+    element("p", { class: "lead" }, experts.length > 1 ? several : "Generate images with this model."),
+    conditioning.text && examples.length > 0 && element("p", {}, "Choose an example, or type a prompt and press Enter."),
   );
 }
 
-function nothingYet(run) {
+function noModel(run) {
   const { missing } = run;
-  const why = missing.length ? "Nothing can paint yet: no expert is finished." : "The models are being opened.";
-  const islands = element("a", { href: "#islands" }, "Watch the training on the islands");
+  const message = missing.length ? "No expert is trained yet." : "The models are being loaded.";
+  const islands = element("a", { href: "#islands" }, "Show training");
   return element(
     "div",
     { class: "welcome" },
-    lagoon(run),
-    element("p", { class: "lead" }, why),
+    largeLogo(run),
+    element("p", { class: "lead" }, message),
     missing.length > 0 && element("p", {}, `Missing: ${missing.join(", ")}.`),
-    element("p", {}, "This page looks again by itself. ", islands),
+    element("p", {}, "This page updates itself. ", islands),
   );
 }

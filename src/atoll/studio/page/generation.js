@@ -1,106 +1,111 @@
-// One request for pictures, from the queue to the last step; views draw what it holds whenever it changes.
+// One generation request, from the queue to the last step. Views redraw whenever it changes.
 
-import { Refused, paint } from "./api.js";
-import { span } from "./words.js";
+import { ApiError, generate } from "./api.js";
+import { duration } from "./format.js";
 
-const FRAMES = 16; // previews of one painting, at most about so many: enough to see it emerge
+const PREVIEWS = 16; // about this many previews of each image: a smooth sequence without much traffic
 
-/** Emits "change" whenever anything changes, "experts" when they are not those the page knew. States: waiting, painting, done, cancelled, failed. */
-export class Painting extends EventTarget {
+/**
+ * Emits "change" on every change, and "experts" if the experts of the run are not those that the page has loaded.
+ * States: waiting, generating, done, cancelled, failed.
+ */
+export class Generation extends EventTarget {
   constructor(settings, studio) {
     super();
     this.settings = settings;
     this.studio = studio;
     this.experts = studio.run.experts; // in the order of the weights
     this.state = "waiting";
-    this.saying = "Asking …";
+    this.status = "Sending the request …";
     this.field = null;
     this.step = 0;
-    this.pictures = Array.from({ length: settings.n }, () => ({ decisions: [], frames: [], made: null }));
-    this.stopper = new AbortController();
+    // For each image: routing weights by step, previews by step, and the final image as a data URL.
+    this.images = Array.from({ length: settings.num_images }, () => ({ decisions: [], previews: [], final: null }));
+    this.controller = new AbortController();
   }
 
-  get over() {
-    return !["waiting", "painting"].includes(this.state);
+  get ended() {
+    return !["waiting", "generating"].includes(this.state);
   }
 
-  /** Whether a router decides who paints. */
+  /** Whether routing weights of several experts are of interest. */
   get routed() {
     return this.settings.model === "experts" && this.settings.expert === undefined;
   }
 
-  /** Paint, and resolve when it is over, however it ends. */
+  /** Run the request; resolve when it ends in any way. */
   async run() {
-    const preview = Math.max(1, Math.round(this.settings.steps / FRAMES));
+    const every = Math.max(1, Math.round(this.settings.steps / PREVIEWS));
     try {
-      for await (const { event, data } of paint({ ...this.settings, preview_every: preview }, this.stopper.signal)) {
-        if (event === "queued" && this.routed) await this.meet(data.experts);
-        this.hear(event, data);
+      for await (const { event, data } of generate({ ...this.settings, preview_every: every }, this.controller.signal)) {
+        if (event === "queued" && this.routed) await this.updateExperts(data.experts);
+        this.handle(event, data);
       }
     } catch (error) {
-      if (this.stopper.signal.aborted) this.become("cancelled", "Cancelled.");
-      else if (error instanceof Refused) this.become("failed", error.message, error.field);
+      if (this.controller.signal.aborted) this.setState("cancelled", "Cancelled.");
+      else if (error instanceof ApiError) this.setState("failed", error.message, error.field);
       else throw error;
     }
     return this;
   }
 
-  /** Closing the stream tells the server. */
+  /** Cancel: closing the connection cancels the request on the server. */
   cancel() {
-    this.stopper.abort();
+    this.controller.abort();
   }
 
-  /** The server says who paints: an expert may have been finished since the page was opened. */
-  async meet(numbers) {
+  /** The server sends the numbers of its experts: one may have been trained since the page was loaded. */
+  async updateExperts(numbers) {
     if (String(numbers) === String(this.experts.map(({ number }) => number))) return;
-    this.experts = await this.studio.called(numbers);
+    this.experts = await this.studio.expertsByNumber(numbers);
     this.dispatchEvent(new Event("experts"));
   }
 
-  hear(event, data) {
+  handle(event, data) {
     const { steps } = this.settings;
-    if (event === "busy") this.become("waiting", `The studio is busy. Trying again in ${span(data.seconds)}.`);
-    if (event === "queued") this.become("waiting", data.position ? `Waiting: ${data.position} ahead.` : "Starting …");
-    if (event === "step") this.advance(data);
-    if (event === "image") this.pictures[data.index].made = `data:image/png;base64,${data.png}`;
-    if (event === "image") this.become("painting", `Step ${steps} of ${steps}`);
-    if (event === "done") this.become("done", `Done in ${span(data.seconds)}.`);
-    if (event === "cancelled") this.become("cancelled", "Cancelled.");
-    if (event === "failed") this.become("failed", data.message);
+    if (event === "busy") this.setState("waiting", `The server is busy. Retrying in ${duration(data.seconds)}.`);
+    if (event === "queued") this.setState("waiting", data.position ? `Waiting: ${data.position} ahead.` : "Starting …");
+    if (event === "step") this.addStep(data);
+    if (event === "image") this.images[data.index].final = `data:image/png;base64,${data.png}`;
+    if (event === "image") this.setState("generating", `Step ${steps} of ${steps}`);
+    if (event === "done") this.setState("done", `Done in ${duration(data.seconds)}.`);
+    if (event === "cancelled") this.setState("cancelled", "Cancelled.");
+    if (event === "failed") this.setState("failed", data.message);
   }
 
-  advance({ step, t, weights, previews }) {
+  addStep({ step, t, weights, previews }) {
     this.step = step;
-    this.pictures.forEach(({ decisions, frames }, index) => {
-      decisions.push({ t, weights: weights[index] });
-      if (previews) frames.push({ step, source: `data:image/png;base64,${previews[index]}` });
+    this.images.forEach((image, index) => {
+      image.decisions.push({ t, weights: weights[index] });
+      if (previews) image.previews.push({ step, source: `data:image/png;base64,${previews[index]}` });
     });
-    this.become("painting", `Step ${step} of ${this.settings.steps}`);
+    this.setState("generating", `Step ${step} of ${this.settings.steps}`);
   }
 
-  become(state, saying, field = null) {
-    Object.assign(this, { state, saying, field });
+  setState(state, status, field = null) {
+    Object.assign(this, { state, status, field });
     this.dispatchEvent(new Event("change"));
   }
 
-  /** What a picture looked like after so many steps; null is before the first preview. */
+  /** Return the newest preview of an image at a step, or the final image; null before the first preview. */
   frame(index, step) {
-    const { frames, made } = this.pictures[index];
-    if (made && step >= this.settings.steps) return made;
-    return frames.findLast((frame) => frame.step <= step)?.source ?? null;
+    const { previews, final } = this.images[index];
+    if (final && step >= this.settings.steps) return final;
+    return previews.findLast((preview) => preview.step <= step)?.source ?? null;
   }
 
-  /** How much each expert counts, on the mean of all pictures and all steps so far; null before the first. */
-  shares() {
-    return mean(this.pictures.flatMap(({ decisions }) => decisions.map(({ weights }) => weights)));
+  /** Return each expert's weight, averaged over all images and all steps so far; null before the first step. */
+  meanWeights() {
+    return mean(this.images.flatMap(({ decisions }) => decisions.map(({ weights }) => weights)));
   }
 
-  /** The same of the newest step alone; null without a router. */
-  sharesNow() {
-    return this.routed && this.step ? mean(this.pictures.map(({ decisions }) => decisions.at(-1).weights)) : null;
+  /** Return each expert's weight in the newest step, averaged over images; null without routing. */
+  newestWeights() {
+    return this.routed && this.step ? mean(this.images.map(({ decisions }) => decisions.at(-1).weights)) : null;
   }
 }
 
+/** Return the mean of rows, column by column. */
 function mean(rows) {
-  return rows.length ? rows[0].map((_, place) => rows.reduce((sum, row) => sum + row[place], 0) / rows.length) : null;
+  return rows.length ? rows[0].map((_, column) => rows.reduce((sum, row) => sum + row[column], 0) / rows.length) : null;
 }

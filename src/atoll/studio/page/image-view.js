@@ -1,114 +1,111 @@
-// One picture on its easel: it emerges, with the ribbon of its experts below; the slider goes back through the steps.
+// One generated image: its previews, its routing weights, and a slider over the steps.
 
 import { element } from "./dom.js";
-import { copy, linkTo } from "./link.js";
-import { ribbon, weightsTable } from "./ribbon.js";
-import { fileName, painter, percent, subject } from "./words.js";
+import { conditionText, fileName, modelName } from "./format.js";
+import { copyLink, urlOf } from "./link.js";
+import { describeStep, weightsChart, weightsTable } from "./weights-chart.js";
 
-/** The figure of picture `index` of a painting. Its ribbon, if it has one, points at the experts of the legend. */
-export class Easel {
-  constructor(painting, index, { size, legend }) {
-    Object.assign(this, { painting, index, alone: null });
-    const { settings, pictures, experts } = painting;
+/** The figure of image `index` of a generation. With a legend, it shows the chart of the routing weights. */
+export class ImageView {
+  constructor(generation, index, { size, legend }) {
+    Object.assign(this, { generation, index, single: null });
+    const { settings, images, experts } = generation;
     this.routed = legend !== null;
-    this.picture = element("img", { class: "made", alt: "", width: size[1], height: size[0] });
+    this.image = element("img", { class: "generated", alt: "", width: size[1], height: size[0] });
     this.tag = element("span", { class: "tag", hidden: true });
-    this.frame = element("div", { class: "frame" }, this.picture, this.tag);
-    this.ribbon = ribbon(experts, legend);
+    this.frame = element("div", { class: "frame" }, this.image, this.tag);
+    this.chart = weightsChart(experts, legend);
     this.slider = element("input", {
-      type: "range", min: 0, max: settings.steps, value: 0, disabled: true, "aria-label": "Step that is shown",
+      type: "range", min: 0, max: settings.steps, value: 0, disabled: true, "aria-label": "Displayed step",
       input: () => this.draw(),
     });
-    this.reading = element("p", { class: "reading" });
+    this.stepText = element("p", { class: "step-text" });
     this.actions = element("div", { class: "actions" });
     this.node = element(
       "figure",
-      { class: "easel" },
+      { class: "image-view" },
       this.frame,
-      this.routed && this.ribbon.node,
-      element("div", { class: "time" }, element("span", {}, "noise"), this.slider, element("span", {}, "picture")),
-      this.reading,
+      this.routed && element("h3", { class: "chart-title" }, "Routing weights over time"),
+      this.routed && this.chart.node,
+      element("div", { class: "timeline" }, element("span", {}, "noise"), this.slider, element("span", {}, "image")),
+      this.stepText,
       this.actions,
-      this.routed && weightsTable(experts, pictures[index].decisions),
+      this.routed && weightsTable(experts, images[index].decisions),
     );
     this.frame.style.aspectRatio = `${size[1]} / ${size[0]}`;
-    painting.addEventListener("change", () => this.follow());
-    this.follow();
+    generation.addEventListener("change", () => this.update());
+    this.update();
   }
 
-  /** The painting has changed: show its newest step. */
-  follow() {
-    const { decisions, made } = this.painting.pictures[this.index];
+  /** Show the newest step of the generation. */
+  update() {
+    const { decisions, final } = this.generation.images[this.index];
     this.slider.value = decisions.length;
-    this.slider.disabled = !this.painting.over || !decisions.length;
-    if (this.routed) this.ribbon.draw(decisions, this.painting.settings.steps);
-    if (made && !this.actions.childElementCount) this.offer(made);
+    this.slider.disabled = !this.generation.ended || !decisions.length;
+    if (this.routed) this.chart.draw(decisions, this.generation.settings.steps);
+    if (final && !this.actions.childElementCount) this.addActions(final);
     this.draw();
   }
 
-  /** Show the step of the slider, or what the expert that is pointed at makes alone. */
+  /** Show the image at the slider's step, or the image of a single expert. */
   draw() {
-    const { settings, over } = this.painting;
-    const shown = this.alone?.painting ?? this.painting;
-    const step = this.alone ? settings.steps : Number(this.slider.value);
+    const { settings, ended } = this.generation;
+    const shown = this.single?.generation ?? this.generation;
+    const step = this.single ? settings.steps : Number(this.slider.value);
     const source = shown.frame(this.index, step);
-    if (source) this.picture.src = source;
+    if (source) this.image.src = source;
     this.frame.classList.toggle("empty", !source);
-    this.frame.classList.toggle("busy", !shown.over);
-    this.picture.alt = `${subject(settings)}, painted by ${painter(shown.settings)}`;
-    this.ribbon.mark(over && step < settings.steps ? step : -1);
-    const said = this.read(step);
-    this.reading.textContent = said;
-    this.slider.setAttribute("aria-valuetext", said);
+    this.frame.classList.toggle("busy", !shown.ended);
+    this.image.alt = `${conditionText(settings)}, generated with ${modelName(shown.settings)}`;
+    this.chart.setCursor(ended && step < settings.steps ? step : -1);
+    const text = this.describe(step);
+    this.stepText.textContent = text;
+    this.slider.setAttribute("aria-valuetext", text);
   }
 
-  /** The decision at a step, in words. */
-  read(step) {
-    const { pictures, settings, experts } = this.painting;
-    const decision = pictures[this.index].decisions[step - 1];
-    if (!decision) return step ? "" : "nothing but noise";
-    const place = `step ${step} of ${settings.steps}, t = ${decision.t.toFixed(2)}`;
-    if (!this.routed) return place;
-    const parts = decision.weights.map((weight, position) => ({ weight, number: experts[position].number }));
-    const said = parts.filter(({ weight }) => weight >= 0.005).sort((one, other) => other.weight - one.weight);
-    return `${place}: ${said.map(({ weight, number }) => `${percent(weight)}\u00a0expert\u00a0${number}`).join(", ")}`;
+  /** Return the routing decision at a step as text. */
+  describe(step) {
+    const { images, settings, experts } = this.generation;
+    const decision = images[this.index].decisions[step - 1];
+    if (!decision) return step ? "" : "Step 0: noise";
+    return describeStep(decision, { step, steps: settings.steps, experts: this.routed ? experts : null });
   }
 
-  /** Show what an expert alone makes of the same noise: {number, colour, painting}, or null for the picture itself. */
-  showAlone(alone) {
-    this.alone = alone;
-    this.frame.style.setProperty("--expert", alone?.colour ?? "transparent");
-    this.frame.classList.toggle("alone", alone !== null);
-    this.tag.hidden = alone === null;
-    if (alone) this.tag.textContent = this.tagged(alone);
+  /** Show what one expert generates from the same noise: {number, color, generation}; null shows the image itself. */
+  showSingle(single) {
+    this.single = single;
+    this.frame.style.setProperty("--expert", single?.color ?? "transparent");
+    this.frame.classList.toggle("single", single !== null);
+    this.tag.hidden = single === null;
+    if (single) this.tag.textContent = this.tagText(single);
     this.draw();
   }
 
-  tagged({ number, painting }) {
-    const far = Math.round((100 * painting.step) / painting.settings.steps);
-    if (painting.state === "failed") return `Expert ${number}: ${painting.saying}`;
-    return painting.over ? `Expert ${number} alone` : `Expert ${number} alone … ${far} %`;
+  tagText({ number, generation }) {
+    const progress = Math.round((100 * generation.step) / generation.settings.steps);
+    if (generation.state === "failed") return `Expert ${number}: ${generation.status}`;
+    return generation.ended ? `Expert ${number} only` : `Expert ${number} only … ${progress} %`;
   }
 
-  light(expert) {
-    this.ribbon.light(expert);
+  highlight(expert) {
+    this.chart.highlight(expert);
   }
 
-  offer(made) {
-    const { settings } = this.painting;
+  addActions(final) {
+    const { settings } = this.generation;
     const file = `${fileName(settings)}-${this.index}.png`;
     this.actions.append(
-      element("a", { class: "button", href: made, download: file }, "Download"),
-      copyButton(linkTo("paint", settings)),
+      element("a", { class: "button", href: final, download: file }, "Download"),
+      copyButton(urlOf("generate", settings)),
     );
   }
 }
 
-/** A button that copies a link and says so. */
+/** Return a button that copies a link and confirms it for a moment. */
 export function copyButton(link) {
   const button = element("button", { type: "button" }, "Copy link");
   button.addEventListener("click", async () => {
-    if (!(await copy(link))) return;
+    if (!(await copyLink(link))) return;
     button.textContent = "Copied";
     setTimeout(() => (button.textContent = "Copy link"), 1500);
   });

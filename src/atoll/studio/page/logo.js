@@ -1,27 +1,28 @@
-// The mark of the studio: the run's experts as islands around a lagoon. While they paint, the busier are larger; those
-// that are not finished are outlines.
+// The logo: one circle for each expert of the run, in a ring. Experts that are not trained yet are dashed outlines.
 
-import { drawn } from "./dom.js";
+import { svgElement } from "./dom.js";
 
-const CENTRE = 20;
+// Coordinates in the view box of 40 x 40.
+const CENTER = 20;
 const RING = 14;
 
-/** Draw the islands of a run; `pulse` sizes them by their shares, or makes them equal. */
-export function mark(node, { experts, missing }) {
-  const many = experts.length + missing.length;
-  const even = Math.min(5, (0.8 * Math.PI * RING) / Math.max(many, 3));
-  const place = (position) => {
-    const angle = (2 * Math.PI * position) / many - Math.PI / 2;
-    return { cx: CENTRE + RING * Math.cos(angle), cy: CENTRE + RING * Math.sin(angle), r: even };
+/** Draw the logo of a run into an SVG node; `resize` scales the circles by routing weights, or makes them equal. */
+export function drawLogo(node, { experts, missing }) {
+  const count = experts.length + missing.length;
+  const radius = Math.min(5, (0.8 * Math.PI * RING) / Math.max(count, 3)); // neighbors never touch
+  const circle = (position) => {
+    const angle = (2 * Math.PI * position) / count - Math.PI / 2;
+    return { cx: CENTER + RING * Math.cos(angle), cy: CENTER + RING * Math.sin(angle), r: radius };
   };
-  const islands = experts.map(({ colour }, position) => drawn("circle", { ...place(position), fill: colour }));
-  const outline = (position) => drawn("circle", { ...place(experts.length + position), class: "missing" });
+  const trained = experts.map(({ color }, position) => svgElement("circle", { ...circle(position), fill: color }));
+  const outline = (position) => svgElement("circle", { ...circle(experts.length + position), class: "missing" });
   const outlines = missing.map((_, position) => outline(position));
-  node.replaceChildren(...islands, ...outlines);
+  node.replaceChildren(...trained, ...outlines);
   return {
-    pulse(shares) {
-      islands.forEach((island, position) => {
-        island.setAttribute("r", shares ? 1.2 + 1.3 * even * Math.sqrt(shares[position] ?? 0) : even);
+    resize(weights) {
+      trained.forEach((node, position) => {
+        // The square root makes the area, not the radius, proportional to the weight. 1.2 keeps unused experts visible.
+        node.setAttribute("r", weights ? 1.2 + 1.3 * radius * Math.sqrt(weights[position] ?? 0) : radius);
       });
     },
   };

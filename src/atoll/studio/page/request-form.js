@@ -1,43 +1,43 @@
-// The form of Paint: what to paint, who paints it, and how.
+// The form of the view Generate: the condition, the model and the sampling settings.
 
 import { element } from "./dom.js";
-import { choice, choose, clear, complain, examples, field, number, subjectFields } from "./form.js";
-import { routing } from "./words.js";
+import { clearErrors, conditionFields, exampleButtons, field, numberInput, select, selectValue, showFieldError } from "./form.js";
+import { describeRouting } from "./format.js";
 
-const SEEDS = 1_000_000;
+const RANDOM_SEEDS = 1_000_000; // random seeds are below this: short enough to read and type
 const EXAMPLES = 8;
-const PAINTERS = { experts: "All experts", monolith: "Monolith", student: "Student" };
+const MODELS = { experts: "All experts", monolith: "Monolith", student: "Student" };
 
-/** The settings of one request, as fields; `paint` is called when they are to be painted. */
+/** The settings of one request as form fields; `generate` is called on submit. */
 export class RequestForm {
-  constructor(run, paint, unfolded) {
+  constructor(run, generate, settingsOpen) {
     const { limits } = run;
-    Object.assign(this, { run, paint });
-    this.subject = subjectFields(run);
-    this.painter = choice("model", painters(run));
-    this.routing = choice("routing", run.routings.map((name) => [name, name]));
-    this.meaning = element("small", { class: "meaning" });
-    this.steps = number("steps", { min: 1, max: limits.steps });
-    this.guidance = number("guidance", { min: 0, max: limits.guidance, step: "any" });
-    this.seed = number("seed", { min: 0, max: Number.MAX_SAFE_INTEGER });
-    this.many = number("n", { min: 1, max: limits.n });
-    this.settings = this.fold(unfolded);
+    Object.assign(this, { run, generate });
+    this.condition = conditionFields(run);
+    this.model = select("model", modelOptions(run));
+    this.routing = select("routing", run.routings.map((name) => [name, name]));
+    this.routingText = element("small", { class: "routing-text" });
+    this.steps = numberInput("steps", { min: 1, max: limits.steps });
+    this.guidanceScale = numberInput("guidance_scale", { min: 0, max: limits.guidance_scale, step: "any" });
+    this.seed = numberInput("seed", { min: 0, max: Number.MAX_SAFE_INTEGER });
+    this.numImages = numberInput("num_images", { min: 1, max: limits.num_images });
+    this.settings = this.settingsNode(settingsOpen);
     this.node = element(
       "form",
       {
-        class: "settings", novalidate: true, "aria-label": "What to paint", keydown: hurry,
-        submit: (event) => this.submit(event), change: () => this.explain(),
+        class: "settings", novalidate: true, "aria-label": "Generate images", keydown: submitOnEnter,
+        submit: (event) => this.submit(event), change: () => this.updateRouting(),
       },
-      this.subject.nodes,
-      examples(run, EXAMPLES, (caption) => this.take(caption)),
-      element("button", { class: "primary", type: "submit" }, "Paint"),
+      this.condition.nodes,
+      exampleButtons(run, EXAMPLES, (caption) => this.useExample(caption)),
+      element("button", { class: "primary", type: "submit" }, "Generate"),
       this.settings,
-      run.missing.length > 0 && stillMissing(run),
+      run.missing.length > 0 && missingNote(run),
     );
     this.write({});
   }
 
-  fold(open) {
+  settingsNode(open) {
     const { run } = this;
     return element(
       "details",
@@ -46,96 +46,97 @@ export class RequestForm {
       element(
         "div",
         { class: "pair" },
-        painters(run).length > 1 && field("Painter", this.painter),
+        modelOptions(run).length > 1 && field("Model", this.model),
         run.experts.length > 1 && field("Routing", this.routing),
       ),
-      this.meaning,
-      element("div", { class: "pair" }, field("Steps", this.steps), field("Guidance", this.guidance)),
-      element("div", { class: "pair" }, field("Seed", this.seed), field("Pictures", this.many)),
-      element("button", { type: "button", click: () => this.roll() }, "Paint with a new seed"),
+      this.routingText,
+      element("div", { class: "pair" }, field("Steps", this.steps), field("Guidance scale", this.guidanceScale)),
+      element("div", { class: "pair" }, field("Seed", this.seed), field("Images", this.numImages)),
+      element("button", { type: "button", click: () => this.randomSeed() }, "Generate with a new seed"),
     );
   }
 
-  explain() {
-    const together = this.painter.value === "experts";
-    this.routing.disabled = !together;
-    this.meaning.textContent = together && this.run.experts.length > 1 ? routing(this.routing.value) : "";
+  updateRouting() {
+    const routed = this.model.value === "experts";
+    this.routing.disabled = !routed;
+    this.routingText.textContent = routed && this.run.experts.length > 1 ? describeRouting(this.routing.value) : "";
   }
 
-  /** The settings; null, and a word to the user, if a field is not as it should be. */
+  /** Return the settings; if a field is invalid, show its error and return null. */
   read() {
-    clear(this.node);
+    clearErrors(this.node);
+    // The browser can only point at an invalid field that is visible.
     if (!this.node.checkValidity()) this.settings.open = true;
     return this.node.reportValidity() ? this.values() : null;
   }
 
-  /** What is in the fields, right or wrong. */
+  /** Return the values of the fields, valid or not. */
   values() {
-    const [model, expert] = this.painter.value.split("/");
+    const [model, expert] = this.model.value.split("/");
     return {
-      ...this.subject.read(),
+      ...this.condition.read(),
       model,
       expert: expert === undefined ? undefined : Number(expert),
-      routing: this.painter.value === "experts" ? this.routing.value : undefined,
+      routing: this.model.value === "experts" ? this.routing.value : undefined,
       steps: this.steps.valueAsNumber,
-      guidance: this.guidance.valueAsNumber,
+      guidance_scale: this.guidanceScale.valueAsNumber,
       seed: this.seed.valueAsNumber,
-      n: this.many.valueAsNumber,
+      num_images: this.numImages.valueAsNumber,
     };
   }
 
-  /** Fill the form; what is not given is as the run proposes. */
+  /** Fill the form; missing values are the defaults of the run. */
   write(given) {
     const settings = { model: this.run.models[0], seed: 0, ...this.run.defaults, ...given };
-    this.subject.write(settings);
-    choose(this.painter, settings.expert === undefined ? settings.model : `experts/${settings.expert}`);
-    if (settings.routing) choose(this.routing, settings.routing);
+    this.condition.write(settings);
+    selectValue(this.model, settings.expert === undefined ? settings.model : `experts/${settings.expert}`);
+    if (settings.routing) selectValue(this.routing, settings.routing);
     this.steps.value = settings.steps;
-    this.guidance.value = settings.guidance;
+    this.guidanceScale.value = settings.guidance_scale;
     this.seed.value = settings.seed;
-    this.many.value = settings.n;
-    this.explain();
+    this.numImages.value = settings.num_images;
+    this.updateRouting();
   }
 
-  roll() {
-    this.seed.value = Math.floor(SEEDS * Math.random());
-    this.paint();
+  randomSeed() {
+    this.seed.value = Math.floor(RANDOM_SEEDS * Math.random());
+    this.generate();
   }
 
-  take(caption) {
-    this.subject.write({ prompt: caption });
-    this.paint();
+  useExample(caption) {
+    this.condition.write({ prompt: caption });
+    this.generate();
   }
 
   submit(event) {
     event.preventDefault();
-    this.paint();
+    this.generate();
   }
 
-  /** The server found fault with a field. */
-  complain(name, message) {
+  /** Show an error of the server beside its field. */
+  showError(name, message) {
     if (!name) return;
     this.settings.open = true;
-    complain(this.node, name, message);
+    showFieldError(this.node, name, message);
   }
 }
 
-/** All that can paint: the routed experts, dense models, and each expert alone. */
-function painters({ models, experts }) {
-  const alone = models.includes("experts") && experts.length > 1 ? experts : [];
+/** Return the choices of a model: the routed experts, the dense models, and each expert alone. */
+function modelOptions({ models, experts }) {
+  const single = models.includes("experts") && experts.length > 1 ? experts : [];
   return [
-    ...models.map((name) => [name, PAINTERS[name]]),
-    ...alone.map((expert) => [`experts/${expert.number}`, `Expert ${expert.number} alone`]),
+    ...models.map((name) => [name, MODELS[name]]),
+    ...single.map((expert) => [`experts/${expert.number}`, `Expert ${expert.number} only`]),
   ];
 }
 
-function stillMissing({ missing }) {
-  const islands = element("a", { href: "#islands" }, "See the islands");
-  return element("p", { class: "note" }, `Not finished yet: ${missing.join(", ")}. `, islands);
+function missingNote({ missing }) {
+  const islands = element("a", { href: "#islands" }, "Show training");
+  return element("p", { class: "note" }, `Not trained yet: ${missing.join(", ")}. `, islands);
 }
 
-/** Ctrl and Enter paint from everywhere in the form; Enter alone does in the prompt. */
-function hurry(event) {
+/** Submit on Ctrl+Enter in every field, and on Enter in the prompt. */
+function submitOnEnter(event) {
   const inPrompt = event.target.name === "prompt" && !event.shiftKey;
   if (event.key !== "Enter" || event.isComposing || !(inPrompt || event.ctrlKey || event.metaKey)) return;
   event.preventDefault();

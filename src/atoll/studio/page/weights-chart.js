@@ -1,22 +1,24 @@
-// Who paints when: the experts' weights from noise on the left to the picture on the right, as a stacked ribbon.
+// Routing weights over time: a stacked area chart with noise (t = 1) on the left and the image (t = 0) on the right.
 
-import { drawn, element } from "./dom.js";
-import { percent } from "./words.js";
+import { element, svgElement } from "./dom.js";
+import { percent } from "./format.js";
 
-/** A ribbon that grows with the steps. A legend is told which expert is under the pointer, and which is clicked. */
-export function ribbon(experts, legend = null) {
-  const bands = experts.map(({ number, colour }) => drawn("path", { fill: colour, "data-expert": number }));
-  const cursor = drawn("line", { class: "cursor", x1: -1, x2: -1, y1: 0, y2: 1 });
-  const node = drawn(
+const VISIBLE_WEIGHT = 0.005; // smaller weights round to 0 % and are left out of texts
+
+/** Return a chart that grows with the steps. It tells the legend which expert is under the pointer or clicked. */
+export function weightsChart(experts, legend = null) {
+  const bands = experts.map(({ number, color }) => svgElement("path", { fill: color, "data-expert": number }));
+  const cursor = svgElement("line", { class: "cursor", x1: -1, x2: -1, y1: 0, y2: 1 });
+  const node = svgElement(
     "svg",
     {
-      class: "ribbon",
+      class: "weights-chart",
       role: "img",
-      "aria-label": spoken([], experts),
+      "aria-label": describe([], experts),
       preserveAspectRatio: "none",
-      pointerover: ({ target }) => legend?.point(expertOf(target)),
-      pointerleave: () => legend?.point(null),
-      click: ({ target }) => expertOf(target) !== null && legend?.pin(expertOf(target)),
+      pointerover: ({ target }) => legend?.highlight(expertOf(target)),
+      pointerleave: () => legend?.highlight(null),
+      click: ({ target }) => expertOf(target) !== null && legend?.toggle(expertOf(target)),
     },
     bands,
     cursor,
@@ -25,15 +27,15 @@ export function ribbon(experts, legend = null) {
     node,
     draw(decisions, steps) {
       node.setAttribute("viewBox", `0 0 ${steps} 1`);
-      node.setAttribute("aria-label", spoken(decisions, experts));
-      const edges = stacked(decisions);
-      bands.forEach((band, position) => band.setAttribute("d", outline(edges, position)));
+      node.setAttribute("aria-label", describe(decisions, experts));
+      const edges = stackedEdges(decisions);
+      bands.forEach((band, position) => band.setAttribute("d", bandPath(edges, position)));
     },
-    mark(step) {
+    setCursor(step) {
       cursor.setAttribute("x1", step);
       cursor.setAttribute("x2", step);
     },
-    light(expert) {
+    highlight(expert) {
       const other = (number) => expert !== null && number !== expert;
       experts.forEach(({ number }, position) => bands[position].classList.toggle("dim", other(number)));
     },
@@ -44,34 +46,44 @@ function expertOf({ dataset }) {
   return dataset.expert === undefined ? null : Number(dataset.expert);
 }
 
-/** For every step the heights at which the experts' bands begin and end, from the bottom: y = 1. */
-function stacked(decisions) {
+/** Return the edges of the experts' bands for every step. SVG's y axis points down: the bottom is y = 1. */
+function stackedEdges(decisions) {
   return decisions.map(({ weights }) => {
     let height = 1;
     return [1, ...weights.map((weight) => (height -= weight))];
   });
 }
 
-/** The outline of one band: its upper edge there, its lower edge back. A step is as wide as 1. */
-function outline(edges, position) {
+/** Return the path of one band: along its upper edge and back along its lower edge. A step has the width 1. */
+function bandPath(edges, position) {
   const upper = edges.map((heights, step) => `${step} ${heights[position + 1]} ${step + 1} ${heights[position + 1]}`);
   const lower = edges.map((heights, step) => `${step + 1} ${heights[position]} ${step} ${heights[position]}`);
   return edges.length ? `M${upper.join(" ")} ${lower.reverse().join(" ")}Z` : "";
 }
 
-/** The ribbon in a sentence. */
-function spoken(decisions, experts) {
-  if (!decisions.length) return "Weights of the experts over the steps: none yet";
+/** Return the chart as a sentence for screen readers. */
+function describe(decisions, experts) {
+  if (!decisions.length) return "Routing weights over time: no steps yet";
   const mean = (position) => decisions.reduce((sum, { weights }) => sum + weights[position], 0) / decisions.length;
-  const parts = experts.map(({ number }, position) => ({ number, share: mean(position) }));
-  const said = parts.filter(({ share }) => share >= 0.005).sort((one, other) => other.share - one.share);
-  const list = said.map(({ number, share }) => `expert ${number} ${percent(share)}`).join(", ");
-  return `Weights of the experts over ${decisions.length} steps: ${list}`;
+  const all = experts.map(({ number }, position) => ({ number, weight: mean(position) }));
+  const visible = all.filter(({ weight }) => weight >= VISIBLE_WEIGHT).sort((one, other) => other.weight - one.weight);
+  const list = visible.map(({ number, weight }) => `expert ${number} ${percent(weight)}`).join(", ");
+  return `Mean routing weights over ${decisions.length} steps: ${list}`;
 }
 
-/** The same as a table, made when it is opened. */
+/** Return the decision at a step as text: the step, the time t and the weights, the largest first. */
+export function describeStep(decision, { step, steps, experts }) {
+  const position = `Step ${step} of ${steps}, t = ${decision.t.toFixed(2)}`;
+  if (!experts) return position;
+  const all = decision.weights.map((weight, index) => ({ weight, number: experts[index].number }));
+  const visible = all.filter(({ weight }) => weight >= VISIBLE_WEIGHT).sort((one, other) => other.weight - one.weight);
+  return `${position}: ${visible.map(({ weight, number }) => `expert\u00a0${number}\u00a0${percent(weight)}`).join(", ")}`;
+}
+
+/** Return the weights as a table, which is built when it is opened: it may have thousands of cells. */
 export function weightsTable(experts, decisions) {
-  const table = element("div", { class: "wide", tabindex: 0, role: "group", "aria-label": "Weights as a table" });
+  const label = "Routing weights as a table";
+  const table = element("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label });
   const head = ["step", "t", ...experts.map(({ number }) => `expert ${number}`)];
   const row = ({ t, weights }, step) =>
     element(
@@ -81,7 +93,7 @@ export function weightsTable(experts, decisions) {
       element("td", {}, t.toFixed(2)),
       weights.map((weight) => element("td", {}, weight ? percent(weight) : "–")),
     );
-  const opened = ({ target }) =>
+  const build = ({ target }) =>
     target.open &&
     table.replaceChildren(
       element(
@@ -91,5 +103,5 @@ export function weightsTable(experts, decisions) {
         element("tbody", {}, decisions.map(row)),
       ),
     );
-  return element("details", { class: "weights", toggle: opened }, element("summary", {}, "Weights as a table"), table);
+  return element("details", { class: "weights", toggle: build }, element("summary", {}, label), table);
 }
