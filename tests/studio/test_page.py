@@ -264,7 +264,7 @@ def test_an_expert_trained_meanwhile_appears_with_its_weights(
 
 
 def test_a_generation_is_cancelled(open_page: Any, finished: Server) -> None:
-    page: Page = open_page(link(steps=250, n=16))
+    page: Page = open_page(link(steps=250, num_images=16))
     expect(status(page)).to_have_text(re.compile("Step "))
     page.get_by_role("button", name="Cancel").click()
     expect(status(page)).to_have_text("Cancelled.")

@@ -56,7 +56,7 @@ export class ExpertLegend {
     });
     this.all.hidden = state !== "done";
     this.hint.textContent = state === "done"
-      ? "Mean routing weights. Hover over an expert to see its image from the same noise; click to keep it."
+      ? "Mean routing weights. Point at an expert to see its image from the same noise; click to keep it shown."
       : "Mean routing weights so far.";
   }
 

@@ -5,7 +5,7 @@ import { percent } from "./format.js";
 
 const VISIBLE_WEIGHT = 0.005; // smaller weights round to 0 % and are left out of texts
 
-/** Return a chart that grows with the steps. It tells the legend which expert is under the pointer or clicked. */
+/** Return a chart that grows with the steps. The legend is called with the expert under the pointer, and with a clicked one. */
 export function weightsChart(experts, legend = null) {
   const bands = experts.map(({ number, color }) => svgElement("path", { fill: color, "data-expert": number }));
   const cursor = svgElement("line", { class: "cursor", x1: -1, x2: -1, y1: 0, y2: 1 });
