@@ -1,7 +1,7 @@
 """List the functions of src/atoll that run in `atoll prepare`, `train --expert`, `sample` and `join`, in order.
 
     python scripts/walk.py                     # the four walks, with file and line of every function
-    python scripts/walk.py --markdown          # write them into docs/design.md
+    python scripts/walk.py --markdown          # write them into docs/explanation/walks.md
     python scripts/walk.py --against-golden    # compare their lines of code with the golden commit's
 
 The commands run on a few drawn shapes with tiny networks, offline, each in a process of its own under `sys.setprofile`.
@@ -33,10 +33,10 @@ from golden import GOLDEN_COMMIT
 from walk.functions import Call, Function, Walk, make_walk
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "design.md"
+DOCUMENT = ROOT / "docs" / "explanation" / "walks.md"
 MARKERS = ("<!-- walks: written by scripts/walk.py --markdown -->", "<!-- end of the walks -->")
-WIDTH = 128
-"""Characters in a line of the document's lists, as wide as its text."""
+WIDTH = 96
+"""Characters in a line of the document's lists: as many as fit beside the navigation of the site."""
 
 
 class Callback(NamedTuple):
@@ -234,7 +234,7 @@ def write_document(walks: dict[str, Walk], document: Path = DOCUMENT) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print or write the walks; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", action="store_true", help="write the walks into docs/design.md")
+    parser.add_argument("--markdown", action="store_true", help="write the walks into docs/explanation/walks.md")
     parser.add_argument("--against-golden", action="store_true", help="compare with the golden commit's lines of code")
     options = parser.parse_args(arguments)
     walks = run_walks(ROOT)

@@ -142,7 +142,7 @@ def test_the_order_of_the_packages_is_that_of_the_imports() -> None:
 
 
 def test_the_document_gets_a_line_for_each_visit_to_a_file(tmp_path: Path) -> None:
-    document = tmp_path / "design.md"
+    document = tmp_path / "walks.md"
     document.write_text(f"before\n{tool.MARKERS[0]}\nold\n{tool.MARKERS[1]}\nafter\n")
     again = Function("flow/solvers.py", 12, "step")
     walks = {"train": Walk([VELOCITY, SOLVE, again, READ], [], 99)}
