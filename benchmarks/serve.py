@@ -61,7 +61,13 @@ class Wish:
 
     def body(self, n: int = 1) -> dict[str, Any]:
         """As it goes over the wire."""
-        return {"prompt": self.prompt, "seed": self.seed, "steps": self.steps, "guidance": GUIDANCE, "n": n}
+        return {
+            "prompt": self.prompt,
+            "seed": self.seed,
+            "steps": self.steps,
+            "guidance_scale": GUIDANCE,
+            "num_images": n,
+        }
 
 
 def write_run(folder: Path) -> Path:

@@ -370,7 +370,8 @@ def check_training_view(page: Page, run: Path) -> None:
 
 def check_busy_server(page: Page, server: Server) -> None:
     """The page waits while another request fills the batch, and generates afterwards."""
-    expect(page.get_by_role("button", name="Generate", exact=True)).to_be_visible()
+    # Loading the text encoder takes some seconds, on a busy machine more.
+    expect(page.get_by_role("button", name="Generate", exact=True)).to_be_visible(timeout=60_000)
     with server.stream({"steps": 250, "num_images": 8}):  # leaving the block cancels it
         page.get_by_role("button", name="Generate", exact=True).click()
         expect(status(page)).to_have_text(re.compile("The server is busy"))

@@ -82,45 +82,59 @@ class ImagesRequest(BaseModel):
         return prompt if prompt and prompt.strip() else None
 
 
-class ErrorDetail(BaseModel):
+class ResponseSchema(BaseModel):
+    """Base class of all responses and events."""
+
+    # The docstrings of fields become their descriptions in /openapi.json and in the HTTP reference.
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class ErrorDetail(ResponseSchema):
     """What is wrong, and in which field of the request."""
 
     message: str
     field: str | None = None
+    """Invalid field of the request; null if the error is not about one field."""
 
 
-class ErrorResponse(BaseModel):
+class ErrorResponse(ResponseSchema):
     """Body of every response with a status of 400 or above."""
 
     error: ErrorDetail
 
 
-class Health(BaseModel):
+class Health(ResponseSchema):
     """State of the server."""
 
     status: Literal["ok", "stopping", "failed"]
     version: str
     models_ready: bool
+    """Whether at least one model is loaded."""
     reason: str | None = None
     """Why the server failed, or why a model could not be loaded."""
 
 
-class ExpertSummary(BaseModel):
-    """An expert. Experts are listed in the order of the routing weights; an expert's number is that of its cluster."""
+class ExpertSummary(ResponseSchema):
+    """An expert. Experts are listed in the order of the routing weights."""
 
     number: int
+    """Number of its cluster."""
     name: str
+    """Name of its training job."""
     color: str
+    """Color of the expert on the web page."""
 
 
-class Conditioning(BaseModel):
+class Conditioning(ResponseSchema):
     """The conditions that the model accepts."""
 
     text: bool
+    """Whether it accepts prompts."""
     labels: list[str]
+    """Names of the classes; empty if it accepts no labels."""
 
 
-class Defaults(BaseModel):
+class Defaults(ResponseSchema):
     """Values of request fields that are omitted or null."""
 
     routing: str | None
@@ -129,7 +143,7 @@ class Defaults(BaseModel):
     num_images: int
 
 
-class Limits(BaseModel):
+class Limits(ResponseSchema):
     """Maximum values of a request, and the maximum number of waiting requests."""
 
     num_images: int
@@ -137,22 +151,27 @@ class Limits(BaseModel):
     guidance_scale: float
     prompt_characters: int
     queue: int
+    """Requests that may wait while the batch is full."""
 
 
-class RunResponse(BaseModel):
+class RunResponse(ResponseSchema):
     """Description of the served run."""
 
     name: str
     size: list[int] | None
     """Height and width of the images in pixels; null until a model is loaded."""
     models: list[str]
+    """Loaded models."""
     conditioning: Conditioning
     experts: list[ExpertSummary]
     missing: list[str]
     """Experts that are not trained yet."""
     router: bool
+    """Whether a router for all experts is trained."""
     nearest: bool
+    """Whether the routing `nearest` is possible."""
     routings: list[str]
+    """Routings that the web page offers; requests may use others."""
     defaults: Defaults
     limits: Limits
     examples: list[str]
@@ -165,83 +184,102 @@ class ExpertInfo(ExpertSummary):
 
     cluster: int
     objective: str | None
+    """Prediction target of training, for instance velocity or epsilon."""
     schedule: str | None
+    """Noise schedule of training."""
     network: str
+    """Class and size of the network."""
     parameters: int
     images_seen: int | None
-    """Images that it was trained on, counted once for every epoch."""
+    """Images that training has processed, with repetitions."""
     seconds: float | None
+    """Training time."""
     flops: float | None
+    """Estimated floating-point operations of training."""
     images: int | None
     """Training images in its cluster."""
     share: float | None
+    """Fraction of all training images that are in its cluster."""
 
 
-class ExpertsResponse(BaseModel):
+class ExpertsResponse(ResponseSchema):
     """The trained experts."""
 
     experts: list[ExpertInfo]
 
 
-class LabelShare(BaseModel):
+class LabelShare(ResponseSchema):
     """Fraction of a cluster's images that have a label."""
 
     name: str
     share: float
 
 
-class Cluster(BaseModel):
+class Cluster(ResponseSchema):
     """Training data of one expert."""
 
     number: int
     images: int
+    """Number of training images."""
     share: float
+    """Fraction of all training images."""
     captions: list[str]
+    """Examples of captions."""
     labels: list[LabelShare]
+    """Most frequent labels."""
     contact_sheet: str | None
+    """Path of an image with examples."""
 
 
-class ClustersResponse(BaseModel):
+class ClustersResponse(ResponseSchema):
     """All clusters, or the reason why they are not available."""
 
     clusters: list[Cluster]
     reason: str | None = None
 
 
-class Island(BaseModel):
+class Island(ResponseSchema):
     """State of one training job."""
 
     job: str
     state: str
+    """done, running, stale, failed, proposed, free or missing, as in `atoll status`."""
     where: str
+    """Worker that trains or trained it."""
     images: int
+    """Images that training has processed."""
     total_images: int
     images_per_second: float
     seconds_left: float | None
     last_seen_seconds_ago: float | None
+    """Age of the last heartbeat or metrics."""
     reason: str
+    """Why the job failed; empty otherwise."""
     grid: str | None
+    """Path of the newest grid of images that it has sampled in training."""
     loss: list[tuple[int, float]]
     """Pairs of images seen and training loss."""
 
 
-class IslandsResponse(BaseModel):
+class IslandsResponse(ResponseSchema):
     """All training jobs, or the reason why there are none."""
 
     jobs: list[Island]
     reason: str | None = None
 
 
-class ImageSettings(BaseModel):
+class ImageSettings(ResponseSchema):
     """All settings that reproduce an image. They are also stored in the PNG file."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     prompt: str | None
     label: str | int | None
     number: int
+    """Number of the image in its request."""
     model: str
     cluster: int | None
+    """Cluster of the expert, if only one was used."""
     routing: str
     steps: int
     guidance_scale: float
@@ -253,14 +291,14 @@ class ImageSettings(BaseModel):
     seed: int
 
 
-class GeneratedImage(BaseModel):
+class GeneratedImage(ResponseSchema):
     """A PNG file in base64, and its settings."""
 
     png: str
     settings: ImageSettings
 
 
-class ImagesResponse(BaseModel):
+class ImagesResponse(ResponseSchema):
     """Generated images with their routing weights."""
 
     id: str
@@ -273,7 +311,7 @@ class ImagesResponse(BaseModel):
     """Flow time t of every step, from 1 (noise) towards 0 (data)."""
 
 
-class StreamEvent(BaseModel):
+class StreamEvent(ResponseSchema):
     """Data of a server-sent event. The event `cancelled` has no further fields."""
 
     id: str
@@ -294,16 +332,20 @@ class StepEvent(StreamEvent):
     step: int
     steps: int
     t: float
+    """Flow time of the step, from 1 (noise) towards 0 (data)."""
     weights: list[list[float]]
     """Routing weights by image and expert."""
     previews: list[str] | None = None
+    """Predicted final images as PNG files in base64."""
 
 
 class ImageEvent(StreamEvent):
     """`image`: one image is finished."""
 
     index: int
+    """Number of the image in its request."""
     png: str
+    """PNG file in base64."""
     settings: ImageSettings
 
 
@@ -311,6 +353,7 @@ class DoneEvent(StreamEvent):
     """`done`: all images are finished."""
 
     seconds: float
+    """Time since the request arrived."""
 
 
 class FailedEvent(StreamEvent):
