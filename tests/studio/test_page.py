@@ -135,7 +135,7 @@ def test_an_image_is_generated_and_single_experts_can_be_shown(open_page: Any, f
     assert not page.locator(".image-view .empty").count()
     assert not equal_images([pixels(shown.get_attribute("src"))], [image])
     slider.press("End")
-    page.get_by_text("Routing weights as a table").click()
+    page.get_by_text("Show as a table").click()
     lines = page.locator(".weights tbody tr")  # the table is built when it is opened
     expect(lines).to_have_count(STEPS)
     rows = [line.locator("td").all_text_contents() for line in lines.all()]

@@ -134,7 +134,7 @@ function largeLogo(run) {
 
 function welcome(run) {
   const { experts, examples, conditioning } = run;
-  const several = `${plural(experts.length, "expert")}, each trained on one cluster of the images. Generate an image to see which of them are used.`;
+  const several = `${plural(experts.length, "expert")}, each trained on one cluster of the images. Generate an image to see the routing.`;
   return element(
     "div",
     { class: "welcome" },

@@ -3,7 +3,7 @@
 import { element, svgElement } from "./dom.js";
 import { percent } from "./format.js";
 
-const VISIBLE_WEIGHT = 0.005; // smaller weights round to 0 % and are left out of texts
+const VISIBLE_WEIGHT = 0.005; // texts leave out weights below half a percent
 
 /** Return a chart that grows with the steps. The legend is called with the expert under the pointer, and with a clicked one. */
 export function weightsChart(experts, legend = null) {
@@ -77,13 +77,12 @@ export function describeStep(decision, { step, steps, experts }) {
   if (!experts) return position;
   const all = decision.weights.map((weight, index) => ({ weight, number: experts[index].number }));
   const visible = all.filter(({ weight }) => weight >= VISIBLE_WEIGHT).sort((one, other) => other.weight - one.weight);
-  return `${position}: ${visible.map(({ weight, number }) => `expert\u00a0${number}\u00a0${percent(weight)}`).join(", ")}`;
+  return `${position} · ${visible.map(({ weight, number }) => `expert\u00a0${number}:\u00a0${percent(weight)}`).join(", ")}`;
 }
 
 /** Return the weights as a table, which is built when it is opened: it may have thousands of cells. */
 export function weightsTable(experts, decisions) {
-  const label = "Routing weights as a table";
-  const table = element("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label });
+  const table = element("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Table of routing weights" });
   const head = ["step", "t", ...experts.map(({ number }) => `expert ${number}`)];
   const row = ({ t, weights }, step) =>
     element(
@@ -103,5 +102,5 @@ export function weightsTable(experts, decisions) {
         element("tbody", {}, decisions.map(row)),
       ),
     );
-  return element("details", { class: "weights", toggle: build }, element("summary", {}, label), table);
+  return element("details", { class: "weights", toggle: build }, element("summary", {}, "Show as a table"), table);
 }
