@@ -50,7 +50,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
 @pytest.fixture(scope="session")
 def conditioned_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Like `run`, conditioned on classes: no text encoder, so its export is small. Tests must not change it."""
-    return write_networks(tmp_path_factory.mktemp("conditioned") / "run", told=("label",))
+    return write_networks(tmp_path_factory.mktemp("conditioned") / "run", conditioning=("label",))
 
 
 @pytest.fixture(scope="session")

@@ -243,14 +243,14 @@ def test_only_the_checkpoint_that_was_resumed_from_is_deleted(
 ) -> None:
     first = worker_on(store, new_run, tmp_path, "first")
     kept = bystanders(store)
-    saved: Callable[[CheckpointPublisher, Artifact], None] = CheckpointPublisher.saved
+    on_checkpoint: Callable[[CheckpointPublisher, Artifact], None] = CheckpointPublisher.on_checkpoint
 
     def leave(self: CheckpointPublisher, checkpoint: Artifact) -> None:
-        saved(self, checkpoint)
+        on_checkpoint(self, checkpoint)
         self.stop.set()
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointPublisher, "saved", leave)
+        patch.setattr(CheckpointPublisher, "on_checkpoint", leave)
         assert first.run(expert=1) == 0
         lease_status = get_lease(store, JOB)
         assert lease_status is not None

@@ -202,11 +202,11 @@ def test_gpus_are_divided_among_parallel_jobs(fresh: Path, monkeypatch: pytest.M
 
 
 def documented_task() -> str:
-    """Return the SkyPilot task of docs/launch.md."""
-    text = (Path(__file__).parents[2] / "docs/launch.md").read_text(encoding="utf-8")
-    planned_groups = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    assert len(planned_groups) == 1
-    return planned_groups[0]
+    """Return the SkyPilot task of docs/how-to/train-on-cloud-machines.md."""
+    text = (Path(__file__).parents[2] / "docs/how-to/train-on-cloud-machines.md").read_text(encoding="utf-8")
+    found = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert len(found) == 1
+    return found[0]
 
 
 def test_the_documented_cloud_task_installs_this_checkout_and_joins() -> None:

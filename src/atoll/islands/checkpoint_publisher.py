@@ -23,7 +23,7 @@ _OBJECT = r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json|sig
 
 
 class CheckpointPublisher:
-    """A callback of the training loop (`atoll.train.loop.Watch`). Uploads run in a background thread, one at a time."""
+    """A `TrainCallback` that publishes progress and checkpoints. Uploads run in a background thread, one at a time."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CheckpointPublisher:
         shutil.rmtree(self.outbox, ignore_errors=True)
         lease.set_pending(total=spec.settings.total_images, rate=0.0)
 
-    def stepped(self, images: int) -> bool:
+    def on_step(self, images: int) -> bool:
         """Update progress for the next renewal; return whether to stop (lease lost, or stop requested)."""
         now = time.monotonic()
         if self._start is None:
@@ -61,7 +61,7 @@ class CheckpointPublisher:
         self.lease.set_pending(images=images, rate=done / seconds if seconds > 0 else 0.0)
         return self.stop.is_set() or self.lease.lost
 
-    def saved(self, checkpoint: Artifact) -> None:
+    def on_checkpoint(self, checkpoint: Artifact) -> None:
         """Publish the checkpoint, or keep it for later if an upload is running or was started recently."""
         busy = self._upload is not None and not self._upload.done()
         self._waiting = checkpoint
