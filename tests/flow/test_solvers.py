@@ -63,9 +63,9 @@ def test_first_timesteps_may_coincide(solver: str, steps: int, shift: float) -> 
 @pytest.mark.parametrize("solver", ["flow-euler", "flow-heun"])
 @pytest.mark.parametrize("shift", [1.0, 3.0, 12.0])
 def test_the_shift_is_applied_once(solver: str, shift: float) -> None:
-    asked = RecordedTimes()
-    flow.solve(asked, NOISE, steps=20, solver=solver, shift=shift)
-    assert list(dict.fromkeys(asked)) == pytest.approx(flow.solver_times(20, shift)[:-1], abs=1e-6)
+    recorded = RecordedTimes()
+    flow.solve(recorded, NOISE, steps=20, solver=solver, shift=shift)
+    assert list(dict.fromkeys(recorded)) == pytest.approx(flow.solver_times(20, shift)[:-1], abs=1e-6)
 
 
 def test_flow_heun_converges_like_heun_at_a_large_shift() -> None:
@@ -84,9 +84,9 @@ def test_flow_heun_converges_like_heun_at_a_large_shift() -> None:
 def test_a_scheduler_with_other_settings_keeps_its_times(scheduler: Any) -> None:
     scheduler.set_timesteps(10)
     own = scheduler.timesteps / 1000
-    asked = RecordedTimes()
-    flow.run_scheduler(scheduler, asked, NOISE.float(), steps=10)
-    assert asked == pytest.approx(own.tolist(), abs=1e-6)
+    recorded = RecordedTimes()
+    flow.run_scheduler(scheduler, recorded, NOISE.float(), steps=10)
+    assert recorded == pytest.approx(own.tolist(), abs=1e-6)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
@@ -115,10 +115,10 @@ def test_a_plain_flow_scheduler_can_keep_its_times(solver: str, shift: float) ->
     for timestep in scheduler.timesteps:
         t = torch.full((len(x),), float(timestep) / 1000, dtype=FLOAT)
         x = scheduler.step(MIXTURE.velocity(x.double(), t).float(), timestep, x, return_dict=False)[0]
-    asked = RecordedTimes()
-    flow.solve(asked, NOISE.float(), steps=20, solver=solver, shift=shift, scheduler_times=True)
-    assert asked == pytest.approx((scheduler.timesteps / 1000).tolist(), abs=1e-6)
-    assert asked != pytest.approx(flow.solver_times(20, shift)[: len(asked)], abs=1e-4)
+    recorded = RecordedTimes()
+    flow.solve(recorded, NOISE.float(), steps=20, solver=solver, shift=shift, scheduler_times=True)
+    assert recorded == pytest.approx((scheduler.timesteps / 1000).tolist(), abs=1e-6)
+    assert recorded != pytest.approx(flow.solver_times(20, shift)[: len(recorded)], abs=1e-4)
     field = lambda x, t: MIXTURE.velocity(x.double(), t.double()).float()  # noqa: E731
     ours = flow.solve(field, NOISE.float(), steps=20, solver=solver, shift=shift, scheduler_times=True)
     torch.testing.assert_close(ours, x, rtol=1e-4, atol=1e-4)

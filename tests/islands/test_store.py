@@ -137,7 +137,7 @@ def test_a_missing_or_short_object_is_named_in_the_error(tmp_path: Path, monkeyp
     publish(store, source, manifest)
     key = parts_of(source.name, manifest.files["file-2.bin"])[0].key
     store.write(key, b"short")
-    with pytest.raises(AtollError, match="has 5 bytes; its manifest says 3,000,000"):
+    with pytest.raises(AtollError, match="has 5 bytes; its manifest lists 3,000,000"):
         fetch(store, source.name, manifest, target=Artifact(tmp_path / "b", source.name))
     store.delete([key])
     with pytest.raises(Refused, match="is missing though a manifest lists it"):

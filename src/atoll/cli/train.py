@@ -59,7 +59,7 @@ class Train:
             return
         try:
             train_job(spec)
-        # A stop signal is not a failure: the exit code asks the launcher or scheduler to run the job again.
+        # A stop signal is not a failure: with this exit code, launchers run the job again.
         except Requeue as stop:
             print(f"atoll: {stop}", file=sys.stderr)
             sys.exit(REQUEUE)

@@ -152,7 +152,7 @@ def _modulation(state: State, config: DiTConfig, target: DiTConfig) -> tuple[Sta
     mean_activated = activated.mean(0)
     shared = torch.stack(weights).mean(0)
     offsets = [bias + (weight - shared) @ mean_activated for weight, bias in zip(weights, biases, strict=True)]
-    # E_b of (4) has one degree of freedom too many beside the bias of the shared projection: the bias takes the mean
+    # The tables E_b of (4) and the bias of the shared projection are redundant by one vector: the bias takes the mean
     # over the blocks, and the tables take the rest.
     mean_offset = torch.stack(offsets).mean(0)
     result = {"shared_modulation.weight": shared, "shared_modulation.bias": mean_offset}

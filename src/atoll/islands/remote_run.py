@@ -67,8 +67,8 @@ def _sign(store: Store, artifact: Artifact, manifest: Manifest, *, policy: Polic
     signed = {role: signer.sign(role, artifact.name, manifest) for role in roles if signer}
     for role, signature in signed.items():
         store.write(signature_key(artifact.name, manifest.digest, role), signature)
-    beside = to_json({role: json.loads(signature) for role, signature in signed.items()})
-    Artifact(artifact.run, ".").write(SIGNATURES_FILE.format(name=artifact.name), beside)
+    content = to_json({role: json.loads(signature) for role, signature in signed.items()})
+    Artifact(artifact.run, ".").write(SIGNATURES_FILE.format(name=artifact.name), content)
 
 
 def open_config(store: Store, folder: Path) -> tuple[Config, Policy | None]:

@@ -112,7 +112,7 @@ class Store:
         """Yield the bytes `start` to `end` of an object as they arrive; the caller resumes a broken connection."""
         response = self.backend.get(key, options={"range": (start, end)})
         if response.meta["size"] < end:
-            raise Refused(f"{self.url}/{key} has {response.meta['size']:,} bytes; its manifest says {end:,}")
+            raise Refused(f"{self.url}/{key} has {response.meta['size']:,} bytes; its manifest lists {end:,}")
         for part in response.stream(min_chunk_size=chunk):
             yield bytes(part)
 

@@ -134,7 +134,7 @@ def fetch(
     scratch.mkdir(parents=True, exist_ok=True)
     parts = {part.key: part for entry in missing.values() for part in parts_of(name, entry)}
     total = sum(part.size for part in parts.values())
-    # All parts, and once more the largest file: its parts are deleted only while it is put together.
+    # All parts, plus the largest file: its parts are deleted only while it is put together.
     free = shutil.disk_usage(target.folder).free
     needed = total + max((entry.size for entry in missing.values()), default=0)
     if needed > free:

@@ -37,7 +37,7 @@ from atoll.train.job import train_job
 from atoll.train.loop import Requeue
 from atoll.train.spec import TrainSpec, made_from, resolve_job
 
-# A choice: short beside a lease (120 s), long beside the seconds that listing all leases takes.
+# A choice: short compared with a lease (120 s), long compared with the time to list all leases.
 POLL_SECONDS = 5.0
 """Seconds between two checks for a free expert with `--wait`."""
 CONTRIBUTOR_KEYS = (

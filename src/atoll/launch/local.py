@@ -19,7 +19,7 @@ from atoll.core.progress import progress
 from atoll.launch.base import RETRY_CODE, SUBMISSION_VARIABLE, LaunchSettings, as_shell
 from atoll.launch.plan import Group, Step
 
-# Short beside the seconds that a job takes to start, so that a free slot is filled without delay.
+# Short compared with the start of a job (seconds), so that a free slot is filled without delay.
 _PAUSE = 0.1
 """Seconds between two checks of the running processes."""
 _PROGRESS_SECONDS = 1.0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 _NAMESPACE = "atoll"
-# Short beside any job, long beside one call of the actor (milliseconds).
+# Short compared with any job, long compared with one call of the actor (milliseconds).
 _POLL_SECONDS = 1.0
 
 

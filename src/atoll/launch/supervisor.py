@@ -116,7 +116,7 @@ class Attempt:
             if lease_status is not None and not reported:
                 self._log(f"{lease_status.record.holder} is running {self.step}; waiting for it to finish or expire")
                 reported = True
-            stop.wait(2)  # seconds; short beside the start of a job
+            stop.wait(2)  # seconds; short compared with the start of a job
         return None
 
     def _run_command(self, lease: Lease, stop: threading.Event) -> int:
