@@ -331,8 +331,8 @@ class Lease:
         """
         while not self.store.create(key_of(self.job, record.epoch), to_json(json.loads(record.model_dump_json()))):
             with suppress(Refused):
-                there = _read_record(self.store, self.job, record.epoch)
-                if there is None or there.nonce != record.nonce:
+                existing = _read_record(self.store, self.job, record.epoch)
+                if existing is None or existing.nonce != record.nonce:
                     return None
             record = _validated(**{**record.model_dump(), "epoch": record.epoch + 1})
         keys = _list_keys(self.store, f"leases/{self.job}").get(self.job, {})

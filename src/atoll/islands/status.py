@@ -31,7 +31,7 @@ class JobStatus:
 
     job: str
     state: str
-    """done, running, stale (no sign of life), failed, proposed (waits for admission), free, or missing."""
+    """done, running, stale (no recent activity), failed, proposed (waits for admission), free, or missing."""
     where: str = ""
     images: int = 0
     total: int = 0

@@ -96,13 +96,13 @@ class Worker:
         count = self.config.clusters.count
         start = crc32(self.name.encode()) % count
         wanted = [expert] if expert is not None else [(start + k) % count for k in range(count)]
-        lease_status, unfinished = list_leases(self.store, "leases/experts"), False
+        leases, unfinished = list_leases(self.store, "leases/experts"), False
         for number in wanted:
             self.config.objective(number)  # raises an error if there is no such expert
             if number in self._skipped:
                 continue
             try:
-                lease, is_open = self._acquire_one(number, lease_status.get(layout.expert_job(number)))
+                lease, is_open = self._acquire_one(number, leases.get(layout.expert_job(number)))
             except Refused as reason:  # hostile objects of one expert must not stop work on the others
                 print(f"{layout.expert_job(number)} is skipped: {reason}", flush=True)
                 self._skipped.add(number)
