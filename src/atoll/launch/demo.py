@@ -103,7 +103,7 @@ def load_or_write_config(run: Path, minutes: float) -> Config:
         file.write_text(to_yaml(scaled(minutes)), encoding="utf-8")
     config = configuration.load(run)
     if config.train.total_images != scaled(minutes).train.total_images:
-        print(f"{file} exists: each expert trains on {config.train.total_images:,} images, as set there; --minutes is ignored")
+        print(f"{file} exists and sets {config.train.total_images:,} images per expert; --minutes is ignored")
     return config
 
 
