@@ -97,9 +97,9 @@ def without_expert_0(folder: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
-    (flip_a_bit, rf"expert_1/{WEIGHTS} is not what the manifest says \(its SHA-256 differs\); copy it again"),
-    (cut, rf"router/{WEIGHTS} has \d+ bytes, the manifest says \d+"),
-    (lambda folder: shutil.rmtree(folder / "expert_2"), r"expert_2/\S+ is missing though the manifest lists it"),
+    (flip_a_bit, rf"expert_1/{WEIGHTS} does not match the manifest: its SHA-256 differs; copy it again"),
+    (cut, rf"router/{WEIGHTS} has \d+ bytes, but the manifest lists \d+"),
+    (lambda folder: shutil.rmtree(folder / "expert_2"), r"expert_2/\S+ is missing although the manifest lists it"),
     (lambda folder: (folder / "manifest.json").unlink(), r"has no manifest.json: its export was not finished"),
     (pickles_only, r"expert_0 holds its weights as diffusion_pytorch_model.bin: a pickle"),
     (other_depth, r"the weights do not fit the network that \S+declaration.json declares.*\n.*missing blocks.2"),
