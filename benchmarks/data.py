@@ -26,7 +26,7 @@ from sklearn.cluster import MiniBatchKMeans
 from torch import Tensor
 
 from atoll.core import config as configuration
-from atoll.core import manifests
+from atoll.core import layout, manifests
 from atoll.core.artifacts import Artifact, Content, Kind
 from atoll.core.manifests import (
     FEATURES,
@@ -44,7 +44,7 @@ from atoll.data.chunks import Chunks
 from atoll.data.dataset import Batch, Shards
 from atoll.data.prepare import prepare
 from atoll.data.sources.base import Source
-from atoll.data.stages import clusters, features, ingest, latents, shards
+from atoll.data.stages import clusters, features, ingest, latents
 from atoll.nets import Condition, DiT, DiTConfig
 from harness import Row, interleave, run
 
@@ -93,8 +93,8 @@ def preparing(folder: Path, quick: bool) -> Iterator[Row]:
         source, index = ingested(folder / name, count)
         batches = [
             pixels
-            for _, pixels in ingest.picture_batches(
-                index, source, all_chunks(index), resolution=side, batch=16, workers=2
+            for _, pixels in ingest.image_batches(
+                index, source, all_chunks(index), resolution=side, batch_size=16, workers=2
             )
         ]
         stage, forward = stage_over(folder / name / "out", index, source, side, work), forward_over(batches, work)
@@ -106,7 +106,7 @@ def preparing(folder: Path, quick: bool) -> Iterator[Row]:
 def ingested(folder: Path, count: int) -> tuple[Source, ingest.Index]:
     """A run whose source is that many pictures of 256 pixels, with the first stage done."""
     pictures = write_pictures(folder / "pictures", count, 256)
-    values = {"data": {"source": str(pictures), "resolution": 64, "chunk": 64, "held_out": 0.0}}
+    values = {"data": {"source": str(pictures), "resolution": 64, "chunk": 64, "val_fraction": 0.0}}
     config = configuration.resolve(values)
     prepare(folder / "run", config, ["ingest"])
     return ingest.open_configured(config.data), ingest.Index.open(folder / "run")
@@ -131,7 +131,7 @@ def stage_over(folder: Path, index: ingest.Index, source: Source, side: int, wor
         shutil.rmtree(folder, ignore_errors=True)
         artifact = Artifact(folder, "stage")
         artifact.begin(Kind("stage", Content), {})
-        pictures = ingest.picture_batches(index, source, all_chunks(index), resolution=side, batch=16, workers=2)
+        pictures = ingest.image_batches(index, source, all_chunks(index), resolution=side, batch_size=16, workers=2)
         index.chunks(artifact).fill("bench", all_chunks(index), ((c, len(p), work(p)) for c, p in pictures))
         artifact.commit({})
 
@@ -183,7 +183,7 @@ def reading(folder: Path, quick: bool) -> Iterator[Row]:
 def write_shards(run: Path, rows: int) -> None:
     """Shards of latents 8 x 8 x 8 and captions of 4 to 16 tokens, as the emoji data has them."""
     generator = torch.Generator().manual_seed(0)
-    artifact = Artifact(run, shards.name(0))
+    artifact = Artifact(run, layout.shards(0))
     artifact.begin(SHARDS, {})
     for number, start in enumerate(range(0, rows, 4096)):
         count = min(4096, rows - start)
@@ -277,7 +277,7 @@ def minibatch(run: Path, fine: int) -> Outcome:
     solver = MiniBatchKMeans(fine, batch_size=8192, n_init=1, random_state=0).fit(rows)
     seconds = time.perf_counter() - start
     units = solver.cluster_centers_ / np.linalg.norm(solver.cluster_centers_, axis=1, keepdims=True)
-    _, distance = kmeans.nearest_centre(rows, units)
+    _, distance = kmeans.nearest_center(rows, units)
     return Outcome(seconds, memory("VmHWM") - before, 1 - float(distance.mean()))
 
 

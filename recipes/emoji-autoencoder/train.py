@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.data.sources.base import Options, Sample, decode
+from atoll.data.sources.base import Options, SourceImage, decode
 from atoll.data.sources.open import open_source
 
 RESOLUTION = 64
@@ -96,7 +96,7 @@ def draw_pictures(work: Path) -> None:
     file = work / "pictures.npz"
     if file.exists():
         return
-    samples = list(open_source("emoji", Options(held_out=HELD_OUT)).samples())
+    samples = list(open_source("emoji", Options(val_fraction=HELD_OUT)).images())
     partial = file.with_suffix(".partial.npz")
     np.savez(partial, **{split: _drawn([s for s in samples if s.split == split]) for split in ("train", "held-out")})
     partial.rename(file)
@@ -108,7 +108,7 @@ def pictures(work: Path) -> tuple[Tensor, Tensor]:
         return torch.from_numpy(arrays["train"]), torch.from_numpy(arrays["held-out"])
 
 
-def _drawn(samples: list[Sample]) -> np.ndarray[Any, Any]:
+def _drawn(samples: list[SourceImage]) -> np.ndarray[Any, Any]:
     arrays = [np.asarray(decode(sample.read(), RESOLUTION)) for sample in samples]
     return np.stack(arrays).transpose(0, 3, 1, 2).copy()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from atoll.core.device import device
 from atoll.core.errors import AtollError
-from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
+from atoll.data.pretrained import deterministic_inference, fingerprint, load_pretrained, model_folder
 from atoll.data.stages.features import Extractor, open_extractor
 from atoll.data.stages.ingest import Pixels
 from atoll.data.vision import efficientnet, inception
@@ -34,7 +34,7 @@ def weights_of(name: str) -> str:
     kind, _, path = name.partition(":")
     if kind == "inception":
         return fingerprint(Path(path) if path else inception.weights_file())
-    return fingerprint(efficientnet.weights_file() if name == "efficientnet-lite0" else folder_of(name))
+    return fingerprint(efficientnet.weights_file() if name == "efficientnet-lite0" else model_folder(name))
 
 
 def _open_inception(file: Path | None) -> Vision:
@@ -45,12 +45,12 @@ def _open_inception(file: Path | None) -> Vision:
         return resized(x, inception.SIDE, "bilinear").sub_(128).div_(128)
 
     def features(x: Tensor) -> Tensor:
-        with repeatable():
+        with deterministic_inference():
             answer: Tensor = network(prepared(x))
         return answer
 
     def maps(x: Tensor) -> list[Tensor]:
-        with repeatable():
+        with deterministic_inference():
             return network.maps(prepared(x))
 
     weights = fingerprint(file or inception.weights_file())
@@ -93,7 +93,7 @@ class Alignment:
         length = model.config.text_config.max_position_embeddings
         tokens = self.tokenizer(captions, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
         wanted = {key: tokens[key].to(device()) for key in ("input_ids", "attention_mask") if key in tokens}
-        with repeatable():
+        with deterministic_inference():
             answer = model.get_text_features(**wanted)
         features: Tensor = answer if isinstance(answer, Tensor) else answer.pooler_output
         return features.float()
@@ -106,4 +106,6 @@ def open_alignment(name: str) -> Alignment:
     extractor = open_extractor(name)
     if not hasattr(getattr(extractor.network, "network", None), "get_text_features"):
         raise AtollError(f"{name} is no image-text model: it has no text features; give a CLIP or SigLIP")
-    return Alignment(name, fingerprint(folder_of(name)), extractor, load_pretrained(AutoTokenizer, folder_of(name)))
+    return Alignment(
+        name, fingerprint(model_folder(name)), extractor, load_pretrained(AutoTokenizer, model_folder(name))
+    )

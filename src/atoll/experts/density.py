@@ -130,7 +130,7 @@ def of_shards(shards: Shards) -> Density:
     """The density of some clusters' normalised latents, captions and classes, from at most `SAMPLES` of them."""
     rows = np.linspace(0, len(shards) - 1, min(len(shards), SAMPLES)).round().astype(np.int64)
     batch = shards.read(rows)
-    latents = shards.statistics.normalise(batch.mean.float())
+    latents = shards.statistics.normalize(batch.mean.float())
     std = torch.tensor(shards.statistics.std).view(-1, 1, 1)
     noise = None if batch.std is None else (batch.std.float() / std).square()
     caption = None if batch.pooled is None else Density.fit(batch.pooled.float(), count=1, rank=CAPTION_RANK)

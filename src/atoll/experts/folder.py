@@ -13,7 +13,7 @@ from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE
 from atoll.core.untrusted import Foreign
 from atoll.data.encoders import Encoders
-from atoll.data.pretrained import folder_of
+from atoll.data.pretrained import model_folder
 from atoll.experts.paris import Paris
 from atoll.experts.source import Opened
 from atoll.experts.stored import Stored, weights_of
@@ -90,7 +90,7 @@ def is_folder(source: str | Path) -> bool:
 
 def fetch(source: str | Path) -> Path:
     """The folder itself, from the hub if it is a name."""
-    return folder_of(str(source), PATTERNS).resolve()
+    return model_folder(str(source), PATTERNS).resolve()
 
 
 def open_folder(source: str | Path, model: str) -> Opened:

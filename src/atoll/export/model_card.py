@@ -103,9 +103,7 @@ def _licenses(run: Path) -> list[str]:
     """Licenses that the pictures carry, with whom to name."""
     import pyarrow.parquet as parquet
 
-    texts = parquet.read_table(run / layout.INGEST / "samples.parquet", columns=["attributes"])[
-        "attributes"
-    ].to_pylist()
+    texts = parquet.read_table(run / layout.INGEST / "images.parquet", columns=["attributes"])["attributes"].to_pylist()
     known = [json.loads(text) if text else {} for text in texts]
     counts = Counter((each.get("license", ""), each.get("attribution", "")) for each in known)
     if set(counts) == {("", "")}:

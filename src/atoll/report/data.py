@@ -142,7 +142,7 @@ def _read_makers(run: Path) -> list[str]:
     artifact = Artifact(run, ingest.NAME)
     if artifact.manifest() is None:
         return []
-    column = pq.read_table(artifact.path(ingest.SAMPLES), columns=["attributes"])["attributes"]
+    column = pq.read_table(artifact.path(ingest.IMAGES), columns=["attributes"])["attributes"]
     found = [json.loads(text) for text in column.unique().to_pylist()]
     told = {(row["attribution"], row.get("license", "license unknown")) for row in found if "attribution" in row}
     return [f"{maker} ({license})" for maker, license in sorted(told)]

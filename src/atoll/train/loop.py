@@ -59,7 +59,9 @@ def train(
     images, seconds = checkpoints.load_newest(state)
     state.at_step(images // settings.batch_size)
     micro = settings.batch_size // settings.grad_accum_steps
-    stream = task.shards.stream(micro, task.seed, images, rank=world.rank, world=world.size, workers=settings.workers)
+    stream = task.shards.stream(
+        micro, task.seed, images, rank=world.rank, world_size=world.size, workers=settings.workers
+    )
     journal = Journal(
         checkpoints.run / task.name,
         task.name,
