@@ -112,7 +112,7 @@ def test_a_fine_cluster_above_the_limit_is_an_error_with_advice() -> None:
     sums, sizes = np.eye(4) * 10, np.array([97, 1, 1, 1])
     with pytest.raises(AtollError, match=r"one fine cluster has 97 of 100 images.*raise clusters.num_fine"):
         merge(sums, sizes, 2, max_imbalance=1.25, seed=0)
-    with pytest.raises(AtollError, match="too coarse to fill 2 clusters"):
+    with pytest.raises(AtollError, match="cannot fill 2 clusters"):
         merge(np.eye(3), np.array([10, 10, 10]), 2, max_imbalance=1.25, seed=0)
 
 

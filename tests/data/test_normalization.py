@@ -66,7 +66,7 @@ def test_the_default_normalization_does_not_change_the_inputs_of_shards(prepared
     """Neither latents nor shards of a run from before there was a choice are stale."""
     latents = Artifact(prepared, "data/latents").open(LATENTS)
     shards = Artifact(prepared, "data/shards/cluster_000").open(SHARDS)
-    assert set(latents.made_from) == {"ingest", "resolution", "autoencoder", "batch", "dtype", "weights"}
+    assert set(latents.made_from) == {"ingest", "resolution", "autoencoder", "batch_size", "dtype", "weights"}
     assert set(shards.made_from) == {"clusters", "latents", "text", "shard_rows", "cluster"}
     assert shards.content["statistics"] == latents.content["statistics"]
     assert shards.content["statistics"]["data_mean"] is None
@@ -83,7 +83,7 @@ def test_another_normalization_needs_new_shards_and_no_new_latents(
     shutil.rmtree(run / "data/shards")
     capsys.readouterr()
     prepare(run, by_scale)
-    assert "latents: done before" in capsys.readouterr().out
+    assert "latents: already done" in capsys.readouterr().out
     assert declared_by_shards(run)["statistics"]["std"] == [1.0] * 3
 
 

@@ -350,7 +350,7 @@ def test_memory_of_clustering_is_bounded_by_sample_rows(tmp_path: Path, shapes: 
     run = tmp_path / "run"
     prepare(run, write_run(run, shapes, clusters={"sample_rows": 30}), ["ingest", "features", "clusters"])
     declared = json.loads((run / "data/clusters/manifest.json").read_text())["content"]
-    assert declared["fine"] <= 30
+    assert declared["num_fine"] <= 30
     assert declared["imbalance"] <= 1.25
     assert len(pq.read_table(run / "data/clusters/assignments.parquet")) == 99
 

@@ -85,7 +85,7 @@ def test_code_of_a_model_is_not_run_and_no_prompt_appears(
     with pytest.raises((AtollError, OSError)) as refusal:
         loader(str(folder))
     if model_type == "strange":
-        assert f"{folder} needs Python code of its own, which Atoll never runs" in str(refusal.value)
+        assert f"{folder} needs custom Python code, which Atoll never runs" in str(refusal.value)
     assert not (tmp_path / "trace").exists()
 
 
@@ -94,7 +94,7 @@ def test_code_of_a_tokenizer_is_not_run_and_no_prompt_appears(tmp_path: Path, mo
 
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     folder = hostile_model(tmp_path / "model", "strange", tokenizer=True)
-    with pytest.raises(AtollError, match="needs Python code of its own, which Atoll never runs"):
+    with pytest.raises(AtollError, match="needs custom Python code, which Atoll never runs"):
         load_pretrained(AutoTokenizer, folder)
     assert not (tmp_path / "trace").exists()
 
@@ -201,7 +201,7 @@ def test_the_fingerprint_depends_on_the_weights(tmp_path: Path) -> None:
 
 def test_an_unknown_model_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(AtollError, match=r"'./nowhere/at/all' is neither a folder nor a model"):
+    with pytest.raises(AtollError, match=r"'./nowhere/at/all' is not a folder, and could not be downloaded"):
         model_folder("./nowhere/at/all")
 
 
@@ -340,7 +340,7 @@ def test_clip_uses_its_pooled_output(tmp_path: Path, whole: bool) -> None:
 
 def test_more_tokens_than_the_encoder_has_positions_are_an_error() -> None:
     assert open_text_encoder("minilm", max_tokens=512).max_tokens == 512
-    with pytest.raises(AtollError, match=r"text.max_tokens is 513, but minilm reads 512 tokens at most; lower it"):
+    with pytest.raises(AtollError, match=r"text.max_tokens is 513, but minilm has at most 512 tokens; lower it"):
         open_text_encoder("minilm", max_tokens=513)
 
 
@@ -349,7 +349,7 @@ def test_a_model_that_is_not_a_text_encoder_is_an_error(tmp_path: Path) -> None:
 
     small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     SiglipTextModel(SiglipTextConfig(vocab_size=16, **small)).save_pretrained(tmp_path)
-    with pytest.raises(AtollError, match=r"is no text encoder .*; give a CLIP, T5 or BERT"):
+    with pytest.raises(AtollError, match=r"is not a text encoder .*; give a CLIP, T5 or BERT"):
         open_text_encoder(str(tmp_path), max_tokens=6)
 
 

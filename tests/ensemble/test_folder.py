@@ -165,7 +165,7 @@ def test_a_name_on_the_hub_is_found_in_its_cache(
     assert torch.equal(atoll.load("someone/islands").generate(labels=["circle"], steps=3).latents, expected)
     pipe = AtollPipeline.from_pretrained("someone/islands")
     assert torch.equal(pipe(label="circle", num_inference_steps=3, output_type="latent").images, expected)
-    with pytest.raises(AtollError, match="'someone/else' is neither a folder nor a model that could be fetched"):
+    with pytest.raises(AtollError, match="'someone/else' is not a folder, and could not be downloaded"):
         atoll.load("someone/else")
 
 
