@@ -10,9 +10,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from atoll.core.config import load
 from atoll.ensemble import Settings
-from atoll.evaluate.models import Subject
+from atoll.evaluate.models import EvaluatedModel
 from atoll.launch import demo
-from atoll.report.gallery import Showcase, choose
+from atoll.report.gallery import Gallery, choose_examples
 
 SIDE, GAP, LEFT, TOP = 96, 6, 150, 58
 
@@ -20,11 +20,11 @@ SIDE, GAP, LEFT, TOP = 96, 6, 150, 58
 def main(run: Path) -> None:
     """Draw the missing pictures and write demo.png beside this file."""
     config = load(run)
-    settings = Settings(routing="top-1", steps=demo.STEPS, guidance=demo.GUIDANCE)
-    showcase = Showcase(choose(run, config.clusters.count, demo.PROMPTS), settings)
+    settings = Settings(routing="top-1", steps=demo.STEPS, guidance_scale=demo.GUIDANCE)
+    gallery = Gallery(choose_examples(run, config.clusters.count, demo.PROMPTS), settings)
     rows = {
-        f"{config.clusters.count} experts\nas one model": showcase.strip(Subject(run, "experts", "top-1")).pictures,
-        "one network of\nequal FLOPs": showcase.strip(Subject(run, "monolith")).pictures,
+        f"{config.clusters.count} experts\nas one model": gallery.row(EvaluatedModel(run, "experts", "top-1")).images,
+        "one network of\nequal FLOPs": gallery.row(EvaluatedModel(run, "monolith")).images,
     }
     width = LEFT + len(demo.PROMPTS) * (SIDE + GAP)
     page = Image.new("RGB", (width, TOP + len(rows) * (SIDE + GAP)), "white")

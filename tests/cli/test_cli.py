@@ -73,13 +73,20 @@ def test_a_renamed_preset_is_an_error_with_its_new_name(
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
-def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_has_help_of_80_columns(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
         cli.main([verb, "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert f"usage: atoll {verb}" in text
     assert "overrides" not in text
+    assert "(default: )" not in text, "an empty default has a word"
+    assert "None" not in text
+    for line in text.splitlines():
+        assert len(line) <= 80 or line.startswith("usage:"), line
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

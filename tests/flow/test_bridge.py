@@ -68,7 +68,7 @@ def test_beyond_a_table_the_answer_stays_close() -> None:
 
 
 def test_both_readings_of_the_published_conversion_are_biased_where_the_schedules_differ() -> None:
-    """The metrics of docs/flow.md; `python docs/figures/bridge_bias.py` draws them over t."""
+    """The metrics of benchmarks/README.md; `python docs/figures/bridge_bias.py` draws them over t."""
     mixture, cosine = random_mixture(), flow.schedule("cosine")
     t = torch.linspace(1e-3, 1 - 1e-3, 2000, dtype=FLOAT)
     x = noisy_states(mixture, t)

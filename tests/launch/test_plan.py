@@ -197,8 +197,8 @@ def test_gpus_are_shared_out_on_one_machine(fresh: Path, monkeypatch: pytest.Mon
 
 
 def documented_task() -> str:
-    """Return the SkyPilot task of docs/launch.md."""
-    text = (Path(__file__).parents[2] / "docs/launch.md").read_text(encoding="utf-8")
+    """Return the SkyPilot task of docs/how-to/train-on-cloud-machines.md."""
+    text = (Path(__file__).parents[2] / "docs/how-to/train-on-cloud-machines.md").read_text(encoding="utf-8")
     found = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert len(found) == 1
     return found[0]

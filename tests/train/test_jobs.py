@@ -27,7 +27,7 @@ from atoll.experts.run import expert_of_run
 from atoll.experts.validation import condition_of, validate
 from atoll.nets import Condition, load_network, save_network
 from atoll.report import Options, report
-from atoll.report.gallery import choose
+from atoll.report.gallery import choose_examples
 from atoll.train import build_task, resolve_job, train_job
 from atoll.train.distill import StudentTask
 from atoll.train.expected import DataShapes
@@ -317,8 +317,8 @@ def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, sha
     settings = config.load(run, {"router.conditioning": "auto"})
     assert resolve_job(run, settings, "router").conditioning == {"label"}
     assert "circle" in report(run, settings, Options(prompts=["circle"], steps=1)).read_text(encoding="utf-8")
-    assert choose(run, 3, ["circle"])[0].label == shards.content.labels.index("circle")
-    with pytest.raises(AtollError, match="told classes"):
+    assert choose_examples(run, 3, ["circle"])[0].label == shards.content.labels.index("circle")
+    with pytest.raises(AtollError, match="conditioned on classes"):
         report(run, settings, Options(prompts=["zebra"], steps=1))
 
 

@@ -19,9 +19,9 @@ class Sample:
 
     folder: RunFolder
     """Folder of the run, folder of an export, or hub name of an export."""
-    prompts: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT")] = ()
+    prompts: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT", help_behavior_hint="")] = ()
     """Text prompts. Omit them for unconditional samples."""
-    labels: tuple[str, ...] = ()
+    labels: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: none)")] = ()
     """Class labels, by name or number."""
     num_images: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one per prompt, or 16)")] = None
     """Number of images; prompts and labels repeat in order."""
@@ -29,7 +29,7 @@ class Sample:
     """Model to sample from: experts, expert:K, monolith or student."""
     routing: str = "top-1"
     """Rule: full, top-K, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or a schedule: top-2@0.6,top-1."""
-    clusters: tuple[int, ...] = ()
+    clusters: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: none)")] = ()
     """Cluster of each image, for --routing oracle."""
     steps: int = 50
     """Number of solver steps."""

@@ -12,6 +12,8 @@ from atoll.cli.verb import MaxLoadedExperts, Overrides, RunFolder
 from atoll.core import config as configuration
 from atoll.core.names import SOLVERS
 
+Part = Literal["metrics", "diversity", "diagnostics", "trajectories"]
+
 
 @dataclass
 class Evaluate:
@@ -51,7 +53,7 @@ class Evaluate:
     """Maximum number of held-out images of each cluster, for the diagnostics; the default is that of training."""
     num_trajectories: int = 32
     """Number of sampling trajectories to compare, each with N and with 2 N steps."""
-    without: tuple[Literal["metrics", "diversity", "diagnostics", "trajectories"], ...] = ()
+    without: Annotated[tuple[Part, ...], arg(help_behavior_hint="(default: none)")] = ()
     """Parts of the evaluation to leave out."""
     batch_size: int = 64
     """Images per batch."""

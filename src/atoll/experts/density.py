@@ -27,7 +27,7 @@ from atoll.nets.conditioning import check_labels
 RANK, CAPTION_RANK = 64, 16
 CAPTION_WEIGHT = 1 / 16
 """The numbers of a pooled caption are far from independent, so their Gaussian is much too sure; this is what the
-held-out captions of eight clusters of emoji liked best (docs/ensemble.md)."""
+held-out captions of eight clusters of emoji liked best (docs/explanation/routing.md)."""
 SAMPLES = 2048
 FILE = "cluster.safetensors"
 _FIELDS = ("mean", "directions", "variances", "rest", "count")

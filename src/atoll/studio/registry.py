@@ -19,8 +19,6 @@ from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
 from atoll.ensemble import Ensemble, Sampler, load, parse
 from atoll.ensemble.sampler import draws_unconditioned
-from atoll.evaluate.cache import ROOM
-from atoll.evaluate.evaluation import LATEST
 from atoll.studio.condition_cache import Conditions
 from atoll.studio.schemas import GUIDANCE, STEPS, RefusalError
 
@@ -204,7 +202,7 @@ def _summary(edition: Edition, batch: int) -> str:
 
 def usual_settings(run: Path) -> Usual:
     """Those of the last evaluation, whose figures are known, if there was one and they are possible here."""
-    file = run / ROOM / LATEST
+    file = run / layout.LATEST_EVALUATION
     found = json.loads(file.read_text(encoding="utf-8"))["models"] if file.is_file() else []
     protocols = [figures["protocol"] for model in found for figures in model.get("metrics", {}).values()]
     for told in protocols:

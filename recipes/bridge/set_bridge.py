@@ -1,4 +1,4 @@
-"""Copy an expert from one run to another and change its bridge: redeclare.py FROM TO EXPERT BRIDGE."""
+"""Copy an expert from one run to another and replace its bridge: set_bridge.py FROM TO EXPERT BRIDGE."""
 
 import sys
 from pathlib import Path
