@@ -125,7 +125,7 @@ def test_a_job_that_cannot_succeed_fails_in_the_end_and_holds_up_only_what_needs
     assert "not finished: experts/001, student" in err
     finals = sorted(path.parent.parent.name for path in run.glob("experts/*/final/manifest.json"))
     assert finals == ["000", "002"]
-    assert "is missing though the manifest lists it" in log_of(run, "experts/001")
+    assert "is missing although the manifest lists it" in log_of(run, "experts/001")
     assert log_of(run, "experts/001").count("attempt at") == 1, "what was refused is not tried again"
     assert not (run / "launch/logs/student.log").exists()
 

@@ -24,7 +24,6 @@ from atoll.core.manifests import CHECKPOINT, EXPERT, SHARDS
 from atoll.core.policy import Policy
 from atoll.core.signing import Signer, verify
 from atoll.core.untrusted import Refused, strict_json
-from atoll.data.stages import shards as shard_files
 from atoll.islands.admission import Contribution, check_declaration, check_files, check_loss
 from atoll.islands.checkpoint_publisher import Reporter, checkpoint_keys, is_checkpoint_key
 from atoll.islands.leases import DURATION, Lease, LeaseLost, News, Seen, State, survey
@@ -181,7 +180,7 @@ class Worker:
 
     def _job(self, lease: Lease, expert: int) -> tuple[TrainSpec, set[str]]:
         """The job, with its data here and its last published checkpoint in place, and the keys of that checkpoint."""
-        own = shard_files.name(expert)
+        own = layout.shards(expert)
         data = read_manifest(self.store, own)
         if data is None:
             raise AtollError(f"{self.store.url} has no {own}; publish it with: atoll push RUN {self.store.url}")
@@ -229,7 +228,7 @@ class Worker:
 
     def _publish(self, lease: Lease, spec: TrainSpec, manifest: Manifest, *, expert: int) -> None:
         """Check the result as any other contribution, upload it, and commit it with the lease's last record."""
-        data = Artifact(self.folder, shard_files.name(expert))
+        data = Artifact(self.folder, layout.shards(expert))
         offered = Contribution(expert, manifest, data.open(SHARDS), self.policy or Policy())
         check_declaration(offered)
         check_files(offered, spec.result)
