@@ -25,7 +25,7 @@ from atoll.train import build_task, resolve_job, train_job
 from atoll.train.tasks import ExpertTask
 from autoencoders import write_autoencoder
 from convert import dit_release
-from shapes import COLOURS, write_run
+from shapes import COLORS, write_run
 from train.workers import TINY
 
 SCALE = 0.18215
@@ -39,7 +39,7 @@ FROZEN = {"train.lr": "1e-30", "train.total_images": "8", "train.warmup_images":
 def scaled(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
     """A run of one cluster with classes, whose latents are multiplied by 0.18215. Tests must not change it."""
     folder = tmp_path_factory.mktemp("scaled")
-    for kind in COLOURS:
+    for kind in COLORS:
         (folder / "images" / kind).mkdir(parents=True)
         for file in shapes.glob(f"{kind}-*.png"):
             shutil.copy(file, folder / "images" / kind)
