@@ -93,7 +93,7 @@ def preparing(folder: Path, quick: bool) -> Iterator[Row]:
         batches = [
             pixels
             for _, pixels in ingest.image_batches(
-                index, source, all_chunks(index), resolution=side, batch=16, workers=2
+                index, source, all_chunks(index), resolution=side, batch_size=16, workers=2
             )
         ]
         stage, forward = stage_over(folder / name / "out", index, source, side, encode), forward_over(batches, encode)
@@ -130,7 +130,7 @@ def stage_over(folder: Path, index: ingest.Index, source: Source, side: int, enc
         shutil.rmtree(folder, ignore_errors=True)
         artifact = Artifact(folder, "stage")
         artifact.begin(Kind("stage", Content), {})
-        batches = ingest.image_batches(index, source, all_chunks(index), resolution=side, batch=16, workers=2)
+        batches = ingest.image_batches(index, source, all_chunks(index), resolution=side, batch_size=16, workers=2)
         index.chunks(artifact).fill(
             "bench", all_chunks(index), ((chunk, len(pixels), encode(pixels)) for chunk, pixels in batches)
         )
@@ -221,7 +221,7 @@ def write_features(run: Path, rows: int) -> None:
     target = Artifact(run, features.NAME)
     target.begin(FEATURES, {})
     chunks = Chunks(target, rows, chunk)
-    with artifact.writing(ingest.SAMPLES) as path, pq.ParquetWriter(path, ingest.SCHEMA) as writer:
+    with artifact.writing(ingest.IMAGES) as path, pq.ParquetWriter(path, ingest.SCHEMA) as writer:
         for number in range(chunks.count):
             count = chunks.length(number)
             kind = generator.choice(len(centers), count, p=weights / weights.sum())
@@ -280,7 +280,7 @@ def cluster_minibatch(run: Path, fine: int) -> Outcome:
     solver = MiniBatchKMeans(fine, batch_size=8192, n_init=1, random_state=0).fit(rows)
     seconds = time.perf_counter() - start
     units = solver.cluster_centers_ / np.linalg.norm(solver.cluster_centers_, axis=1, keepdims=True)
-    _, distance = kmeans.nearest_centre(rows, units)
+    _, distance = kmeans.nearest_center(rows, units)
     return Outcome(seconds, memory("VmHWM") - before, 1 - float(distance.mean()))
 
 

@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.data.sources.base import Options, Sample, decode
+from atoll.data.sources.base import Options, SourceImage, decode
 from atoll.data.sources.open import open_source
 
 RESOLUTION = 64
@@ -96,9 +96,9 @@ def draw_emoji(work: Path) -> None:
     file = work / "images.npz"
     if file.exists():
         return
-    samples = list(open_source("emoji", Options(held_out=HELD_OUT)).samples())
+    images = list(open_source("emoji", Options(val_fraction=HELD_OUT)).images())
     partial = file.with_suffix(".partial.npz")
-    np.savez(partial, **{split: _decoded([s for s in samples if s.split == split]) for split in ("train", "held-out")})
+    np.savez(partial, **{split: _decoded([s for s in images if s.split == split]) for split in ("train", "held-out")})
     partial.rename(file)
 
 
@@ -108,8 +108,8 @@ def load_images(work: Path) -> tuple[Tensor, Tensor]:
         return torch.from_numpy(arrays["train"]), torch.from_numpy(arrays["held-out"])
 
 
-def _decoded(samples: list[Sample]) -> np.ndarray[Any, Any]:
-    arrays = [np.asarray(decode(sample.read(), RESOLUTION)) for sample in samples]
+def _decoded(images: list[SourceImage]) -> np.ndarray[Any, Any]:
+    arrays = [np.asarray(decode(image.read(), RESOLUTION)) for image in images]
     return np.stack(arrays).transpose(0, 3, 1, 2).copy()
 
 

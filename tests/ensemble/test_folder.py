@@ -97,9 +97,9 @@ def without_expert_0(folder: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
-    (flip_a_bit, rf"expert_1/{WEIGHTS} is not what the manifest says \(its SHA-256 differs\); copy it again"),
-    (cut, rf"router/{WEIGHTS} has \d+ bytes, the manifest says \d+"),
-    (lambda folder: shutil.rmtree(folder / "expert_2"), r"expert_2/\S+ is missing though the manifest lists it"),
+    (flip_a_bit, rf"expert_1/{WEIGHTS} does not match the manifest: its SHA-256 differs; copy it again"),
+    (cut, rf"router/{WEIGHTS} has \d+ bytes, but the manifest lists \d+"),
+    (lambda folder: shutil.rmtree(folder / "expert_2"), r"expert_2/\S+ is missing although the manifest lists it"),
     (lambda folder: (folder / "manifest.json").unlink(), r"has no manifest.json: its export was not finished"),
     (pickles_only, r"expert_0 holds its weights as diffusion_pytorch_model.bin: a pickle"),
     (other_depth, r"the weights do not fit the network that \S+declaration.json declares.*\n.*missing blocks.2"),
@@ -167,7 +167,7 @@ def test_a_name_on_the_hub_is_found_in_its_cache(
     assert torch.equal(atoll.load("someone/islands").generate(labels=["circle"], steps=3).latents, expected)
     pipe = AtollPipeline.from_pretrained("someone/islands")
     assert torch.equal(pipe(label="circle", num_inference_steps=3, output_type="latent").images, expected)
-    with pytest.raises(AtollError, match="'someone/else' is neither a folder nor a model that could be fetched"):
+    with pytest.raises(AtollError, match="'someone/else' is not a folder, and could not be downloaded"):
         atoll.load("someone/else")
 
 

@@ -140,5 +140,5 @@ def test_a_normalized_mixture_is_the_same_data() -> None:
     mixture, space = random_mixture(), SPACES[0]
     x = mixture.sample(1000, torch.Generator().manual_seed(0))
     y = normalize_mixture(mixture, space).sample(1000, torch.Generator().manual_seed(0))
-    back = space.restore(y.view(-1, 3, 1, 1)).flatten(1)
+    back = space.denormalize(y.view(-1, 3, 1, 1)).flatten(1)
     torch.testing.assert_close(back.mean(0), x.mean(0), atol=1e-9, rtol=0)

@@ -56,7 +56,7 @@ def test_x0_is_a_posterior_sample_with_noise_that_training_does_not_use(prepared
     position = part.first
     assert part.batch.std is not None
     x0 = shards.latents(part.batch, seed=3, position=position)
-    assert not torch.equal(x0, shards.statistics.normalise(part.batch.mean.float()))
+    assert not torch.equal(x0, shards.statistics.normalize(part.batch.mean.float()))
     noised = validation.flow.Objective().corrupt(x0, seed=4, position=position, t=part.noised.t)
     assert torch.equal(part.noised.input, noised.input)
     assert torch.equal(part.noised.target, noised.target)

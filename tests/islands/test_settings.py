@@ -97,7 +97,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"networks": {"default": {"width": 2**20}}}, "width is 1048576; at most 65536"),
     ({"router": {"network": {"depth": 10**6}}}, "depth is 1000000; at most 512"),
     ({"text": {"max_tokens": 10**9}}, "text.max_tokens is 1000000000; at most"),
-    ({"preset": "x" * 70_000}, "has 7.*bytes; at most 65,536 are read"),
+    ({"preset": "x" * 70_000}, "has 7.*bytes; the limit is 65,536"),
     ({"setup": "rm"}, "sets 'setup', which belongs to a machine"),
     ({"train": {"unknown": 1}}, "sets train.unknown, which belongs to a machine"),
 ]

@@ -68,8 +68,8 @@ def test_the_plan_has_a_ddpm_expert_and_a_monolith_of_equal_flops(minutes: float
 
 def test_the_prompts_are_captions_and_three_of_them_are_held_out() -> None:
     data = demo.scaled(demo.MINUTES).data
-    source = EmojiSource(data.source.removeprefix("emoji:"), Options(held_out=data.val_fraction))
-    split = {sample.caption: sample.split for sample in source.samples()}
+    source = EmojiSource(data.source.removeprefix("emoji:"), Options(val_fraction=data.val_fraction))
+    split = {image.caption: image.split for image in source.images()}
     assert [split[prompt] for prompt in demo.PROMPTS] == ["train"] * 9 + ["held-out"] * 3
 
 
@@ -119,7 +119,7 @@ def test_only_unfinished_jobs_are_trained_and_a_failure_prints_the_end_of_its_lo
     next((run / "data/shards/cluster_002").glob("*.safetensors")).unlink()
     with pytest.raises(AtollError, match="not finished: experts/002;"):
         demo.train(run, load(run))
-    assert "is missing though the manifest lists it" in capfd.readouterr().err
+    assert "is missing although the manifest lists it" in capfd.readouterr().err
 
 
 def test_a_stopped_demo_saves_checkpoints(run: Path) -> None:

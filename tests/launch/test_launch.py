@@ -121,7 +121,7 @@ def test_a_job_that_cannot_succeed_blocks_only_its_dependents(engine: Local, new
     assert "not finished: experts/001, student" in err
     finals = sorted(path.parent.parent.name for path in run.glob("experts/*/final/manifest.json"))
     assert finals == ["000", "002"]
-    assert "is missing though the manifest lists it" in log_of(run, "experts/001")
+    assert "is missing although the manifest lists it" in log_of(run, "experts/001")
     assert log_of(run, "experts/001").count("attempt at") == 1, "invalid input must not be repeated"
     assert not (run / "launch/logs/student.log").exists()
 

@@ -90,7 +90,7 @@ def test_an_expert_stores_the_density_of_its_cluster(trained_experts: Path) -> N
     shards = Shards.open(trained_experts, [1])
     batch = shards.read(np.arange(len(shards)))
     assert density.count == len(shards)
-    latents = shards.statistics.normalise(batch.mean.float()).flatten(1)
+    latents = shards.statistics.normalize(batch.mean.float()).flatten(1)
     torch.testing.assert_close(density.mean, latents.mean(0), atol=1e-4, rtol=1e-4)
     assert density.caption is not None
     assert batch.pooled is not None
@@ -256,8 +256,8 @@ def test_a_class_table_without_a_row_for_the_null_class_is_an_error(
     ("network", "words"),
     [
         ({"patch": 3}, "networks.0: size 32 is not a multiple of patch 3"),
-        ({"channels": 4}, "networks.0: channels is 4, but the prepared data needs 3; leave channels out"),
-        ({"out_channels": 4}, "networks.0: out_channels is 4, but the prepared data needs 3; leave out_channels out"),
+        ({"channels": 4}, "networks.0: channels is 4, but the prepared data needs 3; omit channels"),
+        ({"out_channels": 4}, "networks.0: out_channels is 4, but the prepared data needs 3; omit out_channels"),
         ({"text_width": 100}, "networks.0: text_width is 100, but the prepared data needs 384"),
         (
             {"_class_name": "UNetExpert", "in_channels": 4},
@@ -430,7 +430,7 @@ def test_a_loss_that_is_not_finite_is_an_error_that_names_the_images(new_run: Co
         (["--expert", "3"], "there is no expert 3: this run has experts 0 to 2"),
         (["--expert", "0", "--networks.default", "DiT-XXL/2"], "unknown network size 'DiT-XXL/2'"),
         (["--expert", "0", "--train.conditioning", "label"], "conditioned on labels, but the data has none"),
-        (["--student"], "experts/000/final is not there"),
+        (["--student"], "experts/000/final does not exist"),
         (["--monolith", "--match-flops", "."], "no finished expert"),
         (["--expert", "0", "--train.init_from", "nowhere"], "nowhere has no config.json"),
         (["--expert", "0", "--train.batch_size", "10", "--train.grad_accum_steps", "3"], "not a multiple"),
@@ -446,7 +446,7 @@ def test_impossible_jobs_are_an_error(
 def test_a_missing_or_damaged_shard_is_an_error(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:
     run = new_run(only=[1])
     assert cli.main(["train", str(run), "--expert", "0"]) == 2
-    assert "cluster_000 is not there" in capsys.readouterr().err
+    assert "cluster_000 does not exist" in capsys.readouterr().err
     os.truncate(run / "data/shards/cluster_001/train-000000.safetensors", 100)
     assert cli.main(["train", str(run), "--expert", "1"]) == 2
     assert "train-000000.safetensors has 100 bytes" in capsys.readouterr().err

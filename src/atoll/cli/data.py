@@ -32,14 +32,14 @@ class Prepare:
         """Run the stages, or print the plan."""
         # The configuration is read before torch is imported: mistakes in it are reported at once.
         config = configuration.load(self.folder, self.overrides)
-        from atoll.data.chunks import Share
+        from atoll.data.chunks import Worker
         from atoll.data.prepare import prepare
 
-        share = Share.parse(self.worker)
+        worker = Worker.parse(self.worker)
         if self.dry_run:
             self.show(config)
         else:
-            prepare(self.folder, config, self.stage, share=share)
+            prepare(self.folder, config, self.stage, worker=worker)
 
     def show(self, config: configuration.Config) -> None:
         """Print the plan."""

@@ -134,7 +134,7 @@ class Sampler:
     def decode(self, latents: Tensor) -> list[Image.Image]:
         """Return the images of normalized latents (images, C, H, W)."""
         images: list[Image.Image] = []
-        for part in torch.split(self.ensemble.space.restore(latents.float()), DECODE_BATCH):
+        for part in torch.split(self.ensemble.space.denormalize(latents.float()), DECODE_BATCH):
             images += [Image.fromarray(pixels) for pixels in self.encoders.autoencoder().decode(part.cpu())]
         return images
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from atoll.core.device import device
 from atoll.core.errors import AtollError
-from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
+from atoll.data.pretrained import deterministic_inference, fingerprint, load_pretrained, model_folder
 from atoll.data.stages.features import Extractor, open_extractor
 from atoll.data.stages.ingest import Pixels
 from atoll.data.vision import efficientnet, inception
@@ -36,7 +36,7 @@ def weights_of(name: str) -> str:
     kind, _, path = name.partition(":")
     if kind == "inception":
         return fingerprint(Path(path) if path else inception.weights_file())
-    return fingerprint(efficientnet.weights_file() if name == "efficientnet-lite0" else folder_of(name))
+    return fingerprint(efficientnet.weights_file() if name == "efficientnet-lite0" else model_folder(name))
 
 
 def _open_inception(file: Path | None) -> Vision:
@@ -48,12 +48,12 @@ def _open_inception(file: Path | None) -> Vision:
         return resized(x, inception.SIDE, "bilinear").sub_(128).div_(128)
 
     def features(x: Tensor) -> Tensor:
-        with repeatable():
+        with deterministic_inference():
             output: Tensor = network(prepared(x))
         return output
 
     def maps(x: Tensor) -> list[Tensor]:
-        with repeatable():
+        with deterministic_inference():
             return network.maps(prepared(x))
 
     weights = fingerprint(file or inception.weights_file())
@@ -96,7 +96,7 @@ class Alignment:
         length = model.config.text_config.max_position_embeddings
         tokens = self.tokenizer(captions, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
         inputs = {key: tokens[key].to(device()) for key in ("input_ids", "attention_mask") if key in tokens}
-        with repeatable():
+        with deterministic_inference():
             output = model.get_text_features(**inputs)
         # Some versions of transformers return the tensor itself, others an object that holds it.
         features: Tensor = output if isinstance(output, Tensor) else output.pooler_output
@@ -110,4 +110,6 @@ def open_alignment(name: str) -> Alignment:
     extractor = open_extractor(name)
     if not hasattr(getattr(extractor.network, "network", None), "get_text_features"):
         raise AtollError(f"{name} is no image-text model: it has no text features; use a CLIP or SigLIP model")
-    return Alignment(name, fingerprint(folder_of(name)), extractor, load_pretrained(AutoTokenizer, folder_of(name)))
+    return Alignment(
+        name, fingerprint(model_folder(name)), extractor, load_pretrained(AutoTokenizer, model_folder(name))
+    )

@@ -15,9 +15,9 @@ from torch import Tensor
 from atoll.core.artifacts import Artifact, Content, Kind
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.data.chunks import Chunks, ahead
+from atoll.data.chunks import Chunks, prefetch
 from atoll.data.shuffle import shuffled
-from atoll.data.sources.base import BadImage, Sample, Source, decode
+from atoll.data.sources.base import BadImage, Source, SourceImage, decode
 from atoll.data.stages.ingest import Index, Pixels, open_configured
 from atoll.data.vision.base import Vision
 from atoll.evaluate.cache import keyed
@@ -140,14 +140,14 @@ def _read(index: Index, source: Source, wanted: "list[np.ndarray[Any, Any]]", *,
         int(chunk): rows[rows // index.chunk == chunk] % index.chunk for chunk in np.unique(rows // index.chunk)
     }
 
-    def samples() -> Iterator[Sample]:
-        for chunk, listed in index.walk(source, list(by_chunk)):
+    def samples() -> Iterator[SourceImage]:
+        for chunk, listed in index.source_images(source, list(by_chunk)):
             yield from (listed[row] for row in by_chunk[chunk])
 
-    return ahead(samples(), lambda sample: _pixels(sample, config.data.resolution), config.data.workers)
+    return prefetch(samples(), lambda sample: _pixels(sample, config.data.resolution), config.data.workers)
 
 
-def _pixels(sample: Sample, resolution: int) -> Pixels:
+def _pixels(sample: SourceImage, resolution: int) -> Pixels:
     try:
         return np.asarray(decode(sample.read(), resolution))
     except BadImage as bad:

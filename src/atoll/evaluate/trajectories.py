@@ -31,7 +31,7 @@ def cluster_latents(run: Path, clusters: int) -> list[Tensor]:
     for cluster in range(clusters):
         shards = Shards.open(run, [cluster])
         rows = np.linspace(0, len(shards) - 1, min(LATENTS_PER_CLUSTER, len(shards))).round().astype(np.int64)
-        found.append(shards.statistics.normalise(shards.read(rows).mean.float()).flatten(1))
+        found.append(shards.statistics.normalize(shards.read(rows).mean.float()).flatten(1))
     return found
 
 

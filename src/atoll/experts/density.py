@@ -151,7 +151,7 @@ def fit_density(shards: Shards) -> Density:
     """Fit a density to the normalized latents, captions and classes of at most `FIT_IMAGES` evenly spread images."""
     rows = np.linspace(0, len(shards) - 1, min(len(shards), FIT_IMAGES)).round().astype(np.int64)
     batch = shards.read(rows)
-    latents = shards.statistics.normalise(batch.mean.float())
+    latents = shards.statistics.normalize(batch.mean.float())
     std = torch.tensor(shards.statistics.std).view(-1, 1, 1)
     noise = None if batch.std is None else (batch.std.float() / std).square()
     caption = None if batch.pooled is None else Density.fit(batch.pooled.float(), count=1, rank=CAPTION_RANK)

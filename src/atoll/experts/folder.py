@@ -13,7 +13,7 @@ from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE
 from atoll.core.untrusted import Foreign
 from atoll.data.encoders import Encoders
-from atoll.data.pretrained import folder_of
+from atoll.data.pretrained import model_folder
 from atoll.experts.paris import Paris
 from atoll.experts.source import ModelReference
 from atoll.experts.stored import StoredNetwork, weights_file
@@ -92,7 +92,7 @@ def is_folder(source: str | Path) -> bool:
 
 def fetch(source: str | Path) -> Path:
     """Return the folder; download it first if `source` is a name on the hub."""
-    return folder_of(str(source), PATTERNS).resolve()
+    return model_folder(str(source), PATTERNS).resolve()
 
 
 def open_folder(source: str | Path, model: str) -> ModelReference:

@@ -118,7 +118,7 @@ def _licenses(run: Path) -> list[str]:
     """Return the licenses and attributions of the training images."""
     import pyarrow.parquet as parquet
 
-    column = parquet.read_table(run / layout.INGEST / "samples.parquet", columns=["attributes"])["attributes"]
+    column = parquet.read_table(run / layout.INGEST / "images.parquet", columns=["attributes"])["attributes"]
     known = [json.loads(text) if text else {} for text in column.to_pylist()]
     counts = Counter((each.get("license", ""), each.get("attribution", "")) for each in known)
     if set(counts) == {("", "")}:

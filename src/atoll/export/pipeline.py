@@ -23,7 +23,7 @@ from atoll.core.errors import AtollError, unknown
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE, NetworkContent, PipelineContent
 from atoll.data.encoders import Encoders
-from atoll.data.stages.latents import Codec, Pixel
+from atoll.data.stages.latents import Codec, PixelCodec
 from atoll.data.stages.text import TextEncoder
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.sampler import Sampler
@@ -151,7 +151,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         artifact.begin(PIPELINE, {"saved_by": PIPELINE_CLASS})
         super().save_pretrained(folder, safe_serialization=True, **options)
         remove_source_paths(folder)
-        artifact.commit(PipelineContent(experts=len(self.experts)), leave=[CARD_FILE])
+        artifact.commit(PipelineContent(experts=len(self.experts)), exclude=[CARD_FILE])
 
     @property
     def experts(self) -> list[ExpertModel]:
@@ -166,14 +166,14 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         router = self.router.opened(options.dtype) if self.router is not None and len(references) > 1 else None
         return Sampler(Ensemble(references, router, device_options=options), Encoders(self._codec, self._texts))
 
-    def _codec(self) -> Codec | Pixel:
+    def _codec(self) -> Codec | PixelCodec:
         pixels = self.expert_0.content.latents.autoencoder == "pixels"
-        return Pixel() if pixels else Codec(self._needed("vae"), self.vae.device)
+        return PixelCodec() if pixels else Codec(self._needed("vae"), self.vae.device)
 
     def _texts(self) -> TextEncoder:
         text, encoder = self.expert_0.content.text, self._needed("text_encoder")
         assert text is not None
-        return TextEncoder(encoder, self.tokenizer, text.max_tokens, place=encoder.device)
+        return TextEncoder(encoder, self.tokenizer, text.max_tokens, device=encoder.device)
 
     @torch.no_grad()
     def __call__(

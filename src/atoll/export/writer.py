@@ -46,7 +46,7 @@ def export(run: Path, destination: Path, model: str = "experts", *, license: str
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
     if artifact.begin(PIPELINE, made_from) is None:
         _write(artifact, sampler, trained)
-        artifact.commit(PipelineContent(experts=len(ensemble.references), model=model), leave=[CARD_FILE])
+        artifact.commit(PipelineContent(experts=len(ensemble.references), model=model), exclude=[CARD_FILE])
     manifest = artifact.open(PIPELINE, verify=True)
     # An existing card may have been edited.
     if not (destination / CARD_FILE).exists():

@@ -33,7 +33,6 @@ from atoll.core.policy import Policy, Role
 from atoll.core.signing import verify
 from atoll.core.untrusted import Refused, check_bounded, strict_json
 from atoll.data.dataset import Shards
-from atoll.data.stages import shards as shard_files
 from atoll.data.stages.latents import Statistics
 from atoll.experts.density import CAPTION_RANK, DENSITY_FILE, RANK
 from atoll.experts.expert import DeviceOptions, open_expert
@@ -104,7 +103,7 @@ def review(store: Store, expert: int, digest: str | None, *, policy: Policy | No
     shutil.rmtree(quarantine, ignore_errors=True)
     try:
         manifest = read_manifest(store, name, digest)
-        data = read_manifest(store, shard_files.name(expert))
+        data = read_manifest(store, layout.shards(expert))
         if manifest is None or data is None:
             raise Refused(f"{store.url} has no {'manifest' if manifest is None else 'shards'} for {name}")
         contribution = Contribution(expert, manifest, data, rules)
@@ -112,7 +111,7 @@ def review(store: Store, expert: int, digest: str | None, *, policy: Policy | No
         check_declaration(contribution)
         artifact = Artifact(quarantine, name)
         fetch(store, name, manifest, target=artifact, quiet=True)
-        own = Artifact(quarantine, shard_files.name(expert))
+        own = Artifact(quarantine, layout.shards(expert))
         fetch(store, own.name, data, target=own, only=lambda file: not file.startswith("train-"), quiet=True)
         check_files(contribution, artifact)
         check_loss(contribution, artifact, own)

@@ -24,7 +24,6 @@ from atoll.core.manifests import CHECKPOINT, EXPERT, SHARDS
 from atoll.core.policy import Policy
 from atoll.core.signing import Signer, verify
 from atoll.core.untrusted import Refused, strict_json
-from atoll.data.stages import shards as shard_files
 from atoll.islands.admission import Contribution, check_declaration, check_files, check_loss
 from atoll.islands.checkpoint_publisher import CheckpointPublisher, checkpoint_keys, is_checkpoint_key
 from atoll.islands.leases import DURATION, Lease, LeaseLost, LeaseStatus, RecordChanges, State, list_leases
@@ -189,7 +188,7 @@ class Worker:
 
     def _open_job(self, lease: Lease, expert: int) -> tuple[TrainSpec, set[str]]:
         """Download shards and the last published checkpoint; return the job and the keys of that checkpoint."""
-        own = shard_files.name(expert)
+        own = layout.shards(expert)
         data = read_manifest(self.store, own)
         if data is None:
             raise AtollError(f"{self.store.url} has no {own}; publish it with: atoll push RUN {self.store.url}")
@@ -238,7 +237,7 @@ class Worker:
 
     def _publish_expert(self, lease: Lease, spec: TrainSpec, manifest: Manifest, *, expert: int) -> None:
         """Check the result like any contribution, upload it, and commit it with the last record of the lease."""
-        data = Artifact(self.folder, shard_files.name(expert))
+        data = Artifact(self.folder, layout.shards(expert))
         contribution = Contribution(expert, manifest, data.open(SHARDS), self.policy or Policy())
         check_declaration(contribution)
         check_files(contribution, spec.result)

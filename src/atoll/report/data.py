@@ -145,7 +145,7 @@ def _read_attributions(run: Path) -> list[str]:
     artifact = Artifact(run, ingest.NAME)
     if artifact.manifest() is None:
         return []
-    column = pq.read_table(artifact.path(ingest.SAMPLES), columns=["attributes"])["attributes"]
+    column = pq.read_table(artifact.path(ingest.IMAGES), columns=["attributes"])["attributes"]
     found = [json.loads(text) for text in column.unique().to_pylist()]
     named = {(row["attribution"], row.get("license", "license unknown")) for row in found if "attribution" in row}
     return [f"{author} ({license})" for author, license in sorted(named)]

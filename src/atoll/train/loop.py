@@ -80,7 +80,7 @@ def train(
     state.at_step(images // settings.batch_size)
     micro = settings.batch_size // settings.grad_accum_steps
     stream = task.shards.stream(
-        micro, task.seed, images, rank=context.rank, world=context.size, workers=settings.workers
+        micro, task.seed, images, rank=context.rank, world_size=context.size, workers=settings.workers
     )
     logger = MetricsLogger(
         checkpoints.run / task.name,

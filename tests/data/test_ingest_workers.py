@@ -1,4 +1,4 @@
-"""The ingest stage in shares: whoever reads which part of a source, the index is the same, byte for byte."""
+"""The ingest stage by several workers: the index has the same bytes for any division of the work."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from hard_sources import KINDS, write_source
 
 from atoll.core.errors import AtollError
-from atoll.data.chunks import Share
+from atoll.data.chunks import Worker
 from atoll.data.prepare import open_job, plan, prepare
 from shapes import write_run
 
@@ -41,9 +41,9 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_source_has_what_makes_it_hard(kinds: Path, kind: str) -> None:
+def test_the_source_has_repeated_ids_and_scattered_rejects(kinds: Path, kind: str) -> None:
     """Ids that recur, splits by the id where there is no caption, and rejects all over the source."""
-    index = pq.read_table(kinds / "whole" / kind / "data/ingest/samples.parquet").to_pydict()
+    index = pq.read_table(kinds / "whole" / kind / "data/ingest/images.parquet").to_pydict()
     assert len(set(index["id"])) == len(index["id"]) >= 30
     assert any("@" in id or id.endswith((".png", ".bmp")) for id in index["id"])
     without = [split for split, caption in zip(index["split"], index["caption"], strict=True) if caption is None]
@@ -62,65 +62,65 @@ def test_any_number_of_workers_gives_the_same_bytes(
     run = tmp_path / "run"
     config = write_run(run, kinds / kind, data={"chunk": 5, "max_rejects": 0.2})
     for index in order[:-1]:
-        prepare(run, config, ["ingest"], share=Share(index, len(order)))
+        prepare(run, config, ["ingest"], worker=Worker(index, len(order)))
         state = plan(open_job(run, config))[0]["state"]
-        assert f"this share is done; of all shares: {state}" in capsys.readouterr().out
+        assert f"this worker is done; all workers together: {state}" in capsys.readouterr().out
         assert state.endswith(f" of {CHUNKS[kind]} chunks")
-    prepare(run, config, ["ingest"], share=Share(order[-1], len(order)))
+    prepare(run, config, ["ingest"], worker=Worker(order[-1], len(order)))
     assert ingested(run) == ingested(kinds / "whole" / kind)
 
 
-def test_each_worker_decodes_its_share_only(kinds: Path, tmp_path: Path) -> None:
-    """An image that vanishes after its share was read is not missed by the worker of another share."""
+def test_each_worker_decodes_only_its_chunks(kinds: Path, tmp_path: Path) -> None:
+    """Damage to an image after its worker has read it is not noticed by another worker."""
     source, run = write_source("folder", tmp_path / "source"), tmp_path / "run"
     config = write_run(run, source, data={"chunk": 5, "max_rejects": 0.2})
-    prepare(run, config, ["ingest"], share=Share(0, 2))
+    prepare(run, config, ["ingest"], worker=Worker(0, 2))
     first = source / "class-0/000.bmp"
     first.write_bytes(bytes(first.stat().st_size))
-    prepare(run, config, ["ingest"], share=Share(1, 2))
+    prepare(run, config, ["ingest"], worker=Worker(1, 2))
     assert ingested(run)["rejected.parquet"] == ingested(kinds / "whole/folder")["rejected.parquet"]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_too_many_bad_images_in_all_shares_together_stop_it(kinds: Path, tmp_path: Path, workers: int) -> None:
-    """No share exceeds the limit by itself; whoever joins them does. Chunks with a bad image are read again."""
+def test_too_many_rejects_of_all_workers_together_are_an_error(kinds: Path, tmp_path: Path, workers: int) -> None:
+    """No worker exceeds the limit alone; the one that joins the parts does. Chunks with a reject are read again."""
     source, run = write_source("folder", tmp_path / "source"), tmp_path / "run"
     config = write_run(run, source, data={"chunk": 5, "max_rejects": 0.11})  # four of 37 images
     fifth = source / "class-2/012.bmp"
     good = fifth.read_bytes()
-    fifth.write_bytes(bytes(len(good)))  # of the same size: the fingerprint stays
+    fifth.write_bytes(bytes(len(good)))  # of the same size, so the fingerprint does not change
     for _ in range(2):
         for index in range(workers - 1):
-            prepare(run, config, ["ingest"], share=Share(index, workers))
-        with pytest.raises(AtollError, match=r"5 of 37 pictures are bad, .* 3x .*; 1x listed in metadata.jsonl"):
-            prepare(run, config, ["ingest"], share=Share(workers - 1, workers))
+            prepare(run, config, ["ingest"], worker=Worker(index, workers))
+        with pytest.raises(AtollError, match=r"5 of 37 images are unusable, .* 3x .*; 1x listed in metadata.jsonl"):
+            prepare(run, config, ["ingest"], worker=Worker(workers - 1, workers))
         assert len(pq.read_table(run / "data/ingest/rejected.parquet")) == 5
     fifth.write_bytes(good)
     for index in range(workers):
-        prepare(run, config, ["ingest"], share=Share(index, workers))
+        prepare(run, config, ["ingest"], worker=Worker(index, workers))
     assert ingested(run) == ingested(kinds / "whole/folder")
 
 
-# Workers are forks of one process that has imported everything, as in test_kill.py: the shares 0/3, 1/3 and 2/3 side
-# by side, each killed at random moments and started again. Those that end together race for the join and the commit.
+# Workers are forks of one process that has imported everything, as in test_kill.py: workers 0/3, 1/3 and 2/3 at the
+# same time, each killed at random moments and started again. Those that end together race for the join and the commit.
 WORKERS = """
 import json, os, random, signal, sys, time, traceback
 from pathlib import Path
 import pandas, PIL.Image, pyarrow.dataset, pyarrow.parquet, rich.console, rich.table, torch
 from atoll.core import config
-from atoll.data.chunks import Share
+from atoll.data.chunks import Worker
 from atoll.data.prepare import prepare
 
 folder, rounds, chance = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
 PIL.Image.init()
 
-def start(run, share):
+def start(run, worker):
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)
         sys.stdout = open(os.devnull, "w")
         try:
-            prepare(run, config.load(run, {}), ["ingest"], share=Share(share, 3))
+            prepare(run, config.load(run, {}), ["ingest"], worker=Worker(worker, 3))
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -133,7 +133,7 @@ for round in range(rounds):
         run = folder / f"run{round}" / kind
         run.mkdir(parents=True)
         (run / "atoll.yaml").write_bytes((folder / "whole" / kind / "atoll.yaml").read_bytes())
-        left = {start(run, share): share for share in range(3)}
+        left = {start(run, worker): worker for worker in range(3)}
         kills = chance.randint(0, 4)
         while left:
             if kills:
@@ -141,17 +141,17 @@ for round in range(rounds):
                 os.kill(chance.choice(list(left)), signal.SIGKILL)
                 kills -= 1
             child, status = os.waitpid(-1, 0)
-            share, code = left.pop(child), os.waitstatus_to_exitcode(status)
+            worker, code = left.pop(child), os.waitstatus_to_exitcode(status)
             if code:
                 assert code == -signal.SIGKILL, code
                 killed += 1
-                left[start(run, share)] = share
+                left[start(run, worker)] = worker
 print(json.dumps(killed))
 """
 
 
 @pytest.mark.parametrize(("rounds", "seed"), [(2, 0), pytest.param(60, 1, marks=pytest.mark.slow)], ids=["few", "many"])
-def test_workers_side_by_side_killed_and_started_again_give_the_same_bytes(
+def test_concurrent_workers_that_are_killed_and_restarted_give_the_same_bytes(
     kinds: Path, tmp_path: Path, rounds: int, seed: int
 ) -> None:
     (tmp_path / "whole").symlink_to(kinds / "whole")
