@@ -141,7 +141,7 @@ def cost_of_sharing(store: Store, own: Path, config: Config) -> tuple[float, flo
     shutil.move(folder, own / "experts/000/000000000001")
     reporter = Reporter(store, lease, job, signer=None, every=0.0, stop=threading.Event())
     before = time.process_time()
-    reporter.saved(Artifact(own, "experts/000/000000000001"))
+    reporter.on_checkpoint(Artifact(own, "experts/000/000000000001"))
     reporter.close()
     upload = time.process_time() - before
     shutil.rmtree(own / "experts/000/000000000001")

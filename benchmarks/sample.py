@@ -23,7 +23,7 @@ from atoll.data.stages.latents import Statistics
 from atoll.ensemble import Ensemble
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.expert import Declaration, ExpertReference, OpenRouter
-from atoll.experts.expert_cache import weights_of
+from atoll.experts.expert_cache import weight_bytes
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, load_network, save_network
 from atoll.nets.io import WEIGHTS_FILE
 from harness import Row, interleave, run
@@ -59,15 +59,15 @@ class Case:
     def ensemble(self, count: int, objective: str = "flow-matching", max_loaded_experts: int | None = None) -> Ensemble:
         """Return an ensemble of `count` experts in files, with a router whose outputs have a realistic spread."""
         bridge = flow.objective(objective).bridge()
-        members = [self._member(number, bridge) for number in range(count)]
+        references = [self._reference(number, bridge) for number in range(count)]
         if count == 1:
-            return Ensemble(members)
+            return Ensemble(references)
         router = SpreadRouter(RouterConfig(experts=count, size=self.side, **ROUTER)).eval().requires_grad_(False)
         router.given_logits = 3 * torch.randn(BATCH_SIZE, count, generator=torch.Generator().manual_seed(0))
         declared = self._declaration("router", tuple(range(count)), flow.Objective().bridge(), conditioning=frozenset())
-        return Ensemble(members, OpenRouter(declared, router), max_loaded_experts=max_loaded_experts)
+        return Ensemble(references, OpenRouter(declared, router), max_loaded_experts=max_loaded_experts)
 
-    def _member(self, number: int, bridge: flow.Bridge) -> ExpertReference:
+    def _reference(self, number: int, bridge: flow.Bridge) -> ExpertReference:
         folder = self.folder / f"{number:03d}"
         if not folder.is_dir():
             torch.manual_seed(number)
@@ -100,7 +100,7 @@ class Case:
         def field(x: Tensor, t: Tensor) -> Tensor:
             weights = model.route(x, t[:1], None, routing="full")
             total = torch.zeros_like(x)
-            for number in range(len(model.members)):
+            for number in range(len(model.references)):
                 expert = model.cache.get(number).expert
                 conditional = expert.velocity(x, t, self.condition)
                 unconditional = expert.velocity(x, t, self.condition.unconditional())
@@ -193,7 +193,7 @@ def _offloading(case: Case, eight: Ensemble, repeats: int) -> Iterable[Row]:
     two = case.ensemble(K, max_loaded_experts=2)
     times = interleave({"two": case.routed(two), "eight": case.routed(eight)}, repeats)
     yield Row("top-1 with 2 of 8 experts in memory over all 8", times["two"] / times["eight"], None, "lower")
-    kept = [sum(weights_of(loaded.expert.network) for loaded in model.cache._here.values()) for model in (two, eight)]
+    kept = [sum(weight_bytes(each.expert.network) for each in model.cache._loaded.values()) for model in (two, eight)]
     yield Row("bytes of experts in memory, 2 of 8 over all 8", kept[0] / kept[1], None, "lower")
 
 

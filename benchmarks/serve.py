@@ -61,7 +61,8 @@ class Request:
 
     def body(self, n: int = 1) -> dict[str, Any]:
         """Return the JSON body."""
-        return {"prompt": self.prompt, "seed": self.seed, "steps": self.steps, "guidance_scale": GUIDANCE_SCALE, "n": n}
+        settings = {"seed": self.seed, "steps": self.steps, "guidance_scale": GUIDANCE_SCALE}
+        return {"prompt": self.prompt, **settings, "num_images": n}
 
 
 def write_run(folder: Path) -> Path:

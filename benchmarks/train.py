@@ -18,16 +18,16 @@ from atoll.core.manifests import SHARDS
 from atoll.data.dataset import Batch, Shards
 from atoll.nets import build
 from atoll.train import TrainSpec, build_task, resolve_job
-from atoll.train.checkpoints import Checkpoints, State
+from atoll.train.checkpoints import Checkpoints, TrainState
 from atoll.train.cost import image_cost, training_bytes
-from atoll.train.distributed import World
+from atoll.train.distributed import DistContext
 from atoll.train.ema import EMA
 from atoll.train.loop import make_optimizer, train
 from atoll.train.tasks import ExpertTask, Forward, Losses, condition_of
 from harness import Row, interleave, run
 
 CHANNELS, SIDE, TEXT, TOKENS = 8, 8, 384, 16
-ALONE = World(0, 1, torch.device("cpu"))
+ALONE = DistContext(0, 1, torch.device("cpu"))
 
 
 def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> configuration.Config:
@@ -112,7 +112,7 @@ def overhead(folder: Path, name: str, batch_size: int, steps: int) -> Row:
     timed = {"bare": Bare(job), "seconds": {"loop": [], "bare": []}, "ended": time.perf_counter()}
     for key, value in timed.items():
         object.__setattr__(task, key, value)
-    train(task, job.settings, Checkpoints(folder, job.job, {}, ALONE), world=ALONE)
+    train(task, job.settings, Checkpoints(folder, job.job, {}, ALONE), context=ALONE)
     loop, bare = (sum(task.seconds[which][3:]) for which in ("loop", "bare"))  # the first ones warm up
     return Row(f"loop / bare step, {name}, batch size {batch_size}", bare / loop, 0.95)
 
@@ -122,7 +122,7 @@ def checkpoint_pause(folder: Path, name: str) -> list[Row]:
     config = make_run(folder).model_copy(update={"networks": {"default": name}})
     job = resolve_job(folder, config, "expert", expert=0)
     network = build(job.network)
-    state = State(network, EMA(network, {"ema": 1000.0}), make_optimizer(network, job.settings))
+    state = TrainState(network, EMA(network, {"ema": 1000.0}), make_optimizer(network, job.settings))
     checkpoints = Checkpoints(folder, "pause", {}, ALONE, keep_last=1)
     state.tensors()
     blob = b"\0" * sum(tensor.numel() * tensor.element_size() for tensor in state.tensors().values())
@@ -157,7 +157,7 @@ def peak(name: str) -> None:
         estimate = training_bytes(image_cost(job.network, job.shapes), 32, 1, half=False)
         before = memory_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak (VmHWM)
-        train(build_task(job), job.settings, Checkpoints(Path(scratch), job.job, {}, ALONE), world=ALONE)
+        train(build_task(job), job.settings, Checkpoints(Path(scratch), job.job, {}, ALONE), context=ALONE)
         print((memory_bytes("VmHWM") - before) / estimate)
 
 

@@ -50,7 +50,9 @@ class Callback(NamedTuple):
 CALLBACKS = (
     Callback("flow.solvers:*", "ensemble.sampler:*.velocity", "a solver integrates the velocity it is given"),
     Callback("nets.*", "train.cost:_count*", "hooks of torch measure what a forward pass keeps in memory"),
-    Callback("experts.validation:*.gather", "train.distributed:World.sum", "the processes that share a validation"),
+    Callback(
+        "experts.validation:*.gather", "train.distributed:DistContext.sum", "the processes that share a validation"
+    ),
 )
 """All allowed callbacks. A name is module:function; * matches anything."""
 

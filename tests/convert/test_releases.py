@@ -11,7 +11,7 @@ from atoll.convert import read_weights, write_weights
 from atoll.convert.convert import convert, read_source
 from atoll.convert.fold import FlowMatchingOptions
 from atoll.core.errors import AtollError
-from atoll.experts.batch_conditions import Places, replace_rows
+from atoll.experts.batch_conditions import ConditionSlots, replace_rows
 from atoll.nets import Condition, DiT, DiTConfig, concatenate, load_network, save_network
 from convert import dit_release, pixart_release
 from convert.pixart_release import NULL_TOKENS
@@ -224,7 +224,7 @@ def test_a_null_caption_stays_where_prepared_texts_come_and_go(pixart):
     """As a server prepares conditions: places that hold the null caption, and texts that replace some of them."""
     state, folder = pixart
     network, (text, mask) = load_network(folder), captions(9)
-    places = Places(Condition(text[:1], mask[:1]), 2)
+    places = ConditionSlots(Condition(text[:1], mask[:1]), 2)
     prepared = network.prepare(places.distinct)
     places.put(1, Condition(text[1:2], mask[1:2]))
     rows = torch.tensor([1])

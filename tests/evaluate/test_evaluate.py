@@ -176,7 +176,7 @@ def test_an_interrupted_set_resumes_and_has_the_same_images(
     (whole.artifact.folder / "manifest.json").unlink()
     (whole.artifact.folder / "000001.safetensors").unlink()
     again = generate(model, prompts, settings, purpose="whole", batch_size=3, max_loaded_experts=None)
-    # The missing images were made in batches of another size, whose rounding may change a pixel by one.
+    # The missing images were sampled with another batch size, whose rounding may change a pixel by one.
     assert np.abs(np.concatenate(list(again.chunks())).astype(int) - pixels.astype(int)).max() <= 1
     kept = "000002.safetensors"
     assert sha256_of(tmp_path / "kept" / kept) == sha256_of(again.artifact.path(kept))
@@ -217,13 +217,13 @@ def test_a_cluster_without_held_out_images_gives_no_prompts(
 ) -> None:
     shutil.copytree(trained / "data" / "shards", tmp_path / "data" / "shards")
     shards = Artifact(tmp_path, "data/shards/cluster_001")
-    made = shards.open(SHARDS)
-    kept = {file: shards.path(file).read_bytes() for file in made.files if not file.startswith("held-out")}
+    manifest = shards.open(SHARDS)
+    kept = {file: shards.path(file).read_bytes() for file in manifest.files if not file.startswith("held-out")}
     shutil.rmtree(shards.folder)
-    shards.begin(SHARDS, dict(made.made_from))
+    shards.begin(SHARDS, dict(manifest.made_from))
     for file, content in kept.items():
         shards.write(file, content)
-    shards.commit({**made.content, "rows": {**made.content["rows"], "held-out": 0}})
+    shards.commit({**manifest.content, "rows": {**manifest.content["rows"], "held-out": 0}})
     prompts = prompts_of(tmp_path, 3, 12)
     assert len(prompts.clusters) == 12
     assert set(prompts.clusters) == {0, 2}

@@ -105,7 +105,7 @@ def test_an_interrupted_export_is_an_error_and_can_be_resumed(conditioned_run: P
 
 
 def test_exporting_an_incomplete_run_is_an_error(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", told=("label",))
+    run = write_run(tmp_path / "run", conditioning=("label",))
     shutil.rmtree(run / "experts" / "001")
     with pytest.raises(AtollError, match=r"no finished experts/001"):
         export(run, tmp_path / "out")
@@ -135,7 +135,7 @@ def test_the_normalization_and_the_moments_of_the_data_are_exported(tmp_path: Pa
     scaled = {"mean": [0.0] * 3, "std": [1 / 0.18215] * 3, "data_mean": [1.0, 0.2, -0.3], "data_std": [0.6, 0.8, 0.7]}
     released = {**CLASSES, "normalization": {"scaling_factor": 0.18215, "shift_factor": 0.0}}
     spaces = dict.fromkeys(range(2), scaled)
-    run = write_run(tmp_path / "run", ("ddpm", "ddpm"), (released, SMALL), told=("label",), spaces=spaces)
+    run = write_run(tmp_path / "run", ("ddpm", "ddpm"), (released, SMALL), conditioning=("label",), spaces=spaces)
     shutil.rmtree(run / "router")  # the spaces of router, monolith and student are per channel
     folder = tmp_path / "out"
     export(run, folder)
@@ -170,21 +170,21 @@ def test_experts_load_in_diffusers_if_it_has_the_same_architecture(tmp_path: Pat
         ),
     }  # fmt: skip
     for name, (network, part, given, condition) in cases.items():
-        run = write_run(tmp_path / name, ("flow-matching",), (network,), told=(part,))
+        run = write_run(tmp_path / name, ("flow-matching",), (network,), conditioning=(part,))
         folder = tmp_path / f"{name} exported"
         export(run, folder, "expert:0")
         theirs = getattr(diffusers, name).from_pretrained(folder / "expert_0", low_cpu_mem_usage=False)
         ours = load_network(run / "experts/000/final")
         output = theirs.eval()(x, timestep=time, return_dict=False, **given)[0]
         torch.testing.assert_close(output, ours.eval()(x, time, condition), atol=2e-4, rtol=1e-4)
-        back = atoll.load(folder).ensemble.members[0].open().state_dict()
+        back = atoll.load(folder).ensemble.references[0].open().state_dict()
         assert all(torch.equal(back[key], value) for key, value in ours.state_dict().items())
         assert back.keys() == ours.state_dict().keys()
 
 
 @torch.no_grad()
 def test_a_diffusers_unet_is_exported_as_a_diffusers_unet(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", ("flow-matching", "ddpm"), told=("label",))
+    run = write_run(tmp_path / "run", ("flow-matching", "ddpm"), conditioning=("label",))
     shutil.rmtree(run / "experts/001")
     objective = {"objective": flow.objective("ddpm").spec, "bridge": {}}
     write_network(run, "experts/001", {**declared_by("experts/001", [1], UNET, ["label"], SPACE), **objective})

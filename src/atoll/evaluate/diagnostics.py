@@ -128,7 +128,7 @@ def _measure_batch(model: Ensemble, noisy: NoisyBatch, routings: Sequence[str]) 
         found["probabilities"] = p
         top_2 = p.topk(2).indices[..., None, None, None].expand(-1, -1, *velocities.shape[2:])
         found["top_2_angles"] = mean_angle(velocities.gather(1, top_2))
-    if experts > 1 and all(member.density is not None for member in model.members):
+    if experts > 1 and all(reference.density is not None for reference in model.references):
         found["nearest"] = model.route(noisy.x, noisy.t, condition, routing="nearest:full")
     for routing in routings:
         cluster, draw = noisy.batch.cluster, noisy.draw

@@ -181,7 +181,7 @@ def generate(
         artifact.write("prompts.json", to_json(asdict(prompts)))
         chunks, sampler = Chunks(artifact, len(prompts), CHUNK), model.open(max_loaded_experts)
         # Load the experts and run one step before timing, so that `seconds` excludes opening and warming up.
-        for number in range(len(sampler.ensemble.members)) if max_loaded_experts is None else ():
+        for number in range(len(sampler.ensemble.references)) if max_loaded_experts is None else ():
             sampler.ensemble.cache.get(number)
         _sample(sampler, prompts.part(slice(0, 1)), replace(settings, steps=1), batch_size=batch_size)
         for chunk in chunks.missing():

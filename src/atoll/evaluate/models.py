@@ -14,7 +14,7 @@ from atoll.core.manifests import EXPERT, ROUTER, ComputeSpec, NetworkContent
 from atoll.ensemble import Sampler, Settings, load, parse
 from atoll.evaluate.results import ForwardCost, TrainingCost
 from atoll.train.cost import Cost, image_cost, training_bytes
-from atoll.train.expected import DataShapes
+from atoll.train.data_shapes import DataShapes
 from atoll.train.spec import job_settings
 
 KINDS = (*layout.MODELS, "singles")
@@ -37,7 +37,7 @@ class EvaluatedModel:
         """Return the finished networks of the model: its experts and, if its routing needs one, the router."""
         if self.model == "experts":
             names = [name for name in finished_jobs(self.run) if layout.is_expert(name)]
-            names += ["router"] if parse(self.routing or "top-1").asks_router and len(names) > 1 else []
+            names += ["router"] if parse(self.routing or "top-1").needs_router and len(names) > 1 else []
         elif self.model.startswith("expert:"):
             names = [layout.model_job(self.model)]
         else:

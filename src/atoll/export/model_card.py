@@ -201,7 +201,7 @@ def _limitations(data: CardData) -> str:
     lines = ["The model reflects the content, gaps and biases of its training images and captions."]
     if len(data.experts) > 1:
         lines.append(
-            "No expert saw more than one cluster, so prompts that combine several clusters may work less well."
+            "Each expert was trained on one cluster, so prompts that combine several clusters may work less well."
         )
         lines.append("Sampling needs all experts, because the routing selects experts for each image and step.")
     return "\n".join(["## Limitations", "", *(f"- {line}" for line in lines)])

@@ -31,8 +31,8 @@ from atoll.ensemble.samples import Samples
 from atoll.experts import stored
 from atoll.experts.density import Density
 from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference, OpenRouter
-from atoll.experts.expert_cache import weights_of
-from atoll.experts.folder import COMPONENTS, PIPELINE_CLASS, ModelIndex, fetch, forget_paths, refusal
+from atoll.experts.expert_cache import weight_bytes
+from atoll.experts.folder import COMPONENTS, PIPELINE_CLASS, ModelIndex, fetch, remove_source_paths, unsupported_folder
 from atoll.experts.folder import verify as verify_folder
 from atoll.export.model_card import CARD_FILE
 from atoll.nets import Condition, Router
@@ -80,16 +80,16 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
         """Load a network that `save_pretrained` wrote."""
         # diffusers passes `dtype` in some places and `torch_dtype` in others.
         folder = Path(pretrained_model_name_or_path) / (subfolder or "")
-        found = stored.Stored.open(folder)
+        found = stored.StoredNetwork.open(folder)
         return cls(found.network().to(dtype or torch_dtype or torch.float32), found.content, found.reference().density)
 
 
 class ExpertModel(_Declared):
     """An expert."""
 
-    def member(self) -> ExpertReference:
+    def reference(self) -> ExpertReference:
         """Return the expert as a reference for an ensemble; its network is already in memory."""
-        return ExpertReference(self.declaration(), lambda: self.network, weights_of(self.network), None, self.density)
+        return ExpertReference(self.declaration(), lambda: self.network, weight_bytes(self.network), None, self.density)
 
 
 class RouterModel(_Declared):
@@ -129,7 +129,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         folder = fetch(pretrained_model_name_or_path)
         index = ModelIndex.of(folder)
         if not index.exported:
-            raise refusal(folder, index)
+            raise unsupported_folder(folder, index)
         verify_folder(folder, index)
         sized = _sized(len(index.expert_names(folder)))
         if "device_map" not in options:
@@ -150,7 +150,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         artifact = Artifact(folder.parent, folder.name)
         artifact.begin(PIPELINE, {"saved_by": PIPELINE_CLASS})
         super().save_pretrained(folder, safe_serialization=True, **options)
-        forget_paths(folder)
+        remove_source_paths(folder)
         artifact.commit(PipelineContent(experts=len(self.experts)), exclude=[CARD_FILE])
 
     @property
@@ -161,10 +161,10 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     def sampler(self) -> Sampler:
         """Return a sampler with the components of this pipeline, like that of `atoll.load`."""
         # Not cached: components of a diffusers pipeline can be replaced at any time.
-        members = [expert.member() for expert in self.experts]
-        placement = DeviceOptions(self.expert_0.device, self.expert_0.dtype)
-        router = self.router.opened(placement.dtype) if self.router is not None and len(members) > 1 else None
-        return Sampler(Ensemble(members, router, placement=placement), Encoders(self._codec, self._texts))
+        references = [expert.reference() for expert in self.experts]
+        options = DeviceOptions(self.expert_0.device, self.expert_0.dtype)
+        router = self.router.opened(options.dtype) if self.router is not None and len(references) > 1 else None
+        return Sampler(Ensemble(references, router, device_options=options), Encoders(self._codec, self._texts))
 
     def _codec(self) -> Codec | PixelCodec:
         pixels = self.expert_0.content.latents.autoencoder == "pixels"

@@ -29,7 +29,7 @@ from atoll.experts.folder import (
     INDEX_FILE,
     PIPELINE_CLASS,
     ROUTER_CLASS,
-    forget_paths,
+    remove_source_paths,
 )
 from atoll.export.model_card import CARD_FILE, CardData, model_card
 
@@ -46,7 +46,7 @@ def export(run: Path, destination: Path, model: str = "experts", *, license: str
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
     if artifact.begin(PIPELINE, made_from) is None:
         _write(artifact, sampler, trained)
-        artifact.commit(PipelineContent(experts=len(ensemble.members), model=model), exclude=[CARD_FILE])
+        artifact.commit(PipelineContent(experts=len(ensemble.references), model=model), exclude=[CARD_FILE])
     manifest = artifact.open(PIPELINE, verify=True)
     # An existing card may have been edited.
     if not (destination / CARD_FILE).exists():
@@ -62,7 +62,7 @@ def _trained(run: Path, ensemble: Ensemble) -> dict[str, Manifest]:
     """Return the manifests of all networks, and verify their files."""
     # Without a router only `nearest` can combine experts, and it needs the density of every cluster. Testing from the
     # second expert on exempts a model of one network.
-    if ensemble.router is None and any(member.density is None for member in ensemble.members[1:]):
+    if ensemble.router is None and any(reference.density is None for reference in ensemble.references[1:]):
         raise AtollError(f"{run} has several experts and no router; train one with: atoll train {run} --router")
     kinds: dict[str, Kind[Any]] = {expert.name: EXPERT for expert in ensemble.experts}
     if ensemble.router is not None:
@@ -89,7 +89,7 @@ def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]
     """Write all components, one after the other, so that one network is in memory at a time."""
     index: dict[str, list[str | None]] = {}
     # 5: router, vae, text_encoder, tokenizer and scheduler.
-    with progress("exporting", len(sampler.ensemble.members) + 5, unit="components") as bar:
+    with progress("exporting", len(sampler.ensemble.references) + 5, unit="components") as bar:
         for name, component in _components(sampler, trained, artifact.folder):
             index[name] = component
             bar.update(1)
@@ -97,7 +97,7 @@ def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]
 
     fields = {"_class_name": PIPELINE_CLASS, "_diffusers_version": diffusers.__version__, **dict(sorted(index.items()))}
     artifact.write(INDEX_FILE, (json.dumps(fields, indent=2) + "\n").encode())
-    forget_paths(artifact.folder)
+    remove_source_paths(artifact.folder)
 
 
 def _components(
@@ -105,9 +105,9 @@ def _components(
 ) -> Iterator[tuple[str, list[str | None]]]:
     """Write every component; yield its name, and its library and class for model_index.json."""
     ensemble = sampler.ensemble
-    for number, member in enumerate(ensemble.members):
-        content = _public(member.declaration.name, trained[member.declaration.name])
-        stored.write(folder / f"expert_{number}", member.open(), content, density=member.density)
+    for number, reference in enumerate(ensemble.references):
+        content = _public(reference.declaration.name, trained[reference.declaration.name])
+        stored.write(folder / f"expert_{number}", reference.open(), content, density=reference.density)
         yield f"expert_{number}", [COMPONENTS, EXPERT_CLASS]
     if ensemble.router is not None:
         stored.write(

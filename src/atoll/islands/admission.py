@@ -34,8 +34,7 @@ from atoll.core.signing import verify
 from atoll.core.untrusted import Refused, check_bounded, strict_json
 from atoll.data.dataset import Shards
 from atoll.data.stages.latents import Statistics
-from atoll.experts.density import CAPTION_RANK, RANK
-from atoll.experts.density import FILE as DENSITY_FILE
+from atoll.experts.density import CAPTION_RANK, DENSITY_FILE, RANK
 from atoll.experts.expert import DeviceOptions, open_expert
 from atoll.experts.run import expert_of_artifact
 from atoll.experts.validation import validate

@@ -23,7 +23,7 @@ _OBJECT = r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json|sig
 
 
 class Reporter:
-    """Looks on while a job trains (`atoll.train.loop.Watch`); uploads run beside the training, one at a time."""
+    """Publishes checkpoints while a job trains (a `TrainCallback`); one upload runs at a time beside training."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Reporter:
         shutil.rmtree(self.outbox, ignore_errors=True)
         lease.tell(total=spec.settings.total_images, rate=0.0)
 
-    def stepped(self, images: int) -> bool:
+    def on_step(self, images: int) -> bool:
         """News for the next renewal; a lost lease or a wish to leave stops the job."""
         now = time.monotonic()
         if self._start is None:
@@ -60,7 +60,7 @@ class Reporter:
         self.lease.tell(images=images, rate=done / seconds if seconds > 0 else 0.0)
         return self.stop.is_set() or self.lease.lost
 
-    def saved(self, checkpoint: Artifact) -> None:
+    def on_checkpoint(self, checkpoint: Artifact) -> None:
         """Publish the checkpoint, unless one was published lately or is on its way: then it waits."""
         busy = self._upload is not None and not self._upload.done()
         self._waiting = checkpoint

@@ -55,7 +55,7 @@ def _models(run: Path, routings: Sequence[str]) -> list[EvaluatedModel]:
     jobs = finished_jobs(run)
     found: list[EvaluatedModel] = []
     experts = [name for name in jobs if layout.is_expert(name)]
-    possible = [routing for routing in routings if "router" in jobs or not parse(routing).asks_router]
+    possible = [routing for routing in routings if "router" in jobs or not parse(routing).needs_router]
     possible = possible if len(experts) > 1 else ["top-1"]  # one expert needs no router
     if possible:
         found += evaluated_models(run, ["experts"], possible)

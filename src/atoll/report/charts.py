@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from atoll.ensemble.images import COLOURS
+from atoll.ensemble.images import COLORS
 from atoll.report.html import tag
 
 # In units of the SVG, which are pixels where two charts stand side by side. The margins hold ticks and axis labels.
@@ -21,7 +21,7 @@ DIAGRAM_EXPERTS = 6
 
 def color(expert: int) -> str:
     """Return the color of an expert, the same on the whole page."""
-    return COLOURS[expert % len(COLOURS)]
+    return COLORS[expert % len(COLORS)]
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,10 @@ ROUTING = """
 Each band shows one image from pure noise (left) to the final image (right). The colors are the router’s probabilities
 of the experts at each step.
 """
-ROUTER_CONDITIONED = "This router is conditioned on the prompt, so it can tell the clusters apart from the first step."
-ROUTER_UNCONDITIONED = "This router sees only the noisy image, so it cannot tell the clusters apart in pure noise."
+ROUTER_CONDITIONED = (
+    "This router is conditioned on the prompt, so its probabilities are informative from the first step."
+)
+ROUTER_UNCONDITIONED = "The only input of this router is the noisy image, so pure noise gives no information."
 
 LOSSES = """
 Training loss by images seen. Losses of different objectives are not comparable, so each objective has a separate chart.
