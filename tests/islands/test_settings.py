@@ -11,10 +11,12 @@ from atoll import cli
 from atoll.core import config
 from atoll.core.config_sections import Island
 from atoll.core.errors import AtollError
+from atoll.core.presets import PRESETS
+from atoll.core.untrusted import Refused
 from atoll.islands.remote_run import open_config, pull, push
 from atoll.islands.shared_settings import SHARED, read_shared, shared_part
 from atoll.islands.store import Store
-from atoll.islands.worker import open_worker
+from atoll.islands.worker import check_overrides, open_worker
 from train.conftest import Copy, merge
 
 MACHINE = {
@@ -160,6 +162,26 @@ def test_shared_settings_survive_a_round_trip(new_run: Copy) -> None:
     own = config.load(new_run())
     read = read_shared(shared_part(own), "the store")
     assert shared_part(read) == shared_part(own)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_settings_of_every_preset_can_be_shared(preset: str) -> None:
+    settings = config.resolve(PRESETS[preset])
+    assert read_shared(shared_part(settings), "store").train == settings.train
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("train.samples", "train.total_images"), ("data.held_out", "data.val_fraction")]
+)
+def test_a_renamed_setting_of_a_store_is_refused_with_its_new_name(old: str, new: str) -> None:
+    section, key = old.split(".")
+    with pytest.raises(Refused, match=f"{old} is now {new}"):
+        read_shared(yaml.safe_dump({section: {key: 1}}).encode(), "store")
+
+
+def test_a_renamed_setting_of_a_contributor_is_an_error_with_its_new_name() -> None:
+    with pytest.raises(AtollError, match=r"--train.samples is now --train.total_images"):
+        check_overrides({"train.samples": "5"})
 
 
 def test_a_pulled_run_runs_no_shell_commands_of_its_owner(

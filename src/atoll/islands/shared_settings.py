@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from atoll.core import config as configuration
+from atoll.core import renamed
 from atoll.core.config import Config
 from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError
@@ -119,6 +120,8 @@ def _check_section(section: object, content: Any, source: str) -> None:
     allowed = SHARED[section]
     for key, value in content.items() if isinstance(content, dict) else ():
         where = f"{section}.{str(key)[:40]}"
+        if where in renamed.KEYS:
+            raise Refused(f"{source}: {where} is now {renamed.KEYS[where]}")
         if allowed is not None and key not in allowed:
             raise Refused(f"{source} sets {where}, which belongs to a machine and not to a shared run")
         if (section, key) in NAMES and not (isinstance(value, str) and _NAME.fullmatch(value)):
@@ -143,7 +146,7 @@ def _check_ema(value: Any, where: str) -> None:
     if isinstance(value, dict) and len(value) > _MAX_EMAS:
         raise Refused(f"{where} has {len(value)} entries; at most {_MAX_EMAS} are accepted from a shared run")
     for half_life in value.values() if isinstance(value, dict) else ():
-        _check_number(half_life, "images", where)
+        _check_number(half_life, "total_images", where)
 
 
 def _included() -> dict[str, bool | set[str]]:
