@@ -242,7 +242,7 @@ FILES: dict[Callable[[Offer], None], str] = {
     offsets_out_of_the_file: "gap or overlap",
     negative_offsets: "not lists of valid integers",
     trailing_data: "the file has",
-    tensor_twice: "is there twice",
+    tensor_twice: "appears twice",
     shape_of_billions: r"takes \d+ bytes; expected",
     unknown_dtype: "has dtype 'PICKLE'",
     other_dtype: "is F16 .*; expected .*F32",
