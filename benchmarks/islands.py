@@ -99,9 +99,9 @@ def train_job_shared(store: Store, folder: Path, config: Config) -> None:
     lease = Lease.acquire(store, job.job)
     assert lease is not None
     with lease:
-        reporter = CheckpointPublisher(store, lease, job, signer=None, every=PUBLISH_EVERY, stop=threading.Event())
-        train_job(job, reporter)
-        reporter.close()
+        publisher = CheckpointPublisher(store, lease, job, signer=None, every=PUBLISH_EVERY, stop=threading.Event())
+        train_job(job, publisher)
+        publisher.close()
 
 
 def one_island(store: Store, line: Proxy, folder: Path, own: Path) -> float:
@@ -139,10 +139,10 @@ def cost_of_sharing(store: Store, own: Path, config: Config) -> tuple[float, flo
     artifact.write("state.bin", os.urandom(checkpoint_size(own)))
     artifact.commit({"images": 1, "seconds": 0.0})
     shutil.move(folder, own / "experts/000/000000000001")
-    reporter = CheckpointPublisher(store, lease, job, signer=None, every=0.0, stop=threading.Event())
+    publisher = CheckpointPublisher(store, lease, job, signer=None, every=0.0, stop=threading.Event())
     before = time.process_time()
-    reporter.on_checkpoint(Artifact(own, "experts/000/000000000001"))
-    reporter.close()
+    publisher.on_checkpoint(Artifact(own, "experts/000/000000000001"))
+    publisher.close()
     upload = time.process_time() - before
     shutil.rmtree(own / "experts/000/000000000001")
     return renewal, upload

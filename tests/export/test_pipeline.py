@@ -122,7 +122,7 @@ def test_scheduler_times_uses_the_times_of_the_scheduler(pipe: AtollPipeline, co
     named = {"solver": "flow-euler", "scheduler_times": True}
     expected = ensemble.generate(labels=LABELS, steps=3, **named)
     torch.testing.assert_close(got, expected.latents, atol=1e-5, rtol=1e-5)
-    with pytest.raises(AtollError, match="scheduler_times needs a solver of diffusers"):
+    with pytest.raises(AtollError, match="scheduler_times needs a diffusers solver"):
         ensemble.generate(labels=LABELS, steps=3, scheduler_times=True)
 
 

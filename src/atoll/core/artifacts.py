@@ -287,8 +287,8 @@ class Artifact:
         """Hash every file and write the manifest.
 
         Two jobs may make the same artifact at the same time. The first one to write the manifest commits it; the
-        other checks that its files have the same hashes. Files in `exclude` may be in the folder, but do not belong to
-        the artifact.
+        other one checks that its manifest would be the same. Files in `exclude` may be in the folder, but do not
+        belong to the artifact.
         """
         plan = self._plan()
         if plan is None:

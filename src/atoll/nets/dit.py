@@ -265,7 +265,7 @@ def _text_projection(config: DiTConfig) -> nn.Module | None:
 
 def count_parameters(network: nn.Module) -> int:
     """Count the weights of a network and its stored positions, without the learned null condition."""
-        # Counted this way, DiT-XL/2 has the published number of parameters.
+    # Counted this way, DiT-XL/2 has the published number of parameters.
     total = sum(parameter.numel() for name, parameter in network.named_parameters() if "null_" not in name)
     positions = network.get_buffer("positions") if "positions" in dict(network.named_buffers()) else None
     return total + (0 if positions is None else positions.numel())

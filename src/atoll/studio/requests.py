@@ -43,12 +43,12 @@ from atoll.studio.schemas import (
     StreamEvent,
 )
 
-# Seconds without an event after which a stream sends a comment. Proxies close idle connections after 30 to 60 seconds.
+# Seconds without an event after which a stream sends a comment. Many proxies close idle connections after 60 s.
 HEARTBEAT_SECONDS = 10.0
 # Seconds that a write to a stream may block because its client does not read. Then the request is cancelled.
 SEND_TIMEOUT_SECONDS = 60.0
 # Seconds between two checks whether the client of a plain request is still connected. An abandoned request costs the
-# others at most this much computation.
+# others about this much computation.
 DISCONNECT_CHECK_SECONDS = 0.5
 # PNG compression runs outside the event loop. Two long-lived threads suffice and keep the memory constant: the
 # allocator keeps an arena per thread, so a pool that grows with the load would hold on to memory.

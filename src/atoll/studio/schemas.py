@@ -98,7 +98,7 @@ class ErrorDetail(ResponseSchema):
 
 
 class ErrorResponse(ResponseSchema):
-    """Body of every response with a status of 400 or above."""
+    """Body of every error response, except those of /health."""
 
     error: ErrorDetail
 

@@ -1,7 +1,7 @@
 // Images generated in this browser, in localStorage; only in memory if the browser blocks storage.
 
 const KEY = "atoll.gallery";
-const MAX_IMAGES = 80; // more tiles than anybody scrolls through
+const MAX_IMAGES = 80; // of all runs together; older images are dropped
 const MAX_CHARACTERS = 2_000_000; // of all images together; browsers allow about five million for a site
 const MAX_FULL_SIZE = 60_000; // characters of an image that is stored unchanged; larger ones are scaled down
 const THUMBNAIL_SIDE = 192; // pixels: about the width of a tile
