@@ -207,7 +207,7 @@ CLAIMS: dict[Callable[[Offer], None], str] = {
     no_claim: "it claims a held-out loss of None",
     deep_json: "nested deeper than 32 levels",
     deep_manifest: "nested deeper than 32 levels",
-    huge_manifest: "bytes; at most",
+    huge_manifest: "bytes; the limit is",
     repeated_key: "'format' appears twice",
     nan_constant: "NaN is not a number",
     infinite_number: "1e999 is not a finite number",

@@ -65,7 +65,7 @@ def _main(arguments: list[str]) -> int:
         # Overrides are removed first: tyro would reject options that are not fields of the verb.
         rest, overrides = split_overrides(rest)
         renamed.check_arguments(name, rest)
-        # No --no-OPTION twins: half as many lines of help.
+        # Flags without a --no-OPTION twin: one line of help for each.
         verb = tyro.cli(VERBS[name], args=rest, prog=f"atoll {name}", config=(tyro.conf.FlagCreatePairsOff,))
         if isinstance(verb, Configured):
             verb.overrides = overrides
