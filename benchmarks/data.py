@@ -1,9 +1,8 @@
-"""What preparing and reading data costs beside the networks, and how the clustering does beside its peers.
+"""Measure the overhead of preparing and reading data, and compare the clustering with faiss and scikit-learn.
 
-Rates of preparation are taken with the network already loaded, over pictures on disk, with everything that happens to
-them: reading, decoding, the network, writing, hashing. Clusterings run in processes of their own, one after the other,
-over the same feature files; their time includes assigning every row, and their memory is what the process holds at
-most above what it held before the first row was read.
+Rates of preparation start with a loaded network and images on disk. They include reading, decoding, the network,
+writing and hashing. Each clustering runs in a separate process, one after the other, on the same feature files. Its
+time includes the assignment of every row. Its memory is the peak above the memory before the first row was read.
 """
 
 import multiprocessing
@@ -26,7 +25,7 @@ from sklearn.cluster import MiniBatchKMeans
 from torch import Tensor
 
 from atoll.core import config as configuration
-from atoll.core import manifests
+from atoll.core import layout, manifests
 from atoll.core.artifacts import Artifact, Content, Kind
 from atoll.core.manifests import (
     FEATURES,
@@ -44,11 +43,11 @@ from atoll.data.chunks import Chunks
 from atoll.data.dataset import Batch, Shards
 from atoll.data.prepare import prepare
 from atoll.data.sources.base import Source
-from atoll.data.stages import clusters, features, ingest, latents, shards
+from atoll.data.stages import clusters, features, ingest, latents
 from atoll.nets import Condition, DiT, DiTConfig
 from harness import Row, interleave, run
 
-Work = Callable[[ingest.Pixels], dict[str, Tensor]]
+Encode = Callable[[ingest.Pixels], dict[str, Tensor]]
 DIMENSIONS = 384
 CLUSTERS = 8
 
@@ -64,56 +63,56 @@ def measure(quick: bool) -> list[Row]:
 # Preparing
 
 
-def write_pictures(folder: Path, count: int, side: int) -> Path:
-    """JPEG pictures with the soft structure of photographs, each with a caption."""
+def write_images(folder: Path, count: int, side: int) -> Path:
+    """Write JPEG images with the soft structure of photographs, each with a caption."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     for number in range(count):
         noise = Image.fromarray(generator.integers(0, 255, (side // 8, side // 8, 3), dtype=np.uint8))
-        picture = noise.resize((side, side), Image.Resampling.BICUBIC).filter(ImageFilter.DETAIL)
-        picture.save(folder / f"{number:05d}.jpg", quality=90)
-        (folder / f"{number:05d}.txt").write_text(f"picture number {number}")
+        image = noise.resize((side, side), Image.Resampling.BICUBIC).filter(ImageFilter.DETAIL)
+        image.save(folder / f"{number:05d}.jpg", quality=90)
+        (folder / f"{number:05d}.txt").write_text(f"image number {number}")
     return folder
 
 
 def preparing(folder: Path, quick: bool) -> Iterator[Row]:
-    """Rate of the stages features and latents over the bare forward rate of their network."""
+    """Measure the rate of the stages features and latents over the forward rate of their networks."""
     extractor = features.open_extractor("efficientnet-lite0")
 
-    def encode(pixels: ingest.Pixels) -> dict[str, Tensor]:
+    def extract(pixels: ingest.Pixels) -> dict[str, Tensor]:
         return {"features": extractor(pixels).half()}
 
-    sides: list[tuple[str, int, int, Work]] = [
-        ("features (EfficientNet-Lite0)", extractor.side, 32 if quick else 256, encode),
+    sides: list[tuple[str, int, int, Encode]] = [
+        ("features (EfficientNet-Lite0)", extractor.side, 32 if quick else 256, extract),
         ("latents (shipped autoencoder)", 64, 64 if quick else 1024, latents.open_codec("emoji").encode),
     ]
     if not quick:
-        sides.append(("latents (shape of Stable Diffusion's)", 64, 24, stable_diffusion_shape().encode))
-    for name, side, count, work in sides:
+        sides.append(("latents (size of Stable Diffusion's)", 64, 24, stable_diffusion_size().encode))
+    for name, side, count, encode in sides:
         source, index = ingested(folder / name, count)
         batches = [
             pixels
-            for _, pixels in ingest.picture_batches(
-                index, source, all_chunks(index), resolution=side, batch=16, workers=2
+            for _, pixels in ingest.image_batches(
+                index, source, all_chunks(index), resolution=side, batch_size=16, workers=2
             )
         ]
-        stage, forward = stage_over(folder / name / "out", index, source, side, work), forward_over(batches, work)
+        stage, forward = stage_over(folder / name / "out", index, source, side, encode), forward_over(batches, encode)
         times = interleave({"stage": stage, "forward": forward}, repeats=3 if quick else 5)
-        yield Row(f"prepare {name}: rate / bare forward rate", times["forward"] / times["stage"], 0.9)
-        yield Row(f"prepare {name}: pictures a second", count / times["stage"])
+        yield Row(f"prepare {name}: rate / forward rate", times["forward"] / times["stage"], 0.9)
+        yield Row(f"prepare {name}: images per second", count / times["stage"])
 
 
 def ingested(folder: Path, count: int) -> tuple[Source, ingest.Index]:
-    """A run whose source is that many pictures of 256 pixels, with the first stage done."""
-    pictures = write_pictures(folder / "pictures", count, 256)
-    values = {"data": {"source": str(pictures), "resolution": 64, "chunk": 64, "held_out": 0.0}}
+    """Make a run of `count` images of 256 pixels and ingest them."""
+    images = write_images(folder / "images", count, 256)
+    values = {"data": {"source": str(images), "resolution": 64, "chunk": 64, "val_fraction": 0.0}}
     config = configuration.resolve(values)
     prepare(folder / "run", config, ["ingest"])
     return ingest.open_configured(config.data), ingest.Index.open(folder / "run")
 
 
-def stable_diffusion_shape() -> latents.Codec:
-    """An autoencoder as large as that of Stable Diffusion, with random weights: only its cost matters here."""
+def stable_diffusion_size() -> latents.Codec:
+    """Return an autoencoder as large as Stable Diffusion's, with random weights because only its cost matters."""
     from diffusers import AutoencoderKL
 
     blocks = {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
@@ -124,24 +123,26 @@ def all_chunks(index: ingest.Index) -> list[int]:
     return list(range(-(-index.rows // index.chunk)))
 
 
-def stage_over(folder: Path, index: ingest.Index, source: Source, side: int, work: Work) -> Callable[[], None]:
-    """One pass of a stage into a fresh folder, from pictures on disk to the committed artifact."""
+def stage_over(folder: Path, index: ingest.Index, source: Source, side: int, encode: Encode) -> Callable[[], None]:
+    """Return a function that runs a stage into an empty folder, from images on disk to the committed artifact."""
 
     def once() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         artifact = Artifact(folder, "stage")
         artifact.begin(Kind("stage", Content), {})
-        pictures = ingest.picture_batches(index, source, all_chunks(index), resolution=side, batch=16, workers=2)
-        index.chunks(artifact).fill("bench", all_chunks(index), ((c, len(p), work(p)) for c, p in pictures))
+        batches = ingest.image_batches(index, source, all_chunks(index), resolution=side, batch_size=16, workers=2)
+        index.chunks(artifact).fill(
+            "bench", all_chunks(index), ((chunk, len(pixels), encode(pixels)) for chunk, pixels in batches)
+        )
         artifact.commit({})
 
     return once
 
 
-def forward_over(batches: list[ingest.Pixels], work: Work) -> Callable[[], None]:
+def forward_over(batches: list[ingest.Pixels], encode: Encode) -> Callable[[], None]:
     def once() -> None:
         for pixels in batches:
-            work(pixels)
+            encode(pixels)
 
     return once
 
@@ -150,21 +151,23 @@ def forward_over(batches: list[ingest.Pixels], work: Work) -> Callable[[], None]
 
 
 def reading(folder: Path, quick: bool) -> Iterator[Row]:
-    """Training steps fed by the reader over the same steps fed from tensors in memory."""
-    batch, rows = 32, 2_000 if quick else 20_000
+    """Measure training steps on batches from the reader over the same steps on tensors in memory."""
+    batch_size, rows = 32, 2_000 if quick else 20_000
     write_shards(folder / "shards", rows)
     data = Shards.open(folder / "shards", [0])
     torch.manual_seed(0)
     config = DiTConfig.named("DiT-S/2", channels=8, out_channels=8, size=8, text_width=DIMENSIONS)
     network = DiT(config)
     optimizer = torch.optim.AdamW(network.parameters())
-    held = [data.read(data.order(np.arange(i * batch, (i + 1) * batch, dtype=np.uint64), 0)) for i in range(16)]
-    in_memory, stream = cycle(held), data.stream(batch, seed=0, workers=1)
+    held = [
+        data.read(data.order(np.arange(i * batch_size, (i + 1) * batch_size, dtype=np.uint64), 0)) for i in range(16)
+    ]
+    in_memory, stream = cycle(held), data.stream(batch_size, seed=0, workers=1)
 
-    def step(given: Batch) -> None:
-        x0 = data.latents(given, seed=0, position=0)
-        condition = Condition(text=given.text.float(), text_mask=given.mask)  # type: ignore[union-attr]
-        loss = (network(x0, torch.rand(batch) * 1000, condition) - x0).square().mean()
+    def step(batch: Batch) -> None:
+        x0 = data.latents(batch, seed=0, position=0)
+        condition = Condition(text=batch.text.float(), text_mask=batch.mask)  # type: ignore[union-attr]
+        loss = (network(x0, torch.rand(batch_size) * 1000, condition) - x0).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -176,14 +179,14 @@ def reading(folder: Path, quick: bool) -> Iterator[Row]:
     for _ in islice(stream, 50):
         pass
     alone = (time.perf_counter() - start) / 50
-    yield Row("reader alone: samples a second", batch / alone)
-    yield Row("reader alone: time of a step / time to read its batch", times["memory"] / alone)
+    yield Row("reader alone: images per second", batch_size / alone)
+    yield Row("reader alone: time of a training step / time to read its batch", times["memory"] / alone)
 
 
 def write_shards(run: Path, rows: int) -> None:
-    """Shards of latents 8 x 8 x 8 and captions of 4 to 16 tokens, as the emoji data has them."""
+    """Write shards with latents of 8 x 8 x 8 and captions of 4 to 16 tokens, like the emoji data."""
     generator = torch.Generator().manual_seed(0)
-    artifact = Artifact(run, shards.name(0))
+    artifact = Artifact(run, layout.shards(0))
     artifact.begin(SHARDS, {})
     for number, start in enumerate(range(0, rows, 4096)):
         count = min(4096, rows - start)
@@ -208,21 +211,21 @@ def write_shards(run: Path, rows: int) -> None:
 
 
 def write_features(run: Path, rows: int) -> None:
-    """Unit vectors around 2000 centres of very different sizes, as an index and feature chunks of a run."""
+    """Write the index and features of a run: unit vectors around 2000 centers of very different weights."""
     chunk = 8192
     generator = np.random.default_rng(0)
-    centres = generator.normal(size=(2000, DIMENSIONS)).astype(np.float32)
+    centers = generator.normal(size=(2000, DIMENSIONS)).astype(np.float32)
     weights = generator.pareto(1.5, 2000) + 0.1
     artifact = Artifact(run, ingest.NAME)
     artifact.begin(INGEST, {"chunk": chunk, "resolution": 64})
     target = Artifact(run, features.NAME)
     target.begin(FEATURES, {})
     chunks = Chunks(target, rows, chunk)
-    with artifact.writing(ingest.SAMPLES) as path, pq.ParquetWriter(path, ingest.SCHEMA) as writer:
+    with artifact.writing(ingest.IMAGES) as path, pq.ParquetWriter(path, ingest.SCHEMA) as writer:
         for number in range(chunks.count):
             count = chunks.length(number)
-            kind = generator.choice(len(centres), count, p=weights / weights.sum())
-            vectors = torch.from_numpy(centres[kind] + generator.normal(size=(count, DIMENSIONS)).astype(np.float32))
+            kind = generator.choice(len(centers), count, p=weights / weights.sum())
+            vectors = torch.from_numpy(centers[kind] + generator.normal(size=(count, DIMENSIONS)).astype(np.float32))
             target.write_tensors(
                 chunks.file(number), {"features": torch.nn.functional.normalize(vectors, dim=1).half()}
             )
@@ -235,22 +238,22 @@ def write_features(run: Path, rows: int) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one clustering took and gave."""
+    """Cost and quality of one clustering."""
 
     seconds: float
     megabytes: float
-    """Peak above the start."""
+    """Peak memory above that at the start."""
     fine_cosine: float
-    """Mean cosine of all rows to the nearest of the fine centres."""
+    """Mean cosine similarity of all rows to the nearest fine center."""
     imbalance: float = 0.0
 
 
-def ours(run: Path, fine: int) -> Outcome:
-    """Atoll: fine centres from a bounded sample, streamed assignment, balanced merge, table of assignments."""
-    artifact, index = Artifact(run, "ours"), ingest.Index.open(run)
+def cluster_atoll(run: Path, fine: int) -> Outcome:
+    """Cluster with Atoll: fine centers from a bounded sample, streamed assignment, balanced merging."""
+    artifact, index = Artifact(run, "atoll"), ingest.Index.open(run)
     shutil.rmtree(artifact.folder, ignore_errors=True)
     artifact.begin(manifests.CLUSTERS, {})
-    settings = configuration.Clusters(count=CLUSTERS, fine=fine)
+    settings = configuration.Clusters(count=CLUSTERS, num_fine=fine)
     before, start = memory("VmRSS"), time.perf_counter()
     clusters.Partition(artifact, index, settings, index.chunks(Artifact(run, features.NAME))).assign()
     seconds = time.perf_counter() - start
@@ -260,8 +263,8 @@ def ours(run: Path, fine: int) -> Outcome:
     return Outcome(seconds, memory("VmHWM") - before, cosine, float(sizes.max() / sizes.mean()))
 
 
-def plain_faiss(run: Path, fine: int) -> Outcome:
-    """faiss as its manual shows it: everything in memory, k-means with its own defaults, then search."""
+def cluster_faiss(run: Path, fine: int) -> Outcome:
+    """Cluster with faiss as in its documentation: all rows in memory, k-means with default settings, then search."""
     before, start = memory("VmRSS"), time.perf_counter()
     rows = all_rows(run)
     solver = faiss.Kmeans(DIMENSIONS, fine, niter=25, spherical=True, seed=0)
@@ -270,14 +273,14 @@ def plain_faiss(run: Path, fine: int) -> Outcome:
     return Outcome(time.perf_counter() - start, memory("VmHWM") - before, float(cosine.mean()))
 
 
-def minibatch(run: Path, fine: int) -> Outcome:
-    """scikit-learn: everything in memory, MiniBatchKMeans, then predict. Centres are normalised for the comparison."""
+def cluster_minibatch(run: Path, fine: int) -> Outcome:
+    """Cluster with scikit-learn: all rows in memory, MiniBatchKMeans. Centers are normalized for the comparison."""
     before, start = memory("VmRSS"), time.perf_counter()
     rows = all_rows(run)
     solver = MiniBatchKMeans(fine, batch_size=8192, n_init=1, random_state=0).fit(rows)
     seconds = time.perf_counter() - start
     units = solver.cluster_centers_ / np.linalg.norm(solver.cluster_centers_, axis=1, keepdims=True)
-    _, distance = kmeans.nearest_centre(rows, units)
+    _, distance = kmeans.nearest_center(rows, units)
     return Outcome(seconds, memory("VmHWM") - before, 1 - float(distance.mean()))
 
 
@@ -291,41 +294,43 @@ def all_rows(run: Path) -> np.ndarray:
     return rows
 
 
-def memory(what: Literal["VmRSS", "VmHWM"]) -> float:
-    """Megabytes that this process holds now or held at most, as Linux tells them."""
+def memory(field: Literal["VmRSS", "VmHWM"]) -> float:
+    """Return the current (VmRSS) or peak (VmHWM) memory of this process in megabytes, from /proc."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
-def apart(work: Callable[[Path, int], Outcome], run: Path, fine: int) -> Outcome:
-    """Do it in a fresh process, forked from one that has imported everything and done nothing."""
+def in_new_process(cluster: Callable[[Path, int], Outcome], run: Path, fine: int) -> Outcome:
+    """Run a clustering in a new process, forked from one that has only imported the modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__"])
     with context.Pool(1) as pool:
-        return pool.apply(work, (run, fine))
+        return pool.apply(cluster, (run, fine))
 
 
 def clustering(folder: Path, quick: bool) -> Iterator[Row]:
-    sides = {"ours": ours, "faiss": plain_faiss, "minibatch": minibatch}
+    sides = {"atoll": cluster_atoll, "faiss": cluster_faiss, "minibatch": cluster_minibatch}
     counts = (2_000, 8_000) if quick else (10_000, 100_000, 1_000_000)
     fine = 128 if quick else 1024
     found: dict[tuple[str, int], Outcome] = {}
     for rows in counts:
         run = folder / f"features-{rows}"
         write_features(run, rows)
-        for name, work in sides.items():
-            # As many fine centres for the peers as Atoll takes for so few rows.
-            found[name, rows] = apart(work, run, kmeans.fine_count(rows, CLUSTERS, fine))
+        for name, cluster in sides.items():
+            # Atoll uses fewer fine centers for few rows; the others get the same number.
+            found[name, rows] = in_new_process(cluster, run, kmeans.fine_count(rows, CLUSTERS, fine))
         shutil.rmtree(run)
     large = counts[-1]
-    # With few rows everything fits into the sample, and there is nothing to win.
+    # With few rows everything fits into the sample, so Atoll has no advantage to reach.
     at_least, at_most = (None, None) if quick else (1.0, 1.0)
     for peer in ("faiss", "minibatch"):
-        us, them = found["ours", large], found[peer, large]
-        yield Row(f"clustering {large:,} rows: time of {peer} / ours", them.seconds / us.seconds, at_least)
-        yield Row(f"clustering {large:,} rows: our cosine / {peer}", us.fine_cosine / them.fine_cosine, 0.99)
-        yield Row(f"clustering {large:,} rows: our memory / {peer}", us.megabytes / them.megabytes, at_most, "lower")
-    yield Row("clustering: largest / mean cluster", found["ours", large].imbalance, 1.25, "lower")
+        ours, theirs = found["atoll", large], found[peer, large]
+        yield Row(f"clustering {large:,} rows: time of {peer} / Atoll", theirs.seconds / ours.seconds, at_least)
+        yield Row(f"clustering {large:,} rows: cosine of Atoll / {peer}", ours.fine_cosine / theirs.fine_cosine, 0.99)
+        yield Row(
+            f"clustering {large:,} rows: memory of Atoll / {peer}", ours.megabytes / theirs.megabytes, at_most, "lower"
+        )
+    yield Row("clustering: largest / mean cluster", found["atoll", large].imbalance, 1.25, "lower")
     for name in sides:
         for rows in counts:
             outcome = found[name, rows]

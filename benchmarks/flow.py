@@ -1,4 +1,4 @@
-"""What the mathematics costs beside a network: the bridge, the noising, the solver loop."""
+"""Measure the overhead of bridge and noising relative to a network."""
 
 import torch
 
@@ -10,18 +10,18 @@ SHAPE = (64, 4, 16, 16)
 
 
 def measure(quick: bool) -> list[Row]:
-    """Time of a step with the mathematics over the time of the bare network or of plain random numbers."""
+    """Return the time of bridged networks and of noising over that of the bare network or of torch.randn."""
     torch.manual_seed(0)
     network = DiT(DiTConfig.named("DiT-S/2", channels=SHAPE[1], out_channels=SHAPE[1], size=SHAPE[2])).eval()
     x, t = torch.randn(SHAPE), torch.full((SHAPE[0],), 0.7)
     seconds = 12 if quick else 60
 
-    def answer(state: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    def predict(state: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         return network(state, time)
 
-    bridged = {name: flow.objective(name).bridge().wrap(answer) for name in ("ddpm", "ddpm-linear", "v-prediction")}
+    bridged = {name: flow.objective(name).bridge().wrap(predict) for name in ("ddpm", "ddpm-linear", "v-prediction")}
     with torch.inference_mode():
-        sides = {"bare": lambda: answer(x, 1000 * t)}
+        sides = {"bare": lambda: predict(x, 1000 * t)}
         sides |= {name: lambda field=field: field(x, t) for name, field in bridged.items()}
         times = interleave(sides, seconds=seconds)
     rows = [Row(f"bridge from {name} / bare network", times[name] / times["bare"], 1.02, "lower") for name in bridged]
@@ -29,15 +29,15 @@ def measure(quick: bool) -> list[Row]:
     objective = flow.objective("flow-matching")
     sides = {
         "noising": lambda: objective.corrupt(x, seed=0, step=1),
-        "random": lambda: torch.randn(SHAPE),
+        "randn": lambda: torch.randn(SHAPE),
         "forward": lambda: network(x, 1000 * t),
     }
     with torch.inference_mode():
         times = interleave(sides, seconds=seconds)
-    rows.append(Row("noising by position / plain random numbers", times["noising"] / times["random"], None, "lower"))
+    rows.append(Row("noising by position / torch.randn", times["noising"] / times["randn"], None, "lower"))
     rows.append(Row("noising by position / network forward", times["noising"] / times["forward"], 0.02, "lower"))
     return rows
 
 
 if __name__ == "__main__":
-    run("atoll.flow beside a DiT-S/2, batch 64", measure)
+    run("atoll.flow relative to a DiT-S/2, batch size 64", measure)

@@ -1,4 +1,4 @@
-"""The one shape of a benchmark: rows of ratios measured in interleaved repeats, a table, and with --json one object.
+"""The common part of all benchmarks: ratios measured in interleaved repeats, printed as a table and as JSON.
 
 python benchmarks/NAME.py [--quick] [--json]
 """
@@ -21,7 +21,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Row:
-    """One measured ratio. `target` is None where the figure is only reported."""
+    """One measured ratio. `target` is None where the value is only reported."""
 
     name: str
     value: float
@@ -30,7 +30,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without a target."""
+        """Return whether the target is met; None without a target."""
         if self.target is None:
             return None
         return self.value >= self.target if self.better == "higher" else self.value <= self.target
@@ -39,9 +39,9 @@ class Row:
 def interleave(
     sides: dict[str, Callable[[], object]], repeats: int = 7, warmup: int = 1, seconds: float | None = None
 ) -> dict[str, float]:
-    """Median seconds of each side, measured in turn so that drift of the machine hits all of them alike.
+    """Return the median seconds of each side. Sides alternate, so drift of the machine affects them equally.
 
-    With `seconds`, rounds go on (at least three) until that much time is spent.
+    With `seconds`, repeat for that long, but at least three rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(warmup):
@@ -63,7 +63,7 @@ def interleave(
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+    """Return a description of this machine."""
     model = platform.processor()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as lines:
@@ -79,7 +79,7 @@ def machine() -> dict[str, object]:
 
 
 def run(title: str, measure: Callable[[bool], Iterable[Row]]) -> None:
-    """Parse the two options, measure, print the table and, if asked, the JSON object as the last line."""
+    """Parse the two options, measure, and print the table and, with --json, one JSON object as the last line."""
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--quick", action="store_true", help="fewer rows and repeats: at most 50 seconds on 2 cores")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")

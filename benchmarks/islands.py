@@ -1,6 +1,6 @@
-"""Shared runs: what store and lease cost an island, what it moves, and how a plan of many islands would go.
+"""Measure the overhead and the traffic of a shared run for one island, and simulate runs with many islands.
 
-The S3 server (moto) is a process of its own on loopback; a proxy in front of it counts every byte, headers included.
+The S3 server (moto) is a separate process on loopback. A proxy in front of it counts every byte, headers included.
 """
 
 import heapq
@@ -19,7 +19,7 @@ from pathlib import Path
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.manifests import CHECKPOINT
-from atoll.islands.checkpoint_publisher import Reporter
+from atoll.islands.checkpoint_publisher import CheckpointPublisher
 from atoll.islands.leases import DURATION, MARGIN, Lease
 from atoll.islands.remote_run import open_config, push
 from atoll.islands.store import Store
@@ -37,7 +37,7 @@ HOUR = 3600.0
 
 @contextmanager
 def shared_run(folder: Path, rows: int, **settings: object) -> Iterator[tuple[Store, Proxy]]:
-    """A run of one cluster on S3, behind a proxy that counts."""
+    """Open a run of one cluster on S3, behind a proxy that counts bytes."""
     os.environ.update(CREDENTIALS)
     make_run(folder, rows, **settings)
     with moto() as server, proxy(server) as line:
@@ -50,37 +50,37 @@ def shared_run(folder: Path, rows: int, **settings: object) -> Iterator[tuple[St
 
 @dataclass(frozen=True)
 class Measured:
-    """What one machine does."""
+    """Measurements of one machine."""
 
     rate: float
-    """Samples a second of the plain job."""
-    plain: float
-    """Seconds of the plain job."""
-    joined: float
-    """Seconds of the same job under store and lease, publishing one checkpoint."""
-    moved: float
-    """Bytes through the line over those of shards, checkpoints and result."""
+    """Images per second of the local job."""
+    local: float
+    """Seconds of the local job."""
+    shared: float
+    """Seconds of the same job with store and lease, publishing one checkpoint."""
+    traffic: float
+    """Bytes through the proxy over the size of shards, checkpoint and result."""
     renewal: float
-    """CPU seconds of one renewal of the lease."""
+    """CPU seconds of one lease renewal."""
     upload: float
     """CPU seconds of one published checkpoint."""
 
 
 def measure(quick: bool) -> Measured:
-    """One expert trained plainly and as a contributor does, in turn."""
-    samples, rounds = (256, 1) if quick else (4096, 5)
-    settings = {"samples": samples, "batch": 64, "save_every": samples // 2}
+    """Train one expert locally and as a contributor, in turn."""
+    images, rounds = (256, 1) if quick else (4096, 5)
+    settings = {"total_images": images, "batch_size": 64, "save_every": images // 2}
     with tempfile.TemporaryDirectory() as scratch, shared_run(Path(scratch) / "run", 8192, **settings) as (store, line):
-        plain, joined, moved = [], [], []
+        local, shared, traffic = [], [], []
         config, _ = open_config(store, Path(scratch) / "copy")
         own = Path(scratch) / "run"
         for _ in range(rounds):
             shutil.rmtree(own / "experts", ignore_errors=True)
-            plain.append(seconds(lambda: train_job(resolve_job(own, config, "expert", expert=0))))
-            joined.append(seconds(lambda: train_job_shared(store, Path(scratch) / "copy", config)))
-            moved.append(one_island(store, line, Path(scratch) / "island", own))
+            local.append(seconds(lambda: train_job(resolve_job(own, config, "expert", expert=0))))
+            shared.append(seconds(lambda: train_job_shared(store, Path(scratch) / "copy", config)))
+            traffic.append(one_island(store, line, Path(scratch) / "island", own))
         renewal, upload = cost_of_sharing(store, own, config)
-    return Measured(samples / min(plain), min(plain), min(joined), max(moved), renewal, upload)
+    return Measured(images / min(local), min(local), min(shared), max(traffic), renewal, upload)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -90,43 +90,43 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def train_job_shared(store: Store, folder: Path, config: Config) -> None:
-    """The job alone, with its lease kept and its first checkpoint published while it trains."""
+    """Run the job while its lease is renewed and its first checkpoint is published."""
     if not (folder / "data").exists():
         shutil.copytree(folder.parent / "run" / "data", folder / "data")
     shutil.rmtree(folder / "experts", ignore_errors=True)
     clear(store)
     job = resolve_job(folder, config, "expert", expert=0)
-    lease = Lease.take(store, job.job)
+    lease = Lease.acquire(store, job.job)
     assert lease is not None
     with lease:
-        reporter = Reporter(store, lease, job, signer=None, every=PUBLISH_EVERY, stop=threading.Event())
-        train_job(job, reporter)
-        reporter.close()
+        publisher = CheckpointPublisher(store, lease, job, signer=None, every=PUBLISH_EVERY, stop=threading.Event())
+        train_job(job, publisher)
+        publisher.close()
 
 
 def one_island(store: Store, line: Proxy, folder: Path, own: Path) -> float:
-    """All that a contributor moves for one expert, over what must move: shards in, a checkpoint and the result out."""
+    """Return the traffic of a contributor for one expert over the size of shards, one checkpoint and the result."""
     shutil.rmtree(folder, ignore_errors=True)
     clear(store)
     line.up = line.down = 0
     worker = Worker(store, folder, open_config(store, folder)[0], publish_every=PUBLISH_EVERY)
     checkpoint = checkpoint_size(own)
     worker.run()
-    need = size_of(folder / "data") + size_of(folder / "experts/000/final") + checkpoint
-    return (line.up + line.down) / need
+    needed = size_of(folder / "data") + size_of(folder / "experts/000/final") + checkpoint
+    return (line.up + line.down) / needed
 
 
 def checkpoint_size(own: Path) -> int:
-    """Weights, two moments and the averages in float32, as the plain job's checkpoints have them."""
+    """Return the size of a checkpoint: weights, two moments and the EMA, in float32."""
     weights = (own / "experts/000/final/diffusion_pytorch_model.safetensors").stat().st_size
     return 4 * weights
 
 
 def cost_of_sharing(store: Store, own: Path, config: Config) -> tuple[float, float]:
-    """CPU seconds of this process for one renewal, and for one checkpoint from the disk into the store."""
+    """Return the CPU seconds of this process for one lease renewal, and for the upload of one checkpoint."""
     clear(store)
     job = resolve_job(own, config, "expert", expert=0)
-    lease = Lease.take(store, job.job, 1000.0)
+    lease = Lease.acquire(store, job.job, 1000.0)
     assert lease is not None
     before = time.process_time()
     for _ in range(20):
@@ -137,19 +137,19 @@ def cost_of_sharing(store: Store, own: Path, config: Config) -> tuple[float, flo
     artifact = Artifact(own, "experts/000/checkpoint")
     artifact.begin(CHECKPOINT, {})
     artifact.write("state.bin", os.urandom(checkpoint_size(own)))
-    artifact.commit({"samples": 1, "seconds": 0.0})
+    artifact.commit({"images": 1, "seconds": 0.0})
     shutil.move(folder, own / "experts/000/000000000001")
-    reporter = Reporter(store, lease, job, signer=None, every=0.0, stop=threading.Event())
+    publisher = CheckpointPublisher(store, lease, job, signer=None, every=0.0, stop=threading.Event())
     before = time.process_time()
-    reporter.saved(Artifact(own, "experts/000/000000000001"))
-    reporter.close()
+    publisher.on_checkpoint(Artifact(own, "experts/000/000000000001"))
+    publisher.close()
     upload = time.process_time() - before
     shutil.rmtree(own / "experts/000/000000000001")
     return renewal, upload
 
 
 def clear(store: Store) -> None:
-    """Forget that anyone ever worked here."""
+    """Delete all experts and leases from the store."""
     store.delete([entry.key for prefix in ("experts", "leases") for entry in store.entries(prefix)])
 
 
@@ -157,19 +157,19 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-# A plan of many islands
+# Simulation of many islands
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Experts to train, and what happens to islands."""
+    """Experts to train, and the properties of the islands."""
 
     islands: int
     experts: int
-    samples: float
-    """Of one expert."""
+    images: float
+    """Training images of one expert."""
     rate: float
-    """Samples a second of a usual island."""
+    """Images per second of the median island."""
     between_failures: float = 24 * HOUR
     repair: float = 0.25 * HOUR
     publish_every: float = PUBLISH_EVERY
@@ -177,25 +177,25 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Course:
-    """How it went."""
+class Outcome:
+    """Result of a simulation."""
 
     makespan: float
-    """Over that of islands which never fail and divide the work without a remainder."""
+    """Relative to islands that never fail and divide the work evenly."""
     wasted: float
-    """Samples trained again, over those needed."""
+    """Repeated images over the required images."""
 
 
-def simulate(plan: Plan, seed: int = 0) -> Course:
-    """Event by event: islands take free experts, fail, and come back; an expert goes on from its last checkpoint.
+def simulate(plan: Plan, seed: int = 0) -> Outcome:
+    """Simulate event by event: islands take free experts, fail and return; an expert resumes from its last checkpoint.
 
-    Speeds are log-normal (sigma 0.35), one island in twenty runs at a quarter. After a failure the expert is free
-    once its lease has run out.
+    Speeds are log-normal (sigma 0.35), and one island in twenty runs at a quarter of its speed. After a failure the
+    expert is free when its lease has expired.
     """
-    chance = random.Random(seed)
-    factors = [chance.lognormvariate(0, 0.35) * (0.25 if chance.random() < 0.05 else 1.0) for _ in range(plan.islands)]
+    rng = random.Random(seed)
+    factors = [rng.lognormvariate(0, 0.35) * (0.25 if rng.random() < 0.05 else 1.0) for _ in range(plan.islands)]
     speeds = [plan.rate * factor for factor in factors]
-    left = [plan.samples] * plan.experts
+    left = [plan.images] * plan.experts
     free = [(0.0, expert) for expert in range(plan.experts)]
     islands = [(0.0, island) for island in range(plan.islands)]
     heapq.heapify(free)
@@ -205,11 +205,11 @@ def simulate(plan: Plan, seed: int = 0) -> Course:
         now, island = heapq.heappop(islands)
         since, expert = heapq.heappop(free)
         start = max(now, since)
-        need = left[expert] / speeds[island] * plan.overhead
-        fails = chance.expovariate(1 / plan.between_failures)
-        if fails >= need:
-            end = max(end, start + need)
-            heapq.heappush(islands, (start + need, island))
+        needed = left[expert] / speeds[island] * plan.overhead
+        fails = rng.expovariate(1 / plan.between_failures)
+        if fails >= needed:
+            end = max(end, start + needed)
+            heapq.heappush(islands, (start + needed, island))
             continue
         done = fails / plan.overhead * speeds[island]
         kept = fails - fails % plan.publish_every if plan.publish_every else 0.0
@@ -218,29 +218,37 @@ def simulate(plan: Plan, seed: int = 0) -> Course:
         left[expert] -= kept
         heapq.heappush(free, (start + fails + DURATION + MARGIN, expert))
         heapq.heappush(islands, (start + fails + plan.repair, island))
-    ideal = plan.samples * plan.experts / sum(speeds)
-    return Course(end / ideal, wasted / (plan.samples * plan.experts))
+    ideal = plan.images * plan.experts / sum(speeds)
+    return Outcome(end / ideal, wasted / (plan.images * plan.experts))
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    found = measure(quick)
-    yield Row("bytes moved by an island / (its shards + a checkpoint + its result)", found.moved, 1.05, "lower")
-    added = max(0.0, found.joined - found.plain) / PUBLISH_EVERY
-    yield Row("seconds that lease and one checkpoint add / the 300 s between two checkpoints", added, 0.02, "lower")
-    share = found.renewal / (DURATION / 3) + found.upload / PUBLISH_EVERY
+    measured = measure(quick)
+    yield Row("traffic of an island / (its shards + a checkpoint + its result)", measured.traffic, 1.05, "lower")
+    added = max(0.0, measured.shared - measured.local) / PUBLISH_EVERY
+    yield Row("seconds that lease and one checkpoint add / 300 s between checkpoints", added, 0.02, "lower")
+    share = measured.renewal / (DURATION / 3) + measured.upload / PUBLISH_EVERY
     yield Row("CPU of renewals (every 40 s) and checkpoints (every 300 s) / time", share, 0.02, "lower")
-    yield Row(f"a job of {found.plain:.0f} s that publishes one checkpoint / the plain job", found.joined / found.plain)
-    yield Row("CPU milliseconds of one renewal", 1000 * found.renewal)
-    yield Row("CPU seconds of one published checkpoint of 145 MB", found.upload)
+    yield Row(
+        f"a job of {measured.local:.0f} s that publishes one checkpoint / the local job",
+        measured.shared / measured.local,
+    )
+    yield Row("CPU milliseconds of one renewal", 1000 * measured.renewal)
+    yield Row("CPU seconds of one published checkpoint of 145 MB", measured.upload)
     sizes = (8, 64, 512) if quick else (8, 16, 32, 64, 128, 256, 512)
     for islands in sizes:
-        # Four experts for each island, of a day's work each at the rate that was measured.
-        plan = Plan(islands, 4 * islands, 24 * HOUR * found.rate, found.rate, overhead=max(1.0, 1.0 + share))
-        courses = [simulate(plan, seed) for seed in range(5 if quick else 20)]
-        lost = [simulate(replace(plan, publish_every=0.0), seed) for seed in range(5 if quick else 20)]
-        yield Row(f"{islands} islands: makespan / ideal", sum(c.makespan for c in courses) / len(courses))
-        yield Row(f"{islands} islands: work done twice / work", sum(c.wasted for c in courses) / len(courses))
-        yield Row(f"{islands} islands: the same without published checkpoints", sum(c.wasted for c in lost) / len(lost))
+        # Four experts per island, each one day of work at the measured rate.
+        plan = Plan(islands, 4 * islands, 24 * HOUR * measured.rate, measured.rate, overhead=max(1.0, 1.0 + share))
+        outcomes = [simulate(plan, seed) for seed in range(5 if quick else 20)]
+        unpublished = [simulate(replace(plan, publish_every=0.0), seed) for seed in range(5 if quick else 20)]
+        yield Row(f"{islands} islands: makespan / ideal", sum(outcome.makespan for outcome in outcomes) / len(outcomes))
+        yield Row(
+            f"{islands} islands: repeated work / work", sum(outcome.wasted for outcome in outcomes) / len(outcomes)
+        )
+        yield Row(
+            f"{islands} islands: the same without published checkpoints",
+            sum(outcome.wasted for outcome in unpublished) / len(unpublished),
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""The DiT against diffusers' PixArt of the same dimensions, and against this machine's matrix-multiply rate.
+"""Compare the DiT with diffusers' PixArt of the same dimensions and with the matrix-multiply rate of this machine.
 
     python benchmarks/nets.py [--quick] [--json]
 
-A training step is forward, backward and fused AdamW with text conditions dropped for guidance on both sides; networks
-have the width and heads of the named size and two blocks, batches hold 2048 image tokens. "share" is the arithmetic of
-our step over what matrix products of the shape of its MLP do in the same time. Forward rows are one sampling step:
-ours with keys and values of 77 text tokens prepared once and one time for the batch, theirs as the model is called.
-The fold rows report what converting AdaLN-Zero weights into AdaLN-Single loses.
+A training step is forward, backward and fused AdamW; both sides drop text for classifier-free guidance. Networks have
+the width and heads of the named size and two blocks. Batches hold 2048 image tokens. The share of the matmul rate is
+the FLOP rate of Atoll's step over that of matrix products with the shape of its MLP. Sampling rows measure one step:
+Atoll prepares the keys and values of 77 text tokens once and uses one timestep for the batch; diffusers is called as
+usual.
+The fold rows report the error of converting AdaLN-Zero weights into AdaLN-Single.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,7 +31,7 @@ SHARES = {"fp32": 0.85, "bf16": 0.6}
 
 
 class Case:
-    """Our network, diffusers' network and one batch for both."""
+    """The networks of Atoll and of diffusers, and one batch for both."""
 
     def __init__(self, size: str, side: int, dtype: str, images: int | None = None) -> None:
         torch.manual_seed(0)
@@ -53,41 +54,41 @@ class Case:
         self.mask = torch.rand(self.images, 1) * TEXT_TOKENS > torch.arange(TEXT_TOKENS) - 8
         self.dropped = torch.arange(self.images) % 10 == 0
 
-    def ours_answer(self, network: nn.Module) -> Tensor:
-        """Our answer to the batch."""
-        answer: Tensor = network(self.x, self.time, Condition(self.text, self.mask, dropped=self.dropped))
-        return answer
+    def predict_ours(self, network: nn.Module) -> Tensor:
+        """Return the output of Atoll's network."""
+        output: Tensor = network(self.x, self.time, Condition(self.text, self.mask, dropped=self.dropped))
+        return output
 
-    def their_answer(self, network: nn.Module) -> Tensor:
-        """Diffusers' answer to the batch."""
+    def predict_theirs(self, network: nn.Module) -> Tensor:
+        """Return the output of diffusers' network."""
         text = torch.where(self.dropped[:, None, None], 0.0, self.text)
         mask = self.mask | self.dropped[:, None]
         arguments = {"encoder_hidden_states": text, "encoder_attention_mask": mask, "timestep": self.time}
-        answer: Tensor = network(self.x, return_dict=False, **arguments)[0]
-        return answer
+        output: Tensor = network(self.x, return_dict=False, **arguments)[0]
+        return output
 
-    def step(self, network: nn.Module, answer: Callable[[nn.Module], Tensor], compiled: bool) -> Callable[[], None]:
-        """One training step."""
+    def step(self, network: nn.Module, predict: Callable[[nn.Module], Tensor], compiled: bool) -> Callable[[], None]:
+        """Return a function that makes one training step."""
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5, fused=True)
         called = torch.compile(network) if compiled else network
 
         def train() -> None:
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-                loss = (answer(called).float() - self.x).square().mean()
+                loss = (predict(called).float() - self.x).square().mean()
             loss.backward()
             optimizer.step()
 
         return train
 
     def matmul(self) -> Callable[[], object]:
-        """One product of the shape of the MLP's first layer."""
+        """Return a function that multiplies matrices with the shape of the MLP's first layer."""
         left = torch.randn(self.images * self.tokens, self.width).to(self.dtype)
         right = torch.randn(4 * self.width, self.width).to(self.dtype)
         return lambda: functional.linear(left, right)
 
     def step_flops(self) -> float:
-        """Multiplications and additions of forward and backward, the latter twice the former."""
+        """Return the FLOPs of forward and backward; backward counts as two forward passes."""
         d, n, text = self.width, self.tokens, TEXT_TOKENS
         per_block = n * 14 * d * d + text * 2 * d * d + 2 * n * (n + text) * d
         projections = text * (TEXT_WIDTH * d + d * d) + n * d * 2 * 4 * PATCH**2
@@ -97,8 +98,8 @@ class Case:
 def training(size: str, side: int, dtype: str, seconds: float, compiled: bool = False) -> Iterable[Row]:
     case = Case(size, side, dtype)
     sides: dict[str, Callable[[], object]] = {
-        "ours": case.step(case.ours, case.ours_answer, compiled),
-        "diffusers": case.step(case.theirs, case.their_answer, compiled),
+        "ours": case.step(case.ours, case.predict_ours, compiled),
+        "diffusers": case.step(case.theirs, case.predict_theirs, compiled),
         "matmul": case.matmul(),
     }
     times = interleave(sides, seconds=seconds)
@@ -120,7 +121,7 @@ def forward(size: str, side: int, seconds: float) -> Iterable[Row]:
         times = interleave(
             {
                 "ours": lambda: case.ours(case.x, time, prepared),
-                "diffusers": lambda: case.their_answer(case.theirs),
+                "diffusers": lambda: case.predict_theirs(case.theirs),
             },
             seconds=seconds,
         )
@@ -132,7 +133,7 @@ def forward(size: str, side: int, seconds: float) -> Iterable[Row]:
 
 
 def fold(trained: bool, steps: int) -> Iterable[Row]:
-    """What folding AdaLN-Zero into AdaLN-Single loses, for a small class-conditional DDPM DiT."""
+    """Measure the error of folding AdaLN-Zero into AdaLN-Single, for a small class-conditional DDPM DiT."""
     torch.manual_seed(0)
     network = DiT(DiTConfig(96, 6, 3, 2, size=8, modulation="zero", num_classes=4))
     if trained:
@@ -141,17 +142,17 @@ def fold(trained: bool, steps: int) -> Iterable[Row]:
         for parameter in network.parameters():
             nn.init.normal_(parameter, std=0.1)
     options = FlowMatchingOptions(text_width=0, time="same")
-    state, config, _, figures = to_flow_matching(network.state_dict(), network.config, options)
+    state, config, _, residuals = to_flow_matching(network.state_dict(), network.config, options)
     source = Source(Path("source"), "atoll", network.config, network.state_dict())
     error = feature_error(source, Source(Path("folded"), "atoll", config, state))
     name = f"trained for {steps} steps" if trained else "random weights"
-    yield Row(f"fold, {name}: residual of the modulation", figures["residual"], better="lower")
-    yield Row(f"fold, {name}: residual of its change in time", figures["residual_in_time"], better="lower")
+    yield Row(f"fold, {name}: residual of the modulation", residuals["residual"], better="lower")
+    yield Row(f"fold, {name}: residual of its change in time", residuals["residual_in_time"], better="lower")
     yield Row(f"fold, {name}: error of the features", error, better="lower")
 
 
 def train_waves(network: DiT, steps: int) -> None:
-    """Train on plane waves whose direction is the class, by the objective of the original DiT."""
+    """Train on plane waves whose direction is the class, with the objective of the original DiT."""
     goal, optimizer = objective("ddpm-linear"), torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
     generator = torch.Generator().manual_seed(0)
     axis = torch.arange(8.0)
@@ -162,9 +163,9 @@ def train_waves(network: DiT, steps: int) -> None:
         x0 = torch.sin(angle.cos() * axis.view(-1, 1) + angle.sin() * axis + phase)
         noised = goal.corrupt(x0, seed=0, step=step)
         dropped = torch.rand(32, generator=generator) < 0.1
-        answer = network(noised.input, noised.network_time, Condition(label=label, dropped=dropped))
+        output = network(noised.input, noised.timestep, Condition(label=label, dropped=dropped))
         optimizer.zero_grad()
-        goal.loss(answer, noised).mean().backward()
+        goal.loss(output, noised).mean().backward()
         optimizer.step()
 
 
@@ -188,4 +189,4 @@ def measure(quick: bool) -> Iterable[Row]:
 
 
 if __name__ == "__main__":
-    run("Networks: DiT against diffusers' PixArt and the matrix-multiply rate", measure)
+    run("Networks: DiT compared with diffusers' PixArt and the matrix-multiply rate", measure)

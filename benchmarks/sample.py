@@ -1,11 +1,11 @@
-"""The ensemble against one dense expert, the naive sum over all experts, and diffusers' PixArt with its scheduler.
+"""Compare the ensemble with one dense expert, a naive sum over all experts, and diffusers' PixArt with its scheduler.
 
     python benchmarks/sample.py [--quick] [--json]
 
-All sides make Euler steps for one batch of 64 latents under guidance, with 64 different texts of 77 tokens. Experts
-have the width of DiT-S/2 and four blocks on 8 x 8 tokens; the router is to them what the DiT-B/2 of DDM is to its
-DiT-XL/2, and takes its full time, but its answers are replaced by drawn ones, so that samples spread over experts as in
-use: each has a few likely ones. Ratios are of medians of interleaved repeats.
+All sides make guided Euler steps for one batch of 64 latents, with 64 different texts of 77 tokens. Experts have the
+width of DiT-S/2 and four blocks on 8 x 8 tokens. The router has the same relative size as DDM's DiT-B/2 router beside
+its DiT-XL/2 experts. It runs, but its logits are replaced by random ones, so that images spread over the experts as
+with a trained router. Values are ratios of medians over interleaved repeats.
 """
 
 import tempfile
@@ -23,12 +23,12 @@ from atoll.data.stages.latents import Statistics
 from atoll.ensemble import Ensemble
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.expert import Declaration, ExpertReference, OpenRouter
-from atoll.experts.expert_cache import weights_of
+from atoll.experts.expert_cache import weight_bytes
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, load_network, save_network
 from atoll.nets.io import WEIGHTS_FILE
 from harness import Row, interleave, run
 
-BATCH, TEXT, TEXT_WIDTH, GUIDANCE, K = 64, 77, 768, 4.0, 8
+BATCH_SIZE, TEXT_TOKENS, TEXT_WIDTH, GUIDANCE_SCALE, K = 64, 77, 768, 4.0, 8
 WIDTH, DEPTH, HEADS = 384, 4, 6
 ROUTER = {"width": 256, "depth": 2, "heads": 4}
 SPACE = Statistics((0.0,) * 4, (1.0,) * 4)
@@ -36,75 +36,77 @@ Side = Callable[[], object]
 
 
 class SpreadRouter(Router):
-    """A router that does its work and then answers with given logits."""
+    """A router that computes its logits and then returns given ones."""
 
-    answers: Tensor
+    given_logits: Tensor
 
     def logits(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
-        """The given logits, at the price of computed ones."""
-        return super().logits(x, time, condition) * 0 + self.answers[: len(x)]
+        """Return the given logits at the cost of computed ones."""
+        return super().logits(x, time, condition) * 0 + self.given_logits[: len(x)]
 
 
-class Work:
-    """One batch, models in a folder, and the ways to take the batch some steps further."""
+class Case:
+    """One batch, models in a folder, and the functions that sample the batch."""
 
     def __init__(self, folder: Path, side: int, steps: int) -> None:
         self.folder, self.side, self.steps = folder, side, steps
         torch.manual_seed(0)
-        self.x = torch.randn(BATCH, 4, side, side)
-        mask = torch.rand(BATCH, 1) * TEXT > torch.arange(TEXT) - 8
-        self.condition = Condition(torch.randn(BATCH, TEXT, TEXT_WIDTH), mask)
-        self.told = BatchConditions.of(self.condition, torch.arange(BATCH), reused=True)
+        self.x = torch.randn(BATCH_SIZE, 4, side, side)
+        mask = torch.rand(BATCH_SIZE, 1) * TEXT_TOKENS > torch.arange(TEXT_TOKENS) - 8
+        self.condition = Condition(torch.randn(BATCH_SIZE, TEXT_TOKENS, TEXT_WIDTH), mask)
+        self.conditions = BatchConditions.of(self.condition, torch.arange(BATCH_SIZE), reused=True)
 
-    def ensemble(self, count: int, objective: str = "flow-matching", resident: int | None = None) -> Ensemble:
-        """`count` experts in files, behind a router with a realistic spread of answers."""
+    def ensemble(self, count: int, objective: str = "flow-matching", max_loaded_experts: int | None = None) -> Ensemble:
+        """Return an ensemble of `count` experts in files, with a router whose outputs have a realistic spread."""
         bridge = flow.objective(objective).bridge()
-        members = [self._member(number, bridge) for number in range(count)]
+        references = [self._reference(number, bridge) for number in range(count)]
         if count == 1:
-            return Ensemble(members)
+            return Ensemble(references)
         router = SpreadRouter(RouterConfig(experts=count, size=self.side, **ROUTER)).eval().requires_grad_(False)
-        router.answers = 3 * torch.randn(BATCH, count, generator=torch.Generator().manual_seed(0))
-        declared = self._declaration("router", tuple(range(count)), flow.Objective().bridge(), told=frozenset())
-        return Ensemble(members, OpenRouter(declared, router), resident=resident)
+        router.given_logits = 3 * torch.randn(BATCH_SIZE, count, generator=torch.Generator().manual_seed(0))
+        declared = self._declaration("router", tuple(range(count)), flow.Objective().bridge(), conditioning=frozenset())
+        return Ensemble(references, OpenRouter(declared, router), max_loaded_experts=max_loaded_experts)
 
-    def _member(self, number: int, bridge: flow.Bridge) -> ExpertReference:
-        place = self.folder / f"{number:03d}"
-        if not place.is_dir():
+    def _reference(self, number: int, bridge: flow.Bridge) -> ExpertReference:
+        folder = self.folder / f"{number:03d}"
+        if not folder.is_dir():
             torch.manual_seed(number)
-            save_network(DiT(self._config()), place)
-        declared = self._declaration(f"experts/{number:03d}", (number,), bridge, told=frozenset(["text"]))
-        file = place / WEIGHTS_FILE
-        return ExpertReference(declared, partial(load_network, place), file.stat().st_size, file)
+            save_network(DiT(self._config()), folder)
+        declared = self._declaration(f"experts/{number:03d}", (number,), bridge, conditioning=frozenset(["text"]))
+        file = folder / WEIGHTS_FILE
+        return ExpertReference(declared, partial(load_network, folder), file.stat().st_size, file)
 
     def _config(self) -> DiTConfig:
         return DiTConfig(WIDTH, DEPTH, HEADS, 2, size=self.side, text_width=TEXT_WIDTH, text_projection="mlp")
 
     def _declaration(
-        self, name: str, clusters: tuple[int, ...], bridge: flow.Bridge, *, told: frozenset[str]
+        self, name: str, clusters: tuple[int, ...], bridge: flow.Bridge, *, conditioning: frozenset[str]
     ) -> Declaration:
         latents = LatentSpec(autoencoder="pixels", shape=(4, self.side, self.side))
-        text = TextSpec(encoder="none", weights="w", max_tokens=TEXT, dimensions=TEXT_WIDTH)
-        return Declaration(name, clusters, self._config(), told, SPACE, latents, text, (), bridge)
+        text = TextSpec(encoder="none", weights="w", max_tokens=TEXT_TOKENS, dimensions=TEXT_WIDTH)
+        return Declaration(name, clusters, self._config(), conditioning, SPACE, latents, text, (), bridge)
 
     def routed(self, model: Ensemble, routing: str = "top-1") -> Side:
-        """Steps along the ensemble's velocity."""
+        """Return a function that makes Euler steps with the ensemble's velocity."""
 
         def field(x: Tensor, t: Tensor) -> Tensor:
-            return model.velocity(x, t[:1], self.told, routing=routing, guidance=GUIDANCE)
+            return model.velocity(x, t[:1], self.conditions, routing=routing, guidance_scale=GUIDANCE_SCALE)
 
         return self._solved(field)
 
     def naive(self, model: Ensemble) -> Side:
-        """Every expert on every sample, both halves of guidance apart, then the weighted sum."""
+        """Return the same with every expert on every image, and two passes per expert for guidance."""
 
         def field(x: Tensor, t: Tensor) -> Tensor:
             weights = model.route(x, t[:1], None, routing="full")
             total = torch.zeros_like(x)
-            for number in range(len(model.members)):
+            for number in range(len(model.references)):
                 expert = model.cache.get(number).expert
-                told = expert.velocity(x, t, self.condition)
-                null = expert.velocity(x, t, self.condition.unconditional())
-                total += weights[:, number, None, None, None] * (null + GUIDANCE * (told - null))
+                conditional = expert.velocity(x, t, self.condition)
+                unconditional = expert.velocity(x, t, self.condition.unconditional())
+                total += weights[:, number, None, None, None] * (
+                    unconditional + GUIDANCE_SCALE * (conditional - unconditional)
+                )
             return total
 
         return self._solved(field)
@@ -117,7 +119,7 @@ class Work:
         return solve
 
     def pixart(self) -> Side:
-        """diffusers' network and scheduler, as its pipelines call them."""
+        """Return the same with the network and scheduler of diffusers, called as in its pipelines."""
         torch.manual_seed(0)
         network = PixArtTransformer2DModel(
             num_attention_heads=HEADS, attention_head_dim=WIDTH // HEADS, in_channels=4, out_channels=4,
@@ -133,12 +135,14 @@ class Work:
             x = self.x
             with torch.no_grad():
                 for time in scheduler.timesteps:
-                    answer = network(
+                    output = network(
                         x.repeat(2, 1, 1, 1), encoder_hidden_states=text, encoder_attention_mask=mask,
-                        timestep=time.expand(2 * BATCH), return_dict=False,
+                        timestep=time.expand(2 * BATCH_SIZE), return_dict=False,
                     )[0]  # fmt: skip
-                    null, told = answer.chunk(2)
-                    x = scheduler.step(null + GUIDANCE * (told - null), time, x, return_dict=False)[0]
+                    unconditional, conditional = output.chunk(2)
+                    x = scheduler.step(
+                        unconditional + GUIDANCE_SCALE * (conditional - unconditional), time, x, return_dict=False
+                    )[0]
             return x
 
         return solve
@@ -146,50 +150,50 @@ class Work:
 
 def measure(quick: bool) -> Iterable[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        work = Work(Path(folder), side=16, steps=1 if quick else 3)
+        case = Case(Path(folder), side=16, steps=1 if quick else 3)
         repeats = 3 if quick else 7
-        eight, dense = work.ensemble(K), work.ensemble(1)
-        yield from _speed(work, eight, dense, repeats)
+        eight, dense = case.ensemble(K), case.ensemble(1)
+        yield from _speed(case, eight, dense, repeats)
         if quick:
             return
-        yield from _growth(work, repeats, "")
-        yield from _bridge(work, dense, 4 * repeats)
-        yield from _residency(work, eight, repeats)
+        yield from _growth(case, repeats, "")
+        yield from _bridge(case, dense, 4 * repeats)
+        yield from _offloading(case, eight, repeats)
     with tempfile.TemporaryDirectory() as folder:
-        yield from _growth(Work(Path(folder), side=32, steps=1), 5, ", 256 tokens a picture as in the papers")
+        yield from _growth(Case(Path(folder), side=32, steps=1), 5, ", 256 tokens per image as in the papers")
 
 
-def _speed(work: Work, eight: Ensemble, dense: Ensemble, repeats: int) -> Iterable[Row]:
-    sides = {"dense": work.routed(dense), "top-1": work.routed(eight), "top-2": work.routed(eight, "top-2")}
-    times = interleave({**sides, "pixart": work.pixart()}, repeats)
+def _speed(case: Case, eight: Ensemble, dense: Ensemble, repeats: int) -> Iterable[Row]:
+    sides = {"dense": case.routed(dense), "top-1": case.routed(eight), "top-2": case.routed(eight, "top-2")}
+    times = interleave({**sides, "pixart": case.pixart()}, repeats)
     yield Row("top-1 of 8 over one dense expert", times["top-1"] / times["dense"], 1.15, "lower")
     yield Row("top-2 of 8 over one dense expert", times["top-2"] / times["dense"], 2.2, "lower")
     yield Row("diffusers' PixArt over one dense expert", times["pixart"] / times["dense"], 1.1)
     yield Row("diffusers' PixArt over top-1 of 8", times["pixart"] / times["top-1"], 1.0)
-    naive = interleave({"naive": work.naive(eight), "top-1": sides["top-1"]}, repeats=3, warmup=0)
+    naive = interleave({"naive": case.naive(eight), "top-1": sides["top-1"]}, repeats=3, warmup=0)
     yield Row("naive evaluation of all 8 over top-1", naive["naive"] / naive["top-1"], 6.0)
-    yield Row("seconds of one step of one dense expert", times["dense"] / work.steps, None, "lower")
+    yield Row("seconds per step of one dense expert", times["dense"] / case.steps, None, "lower")
 
 
-def _growth(work: Work, repeats: int, where: str) -> Iterable[Row]:
-    """More experts, the same batch: the same products in smaller parts, and more weights to read."""
-    times = interleave({str(count): work.routed(work.ensemble(count)) for count in (2, 32)}, repeats)
+def _growth(case: Case, repeats: int, where: str) -> Iterable[Row]:
+    """Measure more experts on the same batch: the same FLOPs in smaller matrix products, and more weights to read."""
+    times = interleave({str(count): case.routed(case.ensemble(count)) for count in (2, 32)}, repeats)
     yield Row(f"top-1 of 32 over top-1 of 2{where}", times["32"] / times["2"], 1.15, "lower")
 
 
-def _bridge(work: Work, dense: Ensemble, repeats: int) -> Iterable[Row]:
-    """The same network read as a DDPM expert: what carrying its answers over the bridge costs."""
-    sides = {"plain": work.routed(dense), "bridged": work.routed(work.ensemble(1, "ddpm"))}
+def _bridge(case: Case, dense: Ensemble, repeats: int) -> Iterable[Row]:
+    """Measure the cost of the bridge: the same network as a DDPM expert."""
+    sides = {"plain": case.routed(dense), "bridged": case.routed(case.ensemble(1, "ddpm"))}
     times = interleave(sides, repeats)
     yield Row("one expert with the bridge over without", times["bridged"] / times["plain"], 1.02, "lower")
 
 
-def _residency(work: Work, eight: Ensemble, repeats: int) -> Iterable[Row]:
-    """Two of eight experts in memory."""
-    two = work.ensemble(K, resident=2)
-    times = interleave({"two": work.routed(two), "eight": work.routed(eight)}, repeats)
+def _offloading(case: Case, eight: Ensemble, repeats: int) -> Iterable[Row]:
+    """Measure sampling with two of eight experts in memory."""
+    two = case.ensemble(K, max_loaded_experts=2)
+    times = interleave({"two": case.routed(two), "eight": case.routed(eight)}, repeats)
     yield Row("top-1 with 2 of 8 experts in memory over all 8", times["two"] / times["eight"], None, "lower")
-    kept = [sum(weights_of(here.expert.network) for here in model.cache._here.values()) for model in (two, eight)]
+    kept = [sum(weight_bytes(each.expert.network) for each in model.cache._loaded.values()) for model in (two, eight)]
     yield Row("bytes of experts in memory, 2 of 8 over all 8", kept[0] / kept[1], None, "lower")
 
 

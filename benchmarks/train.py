@@ -1,4 +1,4 @@
-"""The loop beside the bare step, the pause of a checkpoint, memory by size, and two processes beside two threads."""
+"""Measure the training loop over the bare step, checkpoints, memory, and two processes against two threads."""
 
 import json
 import os
@@ -18,25 +18,25 @@ from atoll.core.manifests import SHARDS
 from atoll.data.dataset import Batch, Shards
 from atoll.nets import build
 from atoll.train import TrainSpec, build_task, resolve_job
-from atoll.train.checkpoints import Checkpoints, State
+from atoll.train.checkpoints import Checkpoints, TrainState
 from atoll.train.cost import image_cost, training_bytes
-from atoll.train.distributed import World
-from atoll.train.ema import Averages
+from atoll.train.distributed import DistContext
+from atoll.train.ema import EMA
 from atoll.train.loop import make_optimizer, train
 from atoll.train.tasks import ExpertTask, Forward, Losses, condition_of
 from harness import Row, interleave, run
 
 CHANNELS, SIDE, TEXT, TOKENS = 8, 8, 384, 16
-ALONE = World(0, 1, torch.device("cpu"))
+ALONE = DistContext(0, 1, torch.device("cpu"))
 
 
 def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> configuration.Config:
-    """A run with one cluster of random latents and text in the layout of the real shards."""
+    """Write a run with one cluster of random latents and text, in the format of real shards."""
     artifact = Artifact(folder, "data/shards/cluster_000")
     settings = {
         "clusters": {"count": 1},
         "networks": {"default": "DiT-XS/2"},
-        "train": {"grid_every": 0, "log_every": 10**9, "save_every": 10**9, **train_settings},
+        "train": {"sample_every": 0, "log_every": 10**9, "save_every": 10**9, **train_settings},
     }
     config = configuration.resolve(settings)
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,18 +68,18 @@ def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> config
 
 
 class Bare:
-    """Forward, backward and AdamW alone, on tensors in memory."""
+    """A training step of forward, backward and AdamW only, on tensors in memory."""
 
     def __init__(self, job: TrainSpec) -> None:
         self.network = build(job.network)
         self.optimizer = make_optimizer(self.network, job.settings)
-        batch = Shards.open(job.run, [0]).read(torch.arange(job.settings.batch).numpy())
+        batch = Shards.open(job.run, [0]).read(torch.arange(job.settings.batch_size).numpy())
         condition = condition_of(batch, job.conditioning)
         self.x, self.t = batch.mean.float(), torch.rand(len(batch.index)) * 1000
         self.condition = condition.drop(torch.zeros(len(self.x), dtype=torch.bool))
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Make one step; return its seconds."""
         start = time.perf_counter()
         (self.network(self.x, self.t, self.condition) - self.x).square().mean().backward()
         self.optimizer.step()
@@ -88,14 +88,14 @@ class Bare:
 
 
 class Interleaved(ExpertTask):
-    """An expert's task that stops the clock at every step and runs a bare one before it goes on."""
+    """An expert's task that runs a bare step before each step of the loop and times both."""
 
     bare: Bare
     seconds: dict[str, list[float]]
     ended: float
 
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
-        """The loop's step is all the time from here to the next call, less the bare step in between."""
+        """Time the loop from call to call, without the bare step in between."""
         now = time.perf_counter()
         self.seconds["loop"].append(now - self.ended)
         self.seconds["bare"].append(self.bare.step())
@@ -103,26 +103,26 @@ class Interleaved(ExpertTask):
         return super().losses(forward, batch, position)
 
 
-def overhead(folder: Path, name: str, batch: int, steps: int) -> Row:
-    """The loop's rate over the bare step's, one step of each in turn: reading, noising, averaging, logging and all."""
-    config = make_run(folder, batch=batch, samples=batch * steps, log_every=8 * batch)
+def overhead(folder: Path, name: str, batch_size: int, steps: int) -> Row:
+    """Measure the rate of the loop (with reading, noising, EMA and logging) over that of the bare step."""
+    config = make_run(folder, batch_size=batch_size, total_images=batch_size * steps, log_every=8 * batch_size)
     job = resolve_job(folder, config.model_copy(update={"networks": {"default": name}}), "expert", expert=0)
     plain = build_task(job)
     task = Interleaved(**{field: getattr(plain, field) for field in plain.__dataclass_fields__})
     timed = {"bare": Bare(job), "seconds": {"loop": [], "bare": []}, "ended": time.perf_counter()}
     for key, value in timed.items():
         object.__setattr__(task, key, value)
-    train(task, job.settings, Checkpoints(folder, job.job, {}, ALONE), world=ALONE)
+    train(task, job.settings, Checkpoints(folder, job.job, {}, ALONE), context=ALONE)
     loop, bare = (sum(task.seconds[which][3:]) for which in ("loop", "bare"))  # the first ones warm up
-    return Row(f"loop / bare step, {name} batch {batch}", bare / loop, 0.95)
+    return Row(f"loop / bare step, {name}, batch size {batch_size}", bare / loop, 0.95)
 
 
 def checkpoint_pause(folder: Path, name: str) -> list[Row]:
-    """Seconds of a checkpoint against a plain copy of the same bytes to the disk."""
+    """Measure a checkpoint against a write of the same number of bytes to the disk."""
     config = make_run(folder).model_copy(update={"networks": {"default": name}})
     job = resolve_job(folder, config, "expert", expert=0)
     network = build(job.network)
-    state = State(network, Averages(network, {"ema": 1000.0}), make_optimizer(network, job.settings))
+    state = TrainState(network, EMA(network, {"ema": 1000.0}), make_optimizer(network, job.settings))
     checkpoints = Checkpoints(folder, "pause", {}, ALONE, keep_last=1)
     state.tensors()
     blob = b"\0" * sum(tensor.numel() * tensor.element_size() for tensor in state.tensors().values())
@@ -137,39 +137,39 @@ def checkpoint_pause(folder: Path, name: str) -> list[Row]:
     times = interleave({"save": lambda: checkpoints.save(state, next(counter), 0.0), "plain": plain}, repeats=5)
     ratio = times["save"] / times["plain"]
     return [
-        Row(f"checkpoint of {len(blob) / 1e6:.0f} MB / plain write of as many bytes", ratio, None, "lower"),
+        Row(f"checkpoint of {len(blob) / 1e6:.0f} MB / write of as many bytes", ratio, None, "lower"),
         Row("checkpoint pause, seconds", times["save"], None, "lower"),
     ]
 
 
 def memory(name: str) -> Row:
-    """Peak memory of some steps over what --dry-run says, in a process of its own."""
+    """Measure the peak memory of some steps over the estimate of --dry-run, in a separate process."""
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import train; train.peak({name!r})"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return Row(f"peak memory / estimate, {name} batch 32", float(answer.stdout.split()[-1]), None, "lower")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return Row(f"peak memory / estimate, {name}, batch size 32", float(result.stdout.split()[-1]), None, "lower")
 
 
 def peak(name: str) -> None:
-    """Print measured over estimated memory of three steps."""
+    """Print the measured over the estimated memory of three steps."""
     with tempfile.TemporaryDirectory() as scratch:
-        config = make_run(Path(scratch), rows=256, batch=32, samples=96)
+        config = make_run(Path(scratch), rows=256, batch_size=32, total_images=96)
         job = resolve_job(Path(scratch), config.model_copy(update={"networks": {"default": name}}), "expert", expert=0)
         estimate = training_bytes(image_cost(job.network, job.shapes), 32, 1, half=False)
         before = memory_bytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-        train(build_task(job), job.settings, Checkpoints(Path(scratch), job.job, {}, ALONE), world=ALONE)
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak (VmHWM)
+        train(build_task(job), job.settings, Checkpoints(Path(scratch), job.job, {}, ALONE), context=ALONE)
         print((memory_bytes("VmHWM") - before) / estimate)
 
 
-def memory_bytes(which: str) -> int:
-    """Memory of the process now (VmRSS) or at its highest (VmHWM)."""
+def memory_bytes(field: str) -> int:
+    """Return the current (VmRSS) or peak (VmHWM) memory of this process."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[which].split()[0]) * 1024
+    return int(lines[field].split()[0]) * 1024
 
 
-def scaling(folder: Path, samples: int) -> Row:
-    """Two processes of one thread over one process of two threads, each as a whole command."""
-    make_run(folder, batch=64, samples=samples, log_every=samples)
+def scaling(folder: Path, images: int) -> Row:
+    """Measure two processes of one thread over one process of two threads, each as a whole command."""
+    make_run(folder, batch_size=64, total_images=images, log_every=images)
     rates = {}
     command = ["-m", "atoll.cli", "train", str(folder), "--expert", "0", "--train.parallel", "ddp"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -179,17 +179,20 @@ def scaling(folder: Path, samples: int) -> Row:
         arguments = [sys.executable, *start, *command]
         subprocess.run(arguments, env=environment, check=True, capture_output=True)
         last = json.loads((folder / "experts/000/metrics.jsonl").read_text().splitlines()[-1])
-        rates[label] = samples / last["seconds"]
+        rates[label] = images / last["seconds"]
     return Row("DDP of 2 processes / 1 process of 2 threads", rates["two"] / rates["one"])
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Return all rows."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         sizes = [("DiT-XS/2", 64)] if quick else [("DiT-XS/2", 64), ("DiT-S/2", 64)]
-        rows = [overhead(folder / str(i), name, batch, 20 if quick else 40) for i, (name, batch) in enumerate(sizes)]
+        rows = [
+            overhead(folder / str(i), name, batch_size, 20 if quick else 40)
+            for i, (name, batch_size) in enumerate(sizes)
+        ]
         rows += checkpoint_pause(folder / "pause", "DiT-XS/2" if quick else "DiT-S/2")
         if not quick:
             rows += [memory(name) for name in ("DiT-XS/2", "DiT-S/2", "DiT-B/2")]
@@ -198,4 +201,4 @@ def measure(quick: bool) -> list[Row]:
 
 
 if __name__ == "__main__":
-    run("atoll.train beside the bare step", measure)
+    run("Training relative to the bare step", measure)

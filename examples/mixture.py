@@ -1,11 +1,11 @@
-"""Five experts with five objectives act as one model, on data whose every answer is known.
+"""Sample from five experts with five objectives as one model, on data with a known density.
 
     python examples/mixture.py [--out runs/mixture.png]
 
-The data is a Gaussian mixture of five clusters. Each cluster has its own ideal expert with its own objective: DDPM
-under a cosine schedule, DDPM under linear betas, x0-prediction, v-prediction, flow matching. Each is carried over the
-bridge into velocity, weighed by the ideal router, and sampled. The same is done with both readings of the conversion
-published for mixed objectives. The table says how far the samples are from the data; the picture shows it.
+The data is a Gaussian mixture of five clusters. Each cluster has an exact expert with a different objective: DDPM with
+a cosine schedule, DDPM with linear betas, x0-prediction, v-prediction, flow matching. A bridge converts each prediction
+into a velocity, and the exact router weights the velocities. The same is done with both readings of HDDM's published
+conversion. The table gives the errors of the samples; the plot shows the samples.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from atoll import flow
 from atoll.core.names import BridgeMode
 
 OBJECTIVES = ["ddpm", "ddpm-linear", "x0", "v-prediction", "flow-matching"]
-COLOURS = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377"]
-COUNT, STEPS, SIDE = 4000, 50, 480
+COLORS = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377"]
+NUM_SAMPLES, STEPS, SIDE = 4000, 50, 480
 
 
 def data() -> flow.GaussianMixture:
-    """Five clusters around a circle."""
+    """Return a mixture of five clusters around a circle."""
     angles = 2 * torch.pi * torch.arange(5, dtype=torch.float64) / 5
     means = 2.5 * torch.stack([angles.cos(), angles.sin()], 1)
     roots = torch.stack([torch.tensor([[0.3, 0.0], [0.1 * k - 0.2, 0.2 + 0.05 * k]]).double() for k in range(5)])
@@ -34,7 +34,7 @@ def data() -> flow.GaussianMixture:
 
 
 def ensemble(mixture: flow.GaussianMixture, mode: str) -> flow.solvers.VelocityField:
-    """The routed sum of the experts' velocities."""
+    """Return the sum of the experts' velocities, weighted by the router."""
     objectives = [flow.objective(name) for name in OBJECTIVES]
     bridges = [o.bridge(mode=mode if o.prediction == "epsilon" else "exact") for o in objectives]
     experts = [mixture.part([k]) for k in range(len(OBJECTIVES))]
@@ -52,8 +52,8 @@ def ensemble(mixture: flow.GaussianMixture, mode: str) -> flow.solvers.VelocityF
     return velocity
 
 
-def figures(mixture: flow.GaussianMixture, x: torch.Tensor) -> dict[str, float]:
-    """How far samples are from the data: shares of the clusters, their means, their spreads."""
+def sample_errors(mixture: flow.GaussianMixture, x: torch.Tensor) -> dict[str, float]:
+    """Return the largest errors over the clusters: of their share of the samples, their mean and their variance."""
     nearest = torch.cdist(x, mixture.means).argmin(1)
     shares, means, spreads = [], [], []
     for k in range(len(mixture.weights)):
@@ -62,14 +62,14 @@ def figures(mixture: flow.GaussianMixture, x: torch.Tensor) -> dict[str, float]:
         means.append((mine.mean(0) - mixture.means[k]).norm().item())
         spreads.append((torch.cov(mine.T).trace() / mixture.covariances[k].trace()).item() - 1)
     return {
-        "share of a cluster, off by": max(shares),
-        "mean of a cluster, off by": max(means),
-        "variance of a cluster, off by": max(map(abs, spreads)),
+        "max share error": max(shares),
+        "max mean error": max(means),
+        "max relative variance error": max(map(abs, spreads)),
     }
 
 
 def draw(mixture: flow.GaussianMixture, panels: dict[str, torch.Tensor], out: Path) -> None:
-    """Scatter plots side by side."""
+    """Draw scatter plots side by side."""
     sheet = Image.new("RGB", (SIDE * len(panels), SIDE + 24), "white")
     pen = ImageDraw.Draw(sheet)
     for number, (title, x) in enumerate(panels.items()):
@@ -78,7 +78,7 @@ def draw(mixture: flow.GaussianMixture, panels: dict[str, torch.Tensor], out: Pa
         points = ((x + 4.2) / 8.4 * SIDE).clamp(2, SIDE - 3).tolist()
         for (px, py), cluster in zip(points, nearest, strict=True):
             left, top = SIDE * number + px, 24 + py
-            pen.ellipse((left - 1, top - 1, left + 1, top + 1), fill=COLOURS[cluster])
+            pen.ellipse((left - 1, top - 1, left + 1, top + 1), fill=COLORS[cluster])
     out.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(out)
 
@@ -86,21 +86,21 @@ def draw(mixture: flow.GaussianMixture, panels: dict[str, torch.Tensor], out: Pa
 def main() -> None:
     """Sample with each bridge, print the table, draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path, default=Path("runs/mixture.png"), help="where the picture goes")
+    parser.add_argument("--out", type=Path, default=Path("runs/mixture.png"), help="file of the plot")
     out = parser.parse_args().out
     mixture = data()
-    noise = torch.randn(COUNT, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    panels = {"data": mixture.sample(COUNT, torch.Generator().manual_seed(1))}
+    noise = torch.randn(NUM_SAMPLES, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    panels = {"data": mixture.sample(NUM_SAMPLES, torch.Generator().manual_seed(1))}
     for mode in get_args(BridgeMode):
         field = ensemble(mixture, mode)
-        panels[f"five objectives, {mode} bridge"] = flow.solve(field, noise, steps=STEPS, solver="heun")
-    table = Table("", *panels, title=f"{COUNT} samples, {STEPS} Heun steps")
-    columns = [figures(mixture, x) for x in panels.values()]
+        panels[f"{mode} bridge"] = flow.solve(field, noise, steps=STEPS, solver="heun")
+    table = Table("metric", *panels, title=f"Five objectives as one model, {NUM_SAMPLES} samples, {STEPS} Heun steps")
+    columns = [sample_errors(mixture, x) for x in panels.values()]
     for name in columns[0]:
         table.add_row(name, *(f"{column[name]:.3f}" for column in columns))
     Console(width=120).print(table)
     draw(mixture, panels, out)
-    print(f"picture: {out}")
+    print(f"plot: {out}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What each routing strategy does to the distribution of samples, where the right answer is known.
+"""Compare the routing strategies on data with a known density.
 
-    python examples/routing.py [--count 4000] [--steps 100]
+    python examples/routing.py [--num-samples 4000] [--steps 100]
 
-The data is a Gaussian mixture of five overlapping clusters in the plane; experts and router are ideal, so whatever is
-wrong is the strategy's doing. Experts have five different objectives. The table gives the energy distance between
-samples and data (0 if they are alike; "data" against other data is the floor of the measurement), the largest error of
-a cluster's share, the variance of the samples over that of the data, the mean squared error of the velocity at noisy
-data, and how many experts run for a sample at each step.
+The data is a Gaussian mixture of five overlapping clusters in the plane. Experts and router are exact, so every error
+comes from the strategy. The experts have five different objectives. The table gives the energy distance between samples
+and data (0 if they are equal; the row "data" is the data-vs-data baseline), the largest error of a cluster's share, the
+variance of the samples over that of the data, the mean squared error of the velocity at noisy data, and the mean number
+of experts that run per sample and step.
 """
 
 import argparse
@@ -29,7 +29,7 @@ STRATEGIES = [
 
 
 def data() -> flow.GaussianMixture:
-    """Five clusters around a circle, close enough to overlap."""
+    """Return a mixture of five clusters around a circle, close enough to overlap."""
     angles = 2 * torch.pi * torch.arange(5, dtype=torch.float64) / 5
     means = 1.2 * torch.stack([angles.cos(), angles.sin()], 1)
     roots = torch.stack([torch.tensor([[0.45, 0.0], [0.2 * k - 0.4, 0.3 + 0.05 * k]]).double() for k in range(5)])
@@ -37,7 +37,7 @@ def data() -> flow.GaussianMixture:
 
 
 def energy_distance(x: Tensor, y: Tensor) -> float:
-    """2 E|x-y| - E|x-x'| - E|y-y'|, its root."""
+    """Return the root of 2 E|x-y| - E|x-x'| - E|y-y'|."""
     half = min(len(x), len(y)) // 2
 
     def mean(a: Tensor, b: Tensor) -> float:
@@ -48,12 +48,12 @@ def energy_distance(x: Tensor, y: Tensor) -> float:
 
 
 def shares(mixture: flow.GaussianMixture, x: Tensor) -> Tensor:
-    """Posterior share of every cluster among clean samples."""
+    """Return the posterior share of every cluster among clean samples."""
     return mixture.posterior(x, torch.full((len(x),), 1e-3, dtype=x.dtype)).mean(0)
 
 
 def sample(mixture: flow.GaussianMixture, routing: str, count: int, steps: int) -> tuple[Tensor, float]:
-    """Samples, and the mean number of experts that ran for one at each step."""
+    """Return samples, and the mean number of experts that ran per sample and step."""
     ensemble = ideal_ensemble(mixture, [[k] for k in range(5)], OBJECTIVES)
     clusters = torch.multinomial(mixture.weights, count, replacement=True, generator=torch.Generator().manual_seed(3))
     noise = rng.normal((count, 2), seed=0, stream=0, first=0)
@@ -68,7 +68,7 @@ def sample(mixture: flow.GaussianMixture, routing: str, count: int, steps: int) 
 
 
 def velocity_error(mixture: flow.GaussianMixture, routing: str, count: int = 4000) -> float:
-    """Mean squared error of the velocity at noisy data of all times."""
+    """Return the mean squared error of the velocity at noisy data of all times."""
     ensemble = ideal_ensemble(mixture, [[k] for k in range(5)], OBJECTIVES)
     generator = torch.Generator().manual_seed(5)
     which = torch.multinomial(mixture.weights, count, replacement=True, generator=generator)
@@ -76,30 +76,33 @@ def velocity_error(mixture: flow.GaussianMixture, routing: str, count: int = 400
     t = torch.rand(count, generator=generator, dtype=torch.float64) * 0.98 + 0.01
     x = (1 - t[:, None]) * x0 + t[:, None] * torch.randn(count, 2, generator=generator, dtype=torch.float64)
     draw = torch.rand(count, generator=generator)
-    answer = ensemble.velocity(x.float().view(-1, 2, 1, 1), t.float(), routing=routing, cluster=which, draw=draw)
-    return (answer.flatten(1).double() - mixture.velocity(x, t)).square().sum(1).mean().item()
+    velocity = ensemble.velocity(x.float().view(-1, 2, 1, 1), t.float(), routing=routing, cluster=which, draw=draw)
+    return (velocity.flatten(1).double() - mixture.velocity(x, t)).square().sum(1).mean().item()
 
 
 def main() -> None:
     """Sample with every strategy and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--count", type=int, default=4000, help="samples of each strategy")
-    parser.add_argument("--steps", type=int, default=100, help="Euler steps")
+    parser.add_argument("--num-samples", type=int, default=4000, help="samples per strategy")
+    parser.add_argument("--steps", type=int, default=100, help="number of Euler steps")
     options = parser.parse_args()
     mixture = data()
-    reference = mixture.sample(options.count, torch.Generator().manual_seed(1))
-    right = shares(mixture, reference)
+    reference = mixture.sample(options.num_samples, torch.Generator().manual_seed(1))
+    expected = shares(mixture, reference)
     spread = reference.var(0).sum()
-    title = f"{options.count} samples, {options.steps} Euler steps"
-    table = Table("routing", "energy distance", "share off by", "variance", "velocity error", "experts", title=title)
-    other = mixture.sample(options.count, torch.Generator().manual_seed(2))
+    title = f"{options.num_samples} samples, {options.steps} Euler steps"
+    table = Table("routing", "energy distance", "share error", "variance", "velocity error", "experts", title=title)
+    other = mixture.sample(options.num_samples, torch.Generator().manual_seed(2))
     rows = {"data": (other, 0.0, 0.0)}
     for routing in STRATEGIES:
-        rows[routing] = (*sample(mixture, routing, options.count, options.steps), velocity_error(mixture, routing))
+        rows[routing] = (
+            *sample(mixture, routing, options.num_samples, options.steps),
+            velocity_error(mixture, routing),
+        )
     for name, (x, experts, error) in rows.items():
-        off = (shares(mixture, x) - right).abs().max().item()
-        figures = (energy_distance(x, reference), off, (x.var(0).sum() / spread).item(), error)
-        table.add_row(name, *(f"{figure:.3f}" for figure in figures), f"{experts:.2f}" if experts else "")
+        share_error = (shares(mixture, x) - expected).abs().max().item()
+        metrics = (energy_distance(x, reference), share_error, (x.var(0).sum() / spread).item(), error)
+        table.add_row(name, *(f"{value:.3f}" for value in metrics), f"{experts:.2f}" if experts else "")
     Console(width=120).print(table)
 
 

@@ -1,6 +1,7 @@
-"""Fail if torchvision is installed, or required by anything Atoll requires.
+"""Fail if torchvision is installed, or required by a dependency of Atoll.
 
-No build of torchvision matches the CPU torch Atoll is tested on; unpinned, it replaces torch and drags in gigabytes.
+No build of torchvision matches the CPU build of torch that Atoll is tested on. Unpinned, it replaces torch and installs
+gigabytes of other packages.
 """
 
 import importlib.util
@@ -13,7 +14,7 @@ FORBIDDEN = "torchvision"
 
 
 def required_by(name: str, extras: frozenset[str] = frozenset()) -> dict[str, list[str]]:
-    """Every distribution that `name` needs, directly or not, with the chain that leads to it."""
+    """Return all direct and indirect dependencies of `name`, each with the chain that leads to it."""
     chains: dict[str, list[str]] = {}
     queue: list[tuple[str, frozenset[str], list[str]]] = [(name, extras, [name])]
     while queue:
@@ -32,7 +33,7 @@ def required_by(name: str, extras: frozenset[str] = frozenset()) -> dict[str, li
 
 
 def problems() -> list[str]:
-    """What is wrong with this environment, in sentences."""
+    """Return one sentence for each problem of this environment."""
     found = []
     if importlib.util.find_spec(FORBIDDEN) is not None:
         found.append(f"{FORBIDDEN} is installed: remove it (pip uninstall {FORBIDDEN})")

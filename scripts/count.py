@@ -1,4 +1,4 @@
-"""Count the lines of code of src/atoll: without blank lines, comments and docstrings.
+"""Count the lines of code of src/atoll, without blank lines, comments and docstrings, and the lines of comments.
 
 python scripts/count.py            # this tree
 python scripts/count.py COMMIT     # another commit, and this tree as a share of it
@@ -7,10 +7,11 @@ python scripts/count.py COMMIT     # another commit, and this tree as a share of
 import argparse
 import ast
 import io
+import re
 import subprocess
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +20,9 @@ _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
 }  # fmt: skip
+
+
+_DIRECTIVE = re.compile(r"#\s*(type:|noqa|fmt:|ruff:|pragma|!)")
 
 
 def code_lines(text: str) -> set[int]:
@@ -33,6 +37,15 @@ def code_lines(text: str) -> set[int]:
         if token.type not in _NO_CODE:
             lines |= set(range(token.start[0], token.end[0] + 1))
     return lines - docstrings
+
+
+def comment_lines(text: str) -> set[int]:
+    """Return the numbers of a Python file's lines with a comment that is no directive to a tool."""
+    return {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT and not _DIRECTIVE.match(token.string)
+    }
 
 
 def working_tree() -> Iterator[tuple[str, str]]:
@@ -53,11 +66,11 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def by_package(files: Iterator[tuple[str, str]]) -> Counter[str]:
-    """Count the lines of code of each package."""
+def by_package(files: Iterator[tuple[str, str]], lines: Callable[[str], set[int]] = code_lines) -> Counter[str]:
+    """Count the lines of each package: of code, or of another kind."""
     counts: Counter[str] = Counter()
     for name, text in files:
-        counts[name.split("/")[0] if "/" in name else "."] += len(code_lines(text))
+        counts[name.split("/")[0] if "/" in name else "."] += len(lines(text))
     return counts
 
 
@@ -67,9 +80,11 @@ def main() -> None:
     parser.add_argument("commit", nargs="?", help="compare with this commit")
     commit = parser.parse_args().commit
     here = by_package(working_tree())
+    comments = by_package(working_tree(), comment_lines)
+    print(f"{'package':<12} {'code':>7} {'comments':>9} {'per 100':>8}")
     for package, count in sorted(here.items()):
-        print(f"{package:<12} {count:>7,}")
-    print(f"{'total':<12} {here.total():>7,}")
+        print(f"{package:<12} {count:>7,} {comments[package]:>9,} {100 * comments[package] / max(count, 1):>8.1f}")
+    print(f"{'total':<12} {here.total():>7,} {comments.total():>9,} {100 * comments.total() / here.total():>8.1f}")
     if commit:
         there = by_package(committed(commit)).total()
         print(f"{commit:.12} {there:>7,}   ratio {here.total() / there:.3f}")

@@ -5,9 +5,9 @@
     python scripts/golden.py --commit-results   # write the committed results, after GOLDEN_COMMIT was changed
 
 Each side prepares some emoji, trains small networks, samples with every routing and exports, through the command line.
-What it runs and where its results lie is in `golden/golden.yaml` for the golden commit, whose names never change, and
-in `golden/present.yaml` for the present code: a change that renames a setting, an option or a file edits the latter.
-Manifests, previews and metrics are not compared. The exit code is 1 if anything differs or fails.
+`golden/golden.yaml` lists the commands and result files of the golden commit and never changes. `golden/present.yaml`
+does the same for the present code; edit it when you rename a setting, an option or a file. Manifests, previews and
+metrics are not compared. The exit code is 1 if anything differs or fails.
 """
 
 import argparse
@@ -52,9 +52,9 @@ IMAGES = TABLES / "images"
 WORK = ROOT / "build" / "golden"
 
 ENVIRONMENT = {
-    # Each of the two commands at a time has one core: the order of sums is fixed, and no core is idle.
+    # One thread for each of the two parallel commands: the order of sums is fixed, and no core is idle.
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-    # By default MKL's sums depend on a tensor's address, which a longer name in a file's header is enough to change.
+    # By default MKL's sums depend on a tensor's address, which even a longer name in a file's header can change.
     "MKL_CBWR": os.environ.get("MKL_CBWR", "AUTO"),
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -64,7 +64,7 @@ ENVIRONMENT = {
 
 
 class GoldenError(Exception):
-    """A side that did not run, or results that are not there."""
+    """A side failed, or results are missing."""
 
 
 # One side, golden or present
@@ -102,7 +102,7 @@ def phases_of(table: Mapping[str, Any], *, initial: bool = False) -> list[dict[s
 
 
 def run_side(side: str, tree: Path, *, initial: bool = False) -> None:
-    """Run a side's commands with the code of a tree; its files are then in WORK/SIDE or WORK/SIDE-initial."""
+    """Run a side's commands with the code of a tree and write its files to WORK/SIDE or WORK/SIDE-initial."""
     table = read_table(side)
     folder = WORK / (f"{side}-initial" if initial else side)
     shutil.rmtree(folder, ignore_errors=True)
@@ -119,14 +119,14 @@ def run_side(side: str, tree: Path, *, initial: bool = False) -> None:
 
 
 def read_results(side: str) -> Results:
-    """Read all that is compared on one machine."""
+    """Read the results that are compared on one machine."""
     table = read_table(side)
     images = {f"sample {name}": f"samples/{name}/[0-9]*.png" for name in sample_commands(table)}
     return collect(WORK / side, {**table["files"], **images}, table["renamed"])
 
 
 def read_portable_results(side: str) -> tuple[Results, Results]:
-    """Read what is compared between machines: the updates of some trainings, and the first image of every sampling."""
+    """Read the results that are compared between machines: weight updates, and the first image of every sampling."""
     table = read_table(side)
     final, initial = (collect(WORK / name, table["updates"], table["renamed"]) for name in (side, f"{side}-initial"))
     updates = {
@@ -160,7 +160,7 @@ def _pixels(file: Path) -> NDArray[Any]:
         return np.asarray(image.convert("RGB"))
 
 
-# The golden side's results: computed in a worktree, kept for the next time
+# The golden side's results: computed in a worktree and cached
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def _git(*arguments: str, check: bool = True) -> None:
 
 
 def cache_file(source: str) -> Path:
-    """Return the file of the golden side's results, named by all that they depend on, this machine included."""
+    """Return the cache file of the golden side's results, named by a hash of all they depend on."""
     processor = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
     kernels = ("ATEN_", "MKL_", "ONEDNN_", "DNNL_", "TORCH", "PYTORCH_")
     parts = [
@@ -198,7 +198,7 @@ def cache_file(source: str) -> Path:
 
 
 def golden_results(source: str, *, refresh: bool, keep: bool) -> Results:
-    """Return the golden side's results, computed if this machine has not yet done so."""
+    """Return the golden side's results; compute them if they are not cached."""
     cached = cache_file(source)
     if refresh or not cached.is_file():
         with golden_tree(keep=keep) as tree:
@@ -227,7 +227,7 @@ def _nested(flat: Tensors) -> Results:
 
 
 def write_committed(source: str, *, keep: bool) -> None:
-    """Run the golden side and write what other machines compare with: half precision and single images are small."""
+    """Run the golden side and write the results for other machines, small: half precision and single images."""
     with golden_tree(keep=keep) as tree:
         run_side("golden", tree)
         run_side("golden", tree, initial=True)
@@ -263,7 +263,7 @@ def compare_with_committed(source: str) -> Rows:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the comparison that the options ask for; return the exit code."""
+    """Run the comparison that the options select; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--refresh", action="store_true", help="run the golden side even if its results are cached")
     parser.add_argument(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Programs from Debian's packages for the tests that run them on this machine: install_debian.sh slurm | ceph | chromium
-# Installs programs only: no service is started. Without root or apt-get those tests skip, and say so.
+# Install Debian packages for the tests that need them: install_debian.sh slurm | ceph | chromium
+# No service is started. Without root or apt-get, print a notice; the tests are then skipped.
 set -euo pipefail
 case ${1:-} in
     slurm) # 14 MB: a cluster of two nodes
@@ -16,11 +16,11 @@ case ${1:-} in
         echo "usage: $0 slurm | ceph | chromium" >&2
         exit 2 ;;
 esac
-here=yes
+installed=yes
 for program in $programs; do
-    command -v "$program" > /dev/null || here=no
+    command -v "$program" > /dev/null || installed=no
 done
-if [ "$here" = yes ]; then
+if [ "$installed" = yes ]; then
     exit 0
 fi
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get > /dev/null; then

@@ -1,12 +1,12 @@
 """List the functions of src/atoll that run in `atoll prepare`, `train --expert`, `sample` and `join`, in order.
 
     python scripts/walk.py                     # the four walks, with file and line of every function
-    python scripts/walk.py --markdown          # write them into docs/design.md
+    python scripts/walk.py --markdown          # write them into docs/explanation/walks.md
     python scripts/walk.py --against-golden    # compare their lines of code with the golden commit's
 
-The commands run on a few drawn shapes with tiny networks, offline, each in a process of its own under `sys.setprofile`.
-`join` ends where it would train. Two walks of the same code are equal. A package may call only itself and those before
-it in the dependency order, except for what CALLBACKS lists; the exit code is 1 if a walk has another call upwards.
+The commands run on a few drawn shapes with tiny networks, offline, each in a separate process under `sys.setprofile`.
+`join` stops before training. Two walks of the same code are equal. A package may call only itself and those before it
+in the dependency order, except for the callbacks in CALLBACKS. The exit code is 1 if a walk has another upward call.
 """
 
 import argparse
@@ -33,14 +33,14 @@ from golden import GOLDEN_COMMIT
 from walk.functions import Call, Function, Walk, make_walk
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "design.md"
+DOCUMENT = ROOT / "docs" / "explanation" / "walks.md"
 MARKERS = ("<!-- walks: written by scripts/walk.py --markdown -->", "<!-- end of the walks -->")
-WIDTH = 128
-"""Characters in a line of the document's lists, as wide as its text."""
+WIDTH = 96
+"""Characters in a line of the document's lists: as many as fit beside the navigation of the site."""
 
 
 class Callback(NamedTuple):
-    """A call from an earlier package to a later one that is meant: the later one handed the function down."""
+    """An allowed call from an earlier package to a later one: the later one passed the function as an argument."""
 
     caller: str
     callee: str
@@ -50,9 +50,11 @@ class Callback(NamedTuple):
 CALLBACKS = (
     Callback("flow.solvers:*", "ensemble.sampler:*.velocity", "a solver integrates the velocity it is given"),
     Callback("nets.*", "train.cost:_count*", "hooks of torch measure what a forward pass keeps in memory"),
-    Callback("experts.validation:*.gather", "train.distributed:World.sum", "the processes that share a validation"),
+    Callback(
+        "experts.validation:*.gather", "train.distributed:DistContext.sum", "the processes that share a validation"
+    ),
 )
-"""All of them. A name is module:function, and * stands for anything."""
+"""All allowed callbacks. A name is module:function; * matches anything."""
 
 SHAPES = 24
 """Images: enough for two clusters with a held-out part and one batch each."""
@@ -84,7 +86,7 @@ COMMANDS = (
     ("sample", "sample run 'a red circle' 'a blue square' --steps 2 --out samples"),
     ("join", "join file://{folder}/store --folder worker --key key.pem --name walk"),
 )
-"""Walks by name and their command lines; those without a name only make what the others need."""
+"""Walks by name and their command lines. A command without a name only prepares the others and is not recorded."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
 
 
@@ -92,7 +94,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLI
 
 
 def run_walks(tree: Path, last: str = COMMANDS[-1][0]) -> dict[str, Walk]:
-    """Return the walks of the code of a tree by name, up to the last one that is wanted."""
+    """Return the walks of the code of a tree by name, up to the walk `last`."""
     count = [name for name, _ in COMMANDS].index(last) + 1
     with tempfile.TemporaryDirectory(prefix="atoll-walk-") as scratch:
         folder = Path(scratch).resolve()
@@ -159,7 +161,7 @@ def golden_walks() -> dict[str, Walk]:
 
 
 def package_order() -> tuple[str, ...]:
-    """Read the packages in dependency order from tests/test_architecture.py, which holds imports to it."""
+    """Read the packages in dependency order from tests/test_architecture.py, which checks the imports."""
     for node in ast.parse((ROOT / "tests" / "test_architecture.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PACKAGES":
             packages: tuple[str, ...] = ast.literal_eval(node.value)
@@ -222,7 +224,7 @@ def as_markdown(walks: dict[str, Walk]) -> str:
 
 
 def write_document(walks: dict[str, Walk], document: Path = DOCUMENT) -> None:
-    """Replace what stands between the markers."""
+    """Replace the text between the markers."""
     text = document.read_text(encoding="utf-8")
     before, begin, rest = text.partition(MARKERS[0])
     _, end, after = rest.partition(MARKERS[1])
@@ -234,7 +236,7 @@ def write_document(walks: dict[str, Walk], document: Path = DOCUMENT) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print or write the walks; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", action="store_true", help="write the walks into docs/design.md")
+    parser.add_argument("--markdown", action="store_true", help="write the walks into docs/explanation/walks.md")
     parser.add_argument("--against-golden", action="store_true", help="compare with the golden commit's lines of code")
     options = parser.parse_args(arguments)
     walks = run_walks(ROOT)

@@ -12,7 +12,7 @@ from shapes import write_run, write_shapes
 from train.conftest import merge
 from train.workers import TINY
 
-# Tests run in two workers on two cores: one thread each, or they wait for one another.
+# Tests run in two workers on two cores: with one thread each, they do not compete for cores.
 torch.set_num_threads(1)
 
 
@@ -33,7 +33,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three experts of three objectives and two sizes, told text. Tests must not change it."""
+    """Three experts of three objectives and two sizes, conditioned on text. Tests must not change it."""
     return write_networks(tmp_path_factory.mktemp("ensemble") / "run")
 
 
@@ -49,8 +49,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def conditioned_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `run`, told classes: no text encoder, so its export is small. Tests must not change it."""
-    return write_networks(tmp_path_factory.mktemp("told") / "run", told=("label",))
+    """Like `run`, conditioned on classes: no text encoder, so its export is small. Tests must not change it."""
+    return write_networks(tmp_path_factory.mktemp("conditioned") / "run", conditioning=("label",))
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +58,7 @@ def conditioned_export(tmp_path_factory: pytest.TempPathFactory, conditioned_run
     """The export of `conditioned_run`. Tests must not change it."""
     from atoll.export.writer import export
 
-    folder = tmp_path_factory.mktemp("told export") / "pipeline"
+    folder = tmp_path_factory.mktemp("conditioned export") / "pipeline"
     export(conditioned_run, folder)
     return folder
 

@@ -1,4 +1,4 @@
-"""A small data set of real files, and the configuration of a run on it."""
+"""A small dataset of real image files, and the configuration of a run on it."""
 
 import random
 from pathlib import Path
@@ -15,31 +15,31 @@ SETTINGS = {
     "latents": {"autoencoder": "pixels", "batch_size": 8},
     "text": {"max_tokens": 12, "batch_size": 8},
 }
-COLOURS = {"circle": "crimson", "square": "seagreen", "triangle": "royalblue"}
+COLORS = {"circle": "crimson", "square": "seagreen", "triangle": "royalblue"}
 
 
-def draw(kind: str, chance: random.Random) -> Image.Image:
-    picture = Image.new("RGB", (40, 40), "white")
-    pen = ImageDraw.Draw(picture)
-    x, y, side = chance.randint(2, 12), chance.randint(2, 12), chance.randint(14, 24)
+def draw(kind: str, rng: random.Random) -> Image.Image:
+    image = Image.new("RGB", (40, 40), "white")
+    pen = ImageDraw.Draw(image)
+    x, y, side = rng.randint(2, 12), rng.randint(2, 12), rng.randint(14, 24)
     box = (x, y, x + side, y + side)
     if kind == "circle":
-        pen.ellipse(box, fill=COLOURS[kind])
+        pen.ellipse(box, fill=COLORS[kind])
     elif kind == "square":
-        pen.rectangle(box, fill=COLOURS[kind])
+        pen.rectangle(box, fill=COLORS[kind])
     else:
-        pen.polygon([(x, y + side), (x + side, y + side), (x + side / 2, y)], fill=COLOURS[kind])
-    return picture
+        pen.polygon([(x, y + side), (x + side, y + side), (x + side / 2, y)], fill=COLORS[kind])
+    return image
 
 
 def write_shapes(folder: Path, count: int = 99) -> Path:
-    """Pictures of three kinds, each with its caption beside it; one of them is broken."""
+    """Write images of three shapes with captions, and one file that is not an image."""
     folder.mkdir(parents=True)
-    chance = random.Random(0)
+    rng = random.Random(0)
     for number in range(count):
-        kind = list(COLOURS)[number % 3]
+        kind = list(COLORS)[number % 3]
         stem = folder / f"{kind}-{number:03d}"
-        draw(kind, chance).save(stem.with_suffix(".png"))
+        draw(kind, rng).save(stem.with_suffix(".png"))
         stem.with_suffix(".txt").write_text(f"a {kind} with the number {number}")
     (folder / "broken.png").write_bytes(b"")
     (folder / "broken.txt").write_text("nothing to see")

@@ -34,6 +34,10 @@ RUN_PATH = re.compile(
 """String constants that spell a path of a run. Only core/layout.py may have them; with a space in it, it is prose."""
 
 UNTYPED = "dict[str, Any]"
+PRIVATE_WORDS = re.compile(r"\b(told|deaf|hears|mend(ed|s)?|facts|pictures?)\b", re.IGNORECASE)
+"""Words of early versions that no reader of the papers would expect: write conditioning, image, manifest, fix."""
+WRITTEN = ("src", "docs", "recipes", "README.md")
+TEXT_SUFFIXES = {".py", ".md", ".js", ".html", ".css", ".sh", ".yaml", ".yml", ".json", ".toml"}
 
 Check = Callable[[Path], list[str]]
 
@@ -149,6 +153,49 @@ CHECKS = [
     files_in_properties,
     untyped_dictionaries,
 ]
+
+
+def private_words(root: Path) -> list[str]:
+    """Find private words in the texts and file names of a repository. Only the table of old names may have them."""
+    found = []
+    for top in WRITTEN:
+        files = [root / top] if (root / top).is_file() else sorted((root / top).rglob("*"))
+        for file in (file for file in files if "__pycache__" not in file.parts):
+            name = file.relative_to(root).as_posix()
+            if PRIVATE_WORDS.search(name.replace("_", " ")):
+                found.append(name)
+            if file.suffix in TEXT_SUFFIXES and name != "src/atoll/core/renamed.py":
+                lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+                found += [f"{name}:{number} {line.strip()}" for number, line in lines if PRIVATE_WORDS.search(line)]
+    return found
+
+
+def test_the_words_are_those_of_the_field() -> None:
+    assert private_words(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("src/atoll/core/errors.py", "# The router is told the caption.\n"),
+        ("src/atoll/studio/page/view.js", "/** Draws a Picture. */\n"),
+        ("docs/how-to/serve.md", "It hears nothing.\n"),
+        ("recipes/bridge/run.sh", "# mends the run\n"),
+        ("README.md", "PICTURES are sorted.\n"),
+        ("recipes/bridge/pictures.png", ""),
+        ("docs/reference/all_facts.md", ""),
+    ],
+)
+def test_a_private_word_is_found(file: str, text: str, tmp_path: Path) -> None:
+    for name in ("src/atoll/core/renamed.py", "README.md", "docs/index.md", "recipes/README.md", file):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("Images. Recommended. Untold.\n", encoding="utf-8")
+    (tmp_path / "src/atoll/core/renamed.py").write_text('"router.told": "router.conditioning"\n', encoding="utf-8")
+    (tmp_path / file).write_text("", encoding="utf-8")
+    before = private_words(tmp_path)
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    assert len(before) == (0 if text else 1)
+    assert len(private_words(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("check", CHECKS)

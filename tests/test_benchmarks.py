@@ -1,4 +1,4 @@
-"""Benchmarks have one shape; their figures never decide a test."""
+"""Benchmarks share one output format. Their measurements never decide a test."""
 
 import json
 import subprocess
@@ -32,9 +32,9 @@ def test_the_last_line_of_json_is_the_whole_table(name: str) -> None:
     command = [sys.executable, FOLDER / f"{name}.py", "--quick", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
-    answer = json.loads(result.stdout.splitlines()[-1])
-    assert answer["machine"]["cores"] >= 1
-    for row in answer["rows"]:
+    output = json.loads(result.stdout.splitlines()[-1])
+    assert output["machine"]["cores"] >= 1
+    for row in output["rows"]:
         assert set(row) == {"name", "value", "target", "better"}
         assert row["value"] > 0
         assert row["better"] in ("higher", "lower")

@@ -1,4 +1,4 @@
-"""The comparison with the golden commit finds what it must find."""
+"""The comparison with the golden commit finds differences."""
 
 import importlib.util
 import sys
@@ -97,7 +97,7 @@ def test_results_are_read_from_files_under_the_golden_names(tmp_path: Path) -> N
 
 
 def test_both_sides_do_the_same() -> None:
-    """What is compared, and the commands by phase and name; their words may differ."""
+    """Both tables list the same results, and the same commands by phase and name; options may be renamed."""
     golden, present = tool.read_table("golden"), tool.read_table("present")
     for key in ("files", "updates"):
         assert list(golden[key]) == list(present[key])

@@ -1,4 +1,4 @@
-"""The recipes' own tools: what they share between arms, and the tables they print."""
+"""The shell functions that the recipes share, and the tables they print."""
 
 import json
 import os
@@ -18,9 +18,9 @@ from atoll.train.spec import resolve_job
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
-def shell(root: Path, words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run some words of a recipe with the functions that all of them have."""
-    command = ["bash", "-euo", "pipefail", "-c", f"source recipes/common/lib.sh; {words}"]
+def shell(root: Path, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run shell code with the functions of recipes/common/lib.sh."""
+    command = ["bash", "-euo", "pipefail", "-c", f"source recipes/common/lib.sh; {code}"]
     environment = {**os.environ, "ROOT": str(root), "SEED": "0", "ATOLL": f"{sys.executable} -m atoll.cli"}
     environment |= variables
     return subprocess.run(
@@ -29,12 +29,12 @@ def shell(root: Path, words: str, **variables: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize("script", sorted(RECIPES.rglob("*.sh")), ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_every_script_is_sound_bash(script: Path) -> None:
+def test_every_script_is_valid_bash(script: Path) -> None:
     checked = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
 
 
-def test_a_link_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
+def test_an_interrupted_link_is_repeated(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     for name in ("a", "b"):
         (tmp_path / "from" / name).write_text(name)
@@ -46,19 +46,19 @@ def test_a_link_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
     assert (tmp_path / "to" / "a").samefile(tmp_path / "from" / "a")
 
 
-def test_unfinished_experts_are_not_taken(tmp_path: Path) -> None:
+def test_unfinished_experts_are_not_reused(tmp_path: Path) -> None:
     for expert in ("000", "001"):
         (tmp_path / "seed0/one/experts" / expert / "final").mkdir(parents=True)
     (tmp_path / "seed0/one/experts/000/final/manifest.json").write_text("{}")
-    assert shell(tmp_path, "take one other 0").returncode == 0
-    refused = shell(tmp_path, "take one other 0 1")
+    assert shell(tmp_path, "reuse one other 0").returncode == 0
+    refused = shell(tmp_path, "reuse one other 0 1")
     assert refused.returncode != 0
     assert "experts/001 is not finished" in refused.stderr
     assert [path.name for path in (tmp_path / "seed0/other/experts").iterdir()] == ["000"]
 
 
-def test_an_arm_trains_its_monolith_with_settings_of_its_own(prepared: Path, tmp_path: Path) -> None:
-    """The monolith has the whole batch and the samples of all experts together; nothing is trained twice."""
+def test_an_arm_trains_its_monolith_with_separate_settings(prepared: Path, tmp_path: Path) -> None:
+    """The monolith has the total batch size and the images of all experts; a second run trains nothing."""
     run = tmp_path / "seed0/small"
     shutil.copytree(prepared / "data", run / "data")
     size = {"STEPS": "20", "TOTAL": "24", "NETWORK": "{name: DiT-XS/8, width: 32, depth: 2, heads: 2}"}
@@ -67,7 +67,8 @@ def test_an_arm_trains_its_monolith_with_settings_of_its_own(prepared: Path, tmp
     assert first.returncode == 0, first.stderr
     assert "monolith: started for 480 images" in first.stderr
 
-    options = {"batch": "24", "samples": "480", "warmup": "24", "save_every": "120", "log_every": "12", "ema.ema": "12"}
+    options = {"batch_size": "24", "total_images": "480", "warmup_images": "24", "save_every": "120"}
+    options |= {"log_every": "12", "ema.ema": "12"}
     plain = load(run, {f"train.{key}": value for key, value in options.items()})
     expected = resolve_job(run, plain.model_copy(update={"monolith": Monolith()}), "monolith")
     assert resolve_job(run, load(run), "monolith") == expected
@@ -75,14 +76,14 @@ def test_an_arm_trains_its_monolith_with_settings_of_its_own(prepared: Path, tmp
     assert load(run).train.batch_size == 8
     compute = Artifact(run, "monolith/final").read(EXPERT).compute
     assert compute is not None
-    assert compute.samples == 480
+    assert compute.images == 480
 
     again = shell(tmp_path, train, **size)
-    assert (again.returncode, again.stderr.strip()) == (0, "nothing is missing")
+    assert (again.returncode, again.stderr.strip()) == (0, "all requested jobs are done")
 
 
-def measured(root: Path, seed: int, kid: float, diversity: float | None) -> None:
-    """What `measure` leaves of an arm with one model."""
+def write_evaluation(root: Path, seed: int, kid: float, diversity: float | None) -> None:
+    """Write the evaluation of an arm with one model, as `evaluate` does."""
     model = {
         "label": "experts top-1", "model": "experts", "routing": "top-1",
         "metrics": {"inception": {"frechet": {"value": 100.0}, "kid": {"value": kid, "standard_error": 0.002}}},
@@ -94,22 +95,22 @@ def measured(root: Path, seed: int, kid: float, diversity: float | None) -> None
 
 
 def table(root: Path) -> list[list[str]]:
-    """The table's cells, row by row."""
+    """Return the cells of the table, row by row."""
     command = [sys.executable, RECIPES / "common/table.py", root, "claim", "k8"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in result.stdout.splitlines()]
 
 
 def test_the_table_of_one_seed_gives_the_standard_error_of_kid(tmp_path: Path) -> None:
-    measured(tmp_path, 0, 0.1, None)
+    write_evaluation(tmp_path, 0, 0.1, None)
     head, _, row = table(tmp_path)
     assert head == ["arm", "model", "seeds", "FID", "KID x1000"]
     assert row == ["k8", "experts top-1", "1", "100.0", "100.0 ± 2.0"]
 
 
-def test_the_table_of_several_seeds_gives_their_spread_and_says_where_some_are_missing(tmp_path: Path) -> None:
+def test_the_table_of_several_seeds_gives_their_spread_and_marks_missing_ones(tmp_path: Path) -> None:
     for seed, (kid, diversity) in enumerate(((0.1, 0.6), (0.2, 0.8), (0.3, None))):
-        measured(tmp_path, seed, kid, diversity)
+        write_evaluation(tmp_path, seed, kid, diversity)
     head, _, row = table(tmp_path)
     assert head == ["arm", "model", "seeds", "FID", "KID x1000", "diversity"]
     assert row == ["k8", "experts top-1", "3", "100.0 ± 0.0", "200.0 ± 100.0", "0.700 ± 0.141 (2)"]

@@ -92,7 +92,7 @@ def generate(count):
 def record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Walk:
     """Run `main` of the module in a package `flow`, and return its walk."""
     for owner, name in ((threading.Thread, "start"), (ThreadPoolExecutor, "submit")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # what the recorder puts there is taken away again
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # undo the recorder's patch
     spec = importlib.util.spec_from_file_location("walked", folder / "flow" / "module.py")
     assert spec is not None
     assert spec.loader is not None
@@ -111,7 +111,7 @@ def test_a_walk_has_each_function_once_in_the_order_of_first_calls(
     (tmp_path / "flow").mkdir()
     (tmp_path / "flow" / "module.py").write_text(MODULE)
     walk = record(tmp_path, monkeypatch)
-    # `deep` runs in a thread that sleeps first. It stands where the thread was started nevertheless.
+    # `deep` runs late, in a thread that sleeps first, but its position is where the thread was started.
     names = ["main", "slow", "deep", "fast", "generate", "main.<locals>.nested", "Result.<lambda>", "Result.double"]
     assert [function.name for function in walk.functions] == names
     lines = MODULE.splitlines()
@@ -142,7 +142,7 @@ def test_the_order_of_the_packages_is_that_of_the_imports() -> None:
 
 
 def test_the_document_gets_a_line_for_each_visit_to_a_file(tmp_path: Path) -> None:
-    document = tmp_path / "design.md"
+    document = tmp_path / "walks.md"
     document.write_text(f"before\n{tool.MARKERS[0]}\nold\n{tool.MARKERS[1]}\nafter\n")
     again = Function("flow/solvers.py", 12, "step")
     walks = {"train": Walk([VELOCITY, SOLVE, again, READ], [], 99)}

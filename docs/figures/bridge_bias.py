@@ -1,4 +1,4 @@
-"""Draw docs/figures/bridge_bias.png and print the numbers of docs/flow.md: what the published conversion costs.
+"""Draw docs/figures/bridge_bias.png and print the numbers of benchmarks/README.md: what the published conversion costs.
 
     python docs/figures/bridge_bias.py
 

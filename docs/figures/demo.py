@@ -1,4 +1,4 @@
-"""The picture of the README, from a finished demo: what the experts make as one model, and what the monolith makes.
+"""Draw the image of the README from a finished demo: samples of all experts as one model, and of the monolith.
 
 python docs/figures/demo.py [RUN]
 """
@@ -10,21 +10,21 @@ from PIL import Image, ImageDraw, ImageFont
 
 from atoll.core.config import load
 from atoll.ensemble import Settings
-from atoll.evaluate.models import Subject
+from atoll.evaluate.models import EvaluatedModel
 from atoll.launch import demo
-from atoll.report.gallery import Showcase, choose
+from atoll.report.gallery import Gallery, choose_examples
 
 SIDE, GAP, LEFT, TOP = 96, 6, 150, 58
 
 
 def main(run: Path) -> None:
-    """Draw the missing pictures and write demo.png beside this file."""
+    """Generate the missing images and write demo.png beside this file."""
     config = load(run)
-    settings = Settings(routing="top-1", steps=demo.STEPS, guidance=demo.GUIDANCE)
-    showcase = Showcase(choose(run, config.clusters.count, demo.PROMPTS), settings)
+    settings = Settings(routing="top-1", steps=demo.STEPS, guidance_scale=demo.GUIDANCE)
+    gallery = Gallery(choose_examples(run, config.clusters.count, demo.PROMPTS), settings)
     rows = {
-        f"{config.clusters.count} experts\nas one model": showcase.strip(Subject(run, "experts", "top-1")).pictures,
-        "one network of\nequal FLOPs": showcase.strip(Subject(run, "monolith")).pictures,
+        f"{config.clusters.count} experts\nas one model": gallery.row(EvaluatedModel(run, "experts", "top-1")).images,
+        "one network of\nequal FLOPs": gallery.row(EvaluatedModel(run, "monolith")).images,
     }
     width = LEFT + len(demo.PROMPTS) * (SIDE + GAP)
     page = Image.new("RGB", (width, TOP + len(rows) * (SIDE + GAP)), "white")
@@ -32,16 +32,16 @@ def main(run: Path) -> None:
     for column, prompt in enumerate(demo.PROMPTS):
         place = (LEFT + column * (SIDE + GAP) + SIDE / 2, TOP - 6)
         pen.multiline_text(place, wrapped(prompt), "#444444", small, anchor="md", align="center")
-    for row, (name, pictures) in enumerate(rows.items()):
+    for row, (name, images) in enumerate(rows.items()):
         top = TOP + row * (SIDE + GAP)
         pen.multiline_text((8, top + SIDE / 2), name, "black", ImageFont.load_default(16), anchor="lm")
-        for column, picture in enumerate(pictures):
-            page.paste(picture.resize((SIDE, SIDE), Image.Resampling.BICUBIC), (LEFT + column * (SIDE + GAP), top))
+        for column, image in enumerate(images):
+            page.paste(image.resize((SIDE, SIDE), Image.Resampling.BICUBIC), (LEFT + column * (SIDE + GAP), top))
     page.save(Path(__file__).with_suffix(".png"), optimize=True)
 
 
 def wrapped(prompt: str, most: int = 14) -> str:
-    """A prompt in short lines."""
+    """Return a prompt in short lines."""
     lines = [""]
     for word in prompt.split():
         lines[-1:] = [f"{lines[-1]} {word}".strip()] if len(lines[-1]) + len(word) < most else [lines[-1], word]

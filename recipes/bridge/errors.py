@@ -1,4 +1,4 @@
-"""Held-out velocity error of some experts, each on its own cluster, by time: errors.py ARM EXPERT EXPERT."""
+"""Print the held-out velocity error of experts, each on its cluster, by time: errors.py ARM EXPERT..."""
 
 import json
 import sys
@@ -9,5 +9,4 @@ arm, *experts = sys.argv[1:]
 latest = json.loads((Path(arm) / "evaluation/bridge.json").read_text(encoding="utf-8"))
 by_time = latest["diagnostics"]["experts"]["expert_on_cluster"]["by_time"]
 errors = [mean(table[int(expert)][int(expert)] for expert in experts) for table in by_time]
-early, last, whole = mean(errors[:9]), errors[9], mean(errors)
-print(f"{Path(arm).name}: {early:.3f} below 0.9, {last:.2f} in the last tenth, {whole:.3f} on the mean")
+print(f"{Path(arm).name}: t below 0.9 {mean(errors[:9]):.3f}, t from 0.9 to 1 {errors[9]:.2f}, mean {mean(errors):.3f}")

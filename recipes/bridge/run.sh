@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# The same DDPM experts over four bridges: exact, exact and calibrated (the default), and the published conversion in its two
-# readings. The experts are those of the recipe heterogeneous: run it first.  SEED=0 bash recipes/bridge/run.sh
+# Compare four bridges for the same DDPM experts: exact, calibrated (the default), and two readings of the published conversion.
+#     SEED=0 bash recipes/bridge/run.sh
+# Run heterogeneous/run.sh first: it trains the experts.
 set -euo pipefail
 source recipes/common/lib.sh
 for bridge in exact published-linear published-schedule; do
     make_arm ddpm4-$bridge 8 features "{default: flow-matching, 0: ddpm, 3: ddpm, 1: ddpm, 5: ddpm}"
-    take k8 ddpm4-$bridge 2 4 6 7
+    reuse k8 ddpm4-$bridge 2 4 6 7
     for expert in 0 1 3 5; do
-        ${ATOLL_PYTHON:-.venv/bin/python} recipes/bridge/redeclare.py "$(arm ddpm4)" "$(arm ddpm4-$bridge)" $expert $bridge
+        ${ATOLL_PYTHON:-.venv/bin/python} recipes/bridge/set_bridge.py "$(arm ddpm4)" "$(arm ddpm4-$bridge)" $expert $bridge
     done
 done
 for name in ddpm4 ddpm4-exact ddpm4-published-linear ddpm4-published-schedule; do
-    measure $name --models experts expert:0 --routings top-1 --extractors inception efficientnet-lite0 --skip diversity
+    evaluate $name --models experts expert:0 --routings top-1 --extractors inception efficientnet-lite0 --without diversity
 done
 table ddpm4 ddpm4-exact ddpm4-published-linear ddpm4-published-schedule
 for name in ddpm4 ddpm4-exact ddpm4-published-linear ddpm4-published-schedule; do

@@ -1,16 +1,16 @@
-# Functions of the emoji recipes; source it from the repository's root.
+# Functions of the emoji recipes. Source this file from the root of the repository.
 #
-# An arm is a run: ROOT/seedS/NAME. Arms share ingest, features, latents and text, and take over finished experts of each
-# other by hard links: an expert depends on its own cluster and settings alone, so it need not be trained twice.
-# As in the DDM paper the total batch is divided among the experts, everything else is the same, so every arm spends the FLOPs
-# of the monolith: STEPS steps of TOTAL samples.
+# An arm is one variant of an experiment: the run ROOT/seedS/NAME. Arms share ingest, features, latents and text, and reuse
+# each other's finished experts by hard links: an expert depends only on its cluster and settings.
+# As in the DDM paper the total batch size is divided among the experts and everything else is equal, so every arm spends the
+# FLOPs of the monolith: STEPS steps of TOTAL images.
 atoll=${ATOLL:-.venv/bin/atoll}
 ROOT=${ROOT:-runs/emoji-recipes}
 SEED=${SEED:-0}
 STEPS=${STEPS:-1600}
 TOTAL=${TOTAL:-256}
 NETWORK=${NETWORK:-'{name: DiT-XS/2, width: 96, depth: 4, heads: 3}'}
-TOLD=${TOLD:-pooled} # what the router sees besides the noisy latent
+ROUTER_CONDITIONING=${ROUTER_CONDITIONING:-pooled} # input of the router besides the noisy latent
 JOBS=${JOBS:-2} # jobs at a time, one thread each
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 here=recipes/common
@@ -18,7 +18,7 @@ recipe=${RECIPE:-$(basename "$(dirname "$0")")}
 
 arm() { echo "$ROOT/seed$SEED/$1"; }
 
-link() { # link FROM TO: a folder by hard links, whole or not at all
+link() { # link FROM TO: copy a folder by hard links, completely or not at all
     [ ! -d "$2" ] || return 0
     rm -rf "$2.part"
     mkdir -p "$(dirname "$2")"
@@ -26,12 +26,13 @@ link() { # link FROM TO: a folder by hard links, whole or not at all
     mv "$2.part" "$2"
 }
 
-settings() { # settings SECTION BATCH SAMPLES: what depends on the size of a job, for `train` or `monolith`
+settings() { # settings SECTION BATCH_SIZE IMAGES: print what depends on the size of a job, for `train` or `monolith`
+    # Warm up for the first 5 % of the images; the half-life of the EMA is 2.5 % of them.
     cat <<YAML
 $1:
-  samples: $3
-  batch: $2
-  warmup: $(($3 / 20))
+  total_images: $3
+  batch_size: $2
+  warmup_images: $(($3 / 20))
   ema: {ema: $(($3 / 40))}
   save_every: $(($3 / 4))
   log_every: $(($3 / 40))
@@ -44,7 +45,7 @@ prepare() { # prepare: the data that all arms share
     $atoll prepare "$ROOT/base"
 }
 
-partition() { # partition K METHOD: the data in K clusters, for all arms that have these
+partition() { # partition K METHOD: the data in K clusters, for all arms with this partition
     local run=$ROOT/$2$1
     mkdir -p "$run"
     for part in ingest features latents text; do link "$ROOT/base/data/$part" "$run/data/$part"; done
@@ -52,7 +53,7 @@ partition() { # partition K METHOD: the data in K clusters, for all arms that ha
     $atoll prepare "$run"
 }
 
-keep() { # keep FILE: write the settings given to it; finished networks belong to them, so others are refused
+write_settings() { # write_settings FILE: write stdin to FILE; refuse to change existing settings, which finished networks depend on
     local new; new=$(cat)
     if [ -f "$1" ] && [ "$new" != "$(cat "$1")" ]; then
         echo "$1 has other settings; remove its folder, or choose another ROOT" >&2
@@ -63,7 +64,7 @@ keep() { # keep FILE: write the settings given to it; finished networks belong t
 
 make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
     local run; run=$(arm "$1")
-    local samples=$((STEPS * TOTAL / $2))
+    local images=$((STEPS * TOTAL / $2))
     mkdir -p "$run"
     if [ ! -d "$run/data" ]; then
         partition "$2" "$3"
@@ -72,17 +73,17 @@ make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
     {
         cat $here/atoll.yaml
         echo "networks: {default: $NETWORK}"
-        echo "router: {network: $NETWORK, told: $TOLD, samples: $((STEPS * TOTAL / 8)), batch: 64, lr: 1.0e-3}"
+        echo "router: {network: $NETWORK, conditioning: $ROUTER_CONDITIONING, total_images: $((STEPS * TOTAL / 8)), batch_size: 64, lr: 1.0e-3}"
         echo "clusters: {count: $2, method: $3}"
         echo "experts: ${4:-{default: flow-matching\}}"
-        settings monolith $TOTAL $((STEPS * TOTAL)) # the samples of all experts together
-        settings train $((TOTAL / $2)) $samples
-        printf '  %s\n' "lr: ${LR:-4.0e-3}" "decay: ${DECAY:-cosine}" "seed: $SEED" "grid_every: $samples"
-    } | keep "$run/atoll.yaml"
+        settings monolith $TOTAL $((STEPS * TOTAL)) # the images of all experts together
+        settings train $((TOTAL / $2)) $images
+        printf '  %s\n' "lr: ${LR:-4.0e-3}" "lr_schedule: ${LR_SCHEDULE:-cosine}" "seed: $SEED" "sample_every: $images"
+    } | write_settings "$run/atoll.yaml"
     $atoll config "$run" > /dev/null
 }
 
-take() { # take FROM TO EXPERT...: finished experts of one arm as experts of another, and its router unless it has one
+reuse() { # reuse FROM TO EXPERT...: link finished experts of one arm into another, and the router unless it has one
     local from to job; from=$(arm "$1"); to=$(arm "$2"); shift 2
     for job in $(printf 'experts/%03d ' "$@"); do
         [ -f "$from/$job/final/manifest.json" ] || { echo "$from/$job is not finished" >&2; return 1; }
@@ -91,21 +92,21 @@ take() { # take FROM TO EXPERT...: finished experts of one arm as experts of ano
     [ ! -f "$from/router/final/manifest.json" ] || link "$from/router" "$to/router"
 }
 
-train() { # train NAME OPTION...: the missing jobs of an arm, JOBS at a time; options of atoll launch choose and change them
+train() { # train NAME OPTION...: train the missing jobs of an arm, JOBS at a time, with options of atoll launch
     local run; run=$(arm "$1"); shift
-    $atoll launch "$run" --at-once "$JOBS" --island.cores "$OMP_NUM_THREADS" "$@"
+    $atoll launch "$run" --max-parallel "$JOBS" --island.cores "$OMP_NUM_THREADS" "$@"
 }
 
-measure() { # measure NAME OPTION...: figures of an arm; the features of the real pictures are computed once for all arms
+evaluate() { # evaluate NAME OPTION...: metrics of an arm; the features of the real images are computed once for all arms
     local run; run=$(arm "$1"); shift
     mkdir -p "$ROOT/base/reference"
     link "$ROOT/base/reference" "$run/evaluation/reference"
-    $atoll evaluate "$run" --samples "${SAMPLES:-512}" --references 2048 --steps 25 --guidance 2 --held-out 256 \
-        --followed 16 --allow-few "$@"
+    $atoll evaluate "$run" --num-images "${NUM_IMAGES:-512}" --num-real 2048 --steps 25 --guidance-scale 2 --num-val 256 \
+        --num-trajectories 16 --allow-small "$@"
     cp "$run/evaluation/latest.json" "$run/evaluation/$recipe.json"
     for set in "$run"/evaluation/reference/*; do link "$set" "$ROOT/base/reference/$(basename "$set")"; done
 }
 
-table() { # table NAME...: the figures of these arms, over all seeds that were measured
+table() { # table NAME...: the metrics of these arms, over all evaluated seeds
     ${ATOLL_PYTHON:-.venv/bin/python} $here/table.py "$ROOT" "$recipe" "$@"
 }

@@ -1,7 +1,8 @@
-"""The figures of a recipe as a table, over all seeds that were measured: table.py ROOT RECIPE ARM...
+"""Print the metrics of a recipe as a Markdown table over all evaluated seeds: table.py ROOT RECIPE ARM...
 
-One row for each model and routing of each arm; with several seeds the mean, and the standard deviation over seeds.
-With one seed the figure behind ± of KID is its own standard error. A number in brackets: of so many seeds only.
+The table has one row per arm, model and routing. With several seeds, cells hold the mean and the standard deviation
+over seeds. With one seed, the number after ± of KID is its standard error. If some seeds lack a metric, the number of
+seeds that have it follows in parentheses.
 """
 
 import json
@@ -19,44 +20,44 @@ COLUMNS: dict[str, Callable[[Model], float]] = {
     "precision": lambda model: model["metrics"]["inception"]["precision_recall"]["precision"],
     "recall": lambda model: model["metrics"]["inception"]["precision_recall"]["recall"],
     "diversity": lambda model: model["diversity"]["mean"],
-    "experts a step": lambda model: model["expert_use"]["mean_active"],
-    "held-out error": lambda model: model["held_out_error"],
+    "experts per step": lambda model: model["expert_use"]["mean_active"],
+    "held-out velocity error": lambda model: model["held_out_error"],
     "training FLOPs": lambda model: model["training"]["flops"],
 }
 
 
-def answers(root: Path, recipe: str, arm: str) -> dict[str, list[Model]]:
-    """What was measured of an arm, by model and routing: one entry for each seed."""
-    found: dict[str, list[Model]] = {}
+def read_models(root: Path, recipe: str, arm: str) -> dict[str, list[Model]]:
+    """Return the results of an arm by label (model and routing), one entry per seed."""
+    models: dict[str, list[Model]] = {}
     for file in sorted(root.glob(f"seed*/{arm}/evaluation/{recipe}.json")):
-        answer = json.loads(file.read_text())
-        diagnosed = answer.get("diagnostics", {})
-        errors = {**diagnosed.get("dense", {}), **diagnosed.get("experts", {}).get("velocity_error", {})}
-        for model in answer["models"]:
+        evaluation = json.loads(file.read_text())
+        diagnostics = evaluation.get("diagnostics", {})
+        errors = {**diagnostics.get("dense", {}), **diagnostics.get("experts", {}).get("velocity_error", {})}
+        for model in evaluation["models"]:
             error = errors.get(model["routing"] or model["model"])
-            found.setdefault(model["label"], []).append({**model, "held_out_error": error and error["mean"]})
-    return found
+            models.setdefault(model["label"], []).append({**model, "held_out_error": error and error["mean"]})
+    return models
 
 
-def cell(column: str, models: list[Model]) -> str:
-    """Mean and spread of one figure over the seeds that have it; how many, if not all have."""
-    values = [value for value in (figure(column, model) for model in models) if value is not None]
+def format_cell(column: str, models: list[Model]) -> str:
+    """Return mean and spread of a metric over the seeds, with their number if some seeds lack it."""
+    values = [value for value in (read_metric(column, model) for model in models) if value is not None]
     if not values:
         return ""
     mean = statistics.fmean(values)
     if column == "training FLOPs":
         return f"{mean:.3g}"
     digits = 1 if column == "FID" or column.startswith("KID") else 3
-    few = f" ({len(values)})" if len(values) < len(models) else ""
+    seeds = f" ({len(values)})" if len(values) < len(models) else ""
     if len(values) > 1:
-        return f"{mean:.{digits}f} ± {statistics.stdev(values):.{digits}f}{few}"
+        return f"{mean:.{digits}f} ± {statistics.stdev(values):.{digits}f}{seeds}"
     if column == "KID x1000" and len(models) == 1:
         return f"{mean:.{digits}f} ± {1000 * models[0]['metrics']['inception']['kid']['standard_error']:.{digits}f}"
-    return f"{mean:.{digits}f}{few}"
+    return f"{mean:.{digits}f}{seeds}"
 
 
-def figure(column: str, model: Model) -> float | None:
-    """One figure of one model, if it was measured."""
+def read_metric(column: str, model: Model) -> float | None:
+    """Return one metric of a model; None if it was not measured."""
     try:
         return COLUMNS[column](model)
     except (KeyError, TypeError):
@@ -64,15 +65,15 @@ def figure(column: str, model: Model) -> float | None:
 
 
 def main(root: Path, recipe: str, arms: list[str]) -> None:
-    """Print the table, leaving out columns in which nothing is said."""
-    rows = [(arm, label, models) for arm in arms for label, models in answers(root, recipe, arm).items()]
-    cells = [[cell(column, models) for column in COLUMNS] for _, _, models in rows]
-    said = [number for number in range(len(COLUMNS)) if any(row[number] for row in cells)]
+    """Print the table without its empty columns."""
+    rows = [(arm, label, models) for arm in arms for label, models in read_models(root, recipe, arm).items()]
+    cells = [[format_cell(column, models) for column in COLUMNS] for _, _, models in rows]
+    kept = [number for number in range(len(COLUMNS)) if any(row[number] for row in cells)]
     names = list(COLUMNS)
-    print("| arm | model | seeds | " + " | ".join(names[number] for number in said) + " |")
-    print("|" + "---|" * (3 + len(said)))
+    print("| arm | model | seeds | " + " | ".join(names[number] for number in kept) + " |")
+    print("|" + "---|" * (3 + len(kept)))
     for (arm, label, models), row in zip(rows, cells, strict=True):
-        print(f"| {arm} | {label} | {len(models)} | " + " | ".join(row[number] for number in said) + " |")
+        print(f"| {arm} | {label} | {len(models)} | " + " | ".join(row[number] for number in kept) + " |")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 recipes/emoji-autoencoder/train.py --work runs/autoencoder
 
-One process a core, one thread a process: on a shared machine this waits less than two threads do. It can be stopped at
-any moment and started again with the same command. When the last step is done it writes the weights (half precision),
-the figures and a picture of reconstructions into the work folder.
+Run one process per core with one thread each: on a shared machine this waits less than one process with two threads.
+You can interrupt it; running it again resumes. After the last step it writes the weights (half precision), the metrics
+and an image of reconstructions into the work folder.
 """
 
 import json
@@ -24,104 +24,104 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.data.sources.base import Options, Sample, decode
+from atoll.data.sources.base import Options, SourceImage, decode
 from atoll.data.sources.open import open_source
 
 RESOLUTION = 64
 HELD_OUT = 0.1
-"""Twice the share that the emoji source holds out by default; its held-out captions are all among these."""
+"""Fraction of the captions: twice the default of the emoji source, so the split includes all its held-out captions."""
 
 
 @dataclass
 class Recipe:
-    """Settings; README.md has the two commands that made the shipped weights."""
+    """Settings of the training. README.md has the two commands that made the shipped weights."""
 
     work: Annotated[Path, tyro.conf.arg(aliases=["-w"])]
     """Folder for checkpoints and results."""
     steps: int = 6000
-    batch: int = 16
-    """Pictures a step, over all processes."""
+    batch_size: int = 16
+    """Images per step, over all processes."""
     lr: float = 1.5e-3
     warmup: int = 200
     ema: float = 0.998
     kl: float = 1e-4
-    """Weight of the KL term, a mean over latent numbers: keeps latents near a unit Gaussian, hardly costs detail."""
-    latents: int = 12
+    """Weight of the KL term, a mean over latent values. It keeps latents near a unit Gaussian at little cost."""
+    latent_channels: int = 12
     channels: tuple[int, ...] = (12, 24, 48, 112)
-    earlier: Path | None = None
-    """Work folder of an earlier training to go on from; it may have had fewer latents."""
+    init_from: Path | None = None
+    """Work folder of an earlier training to start from; it may have fewer latent channels."""
     seed: int = 0
     checkpoint_every: int = 200
 
 
 def main(recipe: Recipe) -> None:
-    """Draw the pictures, train, export, measure."""
+    """Draw the emoji, train, export and evaluate."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     recipe.work.mkdir(parents=True, exist_ok=True)
     if dist.get_rank() == 0:
-        draw_pictures(recipe.work)
+        draw_emoji(recipe.work)
     dist.barrier()
-    train, held_out = pictures(recipe.work)
-    say(f"{len(train)} pictures to train on, {len(held_out)} held out")
-    averaged, seconds = fit(recipe, train, held_out)
+    train, held_out = load_images(recipe.work)
+    log(f"{len(train)} training images, {len(held_out)} held out")
+    ema_model, seconds = fit(recipe, train, held_out)
     if dist.get_rank() == 0:
-        finish(recipe, averaged, train, held_out, seconds)
+        finish(recipe, ema_model, train, held_out, seconds)
     dist.destroy_process_group()
 
 
-def say(text: str) -> None:
-    """Print once, not once a process."""
+def log(text: str) -> None:
+    """Print on the first process only."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
-def finish(recipe: Recipe, averaged: AutoencoderKL, train: Tensor, held_out: Tensor, seconds: float) -> None:
-    """Write weights, figures and reconstructions."""
-    shipped = AutoencoderKL.from_pretrained(export(averaged, train, recipe.work / "model"))
+def finish(recipe: Recipe, ema_model: AutoencoderKL, train: Tensor, held_out: Tensor, seconds: float) -> None:
+    """Write weights, metrics and reconstructions."""
+    shipped = AutoencoderKL.from_pretrained(export(ema_model, train, recipe.work / "model"))
     machine = {"processor": platform.processor() or platform.machine(), "processes": dist.get_world_size()}
     report = {
-        "figures": measure(shipped, held_out),
+        "metrics": measure(shipped, held_out),
         "seconds": round(seconds),
-        "settings": {key: value for key, value in asdict(recipe).items() if key not in ("work", "earlier")},
+        "settings": {key: value for key, value in asdict(recipe).items() if key not in ("work", "init_from")},
         "machine": {**machine, "torch": torch.__version__},
     }
-    (recipe.work / "figures.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (recipe.work / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     reconstructions(shipped, held_out).save(recipe.work / "reconstructions.png", optimize=True)
-    say(json.dumps(report, indent=2))
+    log(json.dumps(report, indent=2))
 
 
-def draw_pictures(work: Path) -> None:
-    """Draw every emoji once; the work folder keeps them as uint8 (N, 3, 64, 64)."""
-    file = work / "pictures.npz"
+def draw_emoji(work: Path) -> None:
+    """Draw every emoji once into the work folder, as uint8 (N, 3, 64, 64)."""
+    file = work / "images.npz"
     if file.exists():
         return
-    samples = list(open_source("emoji", Options(held_out=HELD_OUT)).samples())
+    images = list(open_source("emoji", Options(val_fraction=HELD_OUT)).images())
     partial = file.with_suffix(".partial.npz")
-    np.savez(partial, **{split: _drawn([s for s in samples if s.split == split]) for split in ("train", "held-out")})
+    np.savez(partial, **{split: _decoded([s for s in images if s.split == split]) for split in ("train", "held-out")})
     partial.rename(file)
 
 
-def pictures(work: Path) -> tuple[Tensor, Tensor]:
-    """Pictures to train on, and those held out."""
-    with np.load(work / "pictures.npz") as arrays:
+def load_images(work: Path) -> tuple[Tensor, Tensor]:
+    """Return the training images and the held-out images."""
+    with np.load(work / "images.npz") as arrays:
         return torch.from_numpy(arrays["train"]), torch.from_numpy(arrays["held-out"])
 
 
-def _drawn(samples: list[Sample]) -> np.ndarray[Any, Any]:
-    arrays = [np.asarray(decode(sample.read(), RESOLUTION)) for sample in samples]
+def _decoded(images: list[SourceImage]) -> np.ndarray[Any, Any]:
+    arrays = [np.asarray(decode(image.read(), RESOLUTION)) for image in images]
     return np.stack(arrays).transpose(0, 3, 1, 2).copy()
 
 
 def build(recipe: Recipe) -> AutoencoderKL:
-    """Few channels where the picture is large, many where it is small: parameters where they cost no time."""
+    """Build the network: few channels at high resolution and many at low, where parameters cost little time."""
     blocks = len(recipe.channels)
     return AutoencoderKL(
         block_out_channels=recipe.channels,
         down_block_types=("DownEncoderBlock2D",) * blocks,
         up_block_types=("UpDecoderBlock2D",) * blocks,
         layers_per_block=1,
-        latent_channels=recipe.latents,
+        latent_channels=recipe.latent_channels,
         norm_num_groups=4,
         sample_size=RESOLUTION,
         mid_block_add_attention=False,
@@ -131,36 +131,36 @@ def build(recipe: Recipe) -> AutoencoderKL:
 
 
 def fit(recipe: Recipe, train: Tensor, held_out: Tensor) -> tuple[AutoencoderKL, float]:
-    """The averaged model after all steps, and the seconds it took over all starts."""
+    """Train; return the EMA model after all steps and the seconds over all starts."""
     torch.manual_seed(recipe.seed)
     model = build(recipe).to(memory_format=torch.channels_last)
-    if recipe.earlier is not None:
-        adopt(model, torch.load(recipe.earlier / "checkpoint.pt", weights_only=True)["averaged"])
-    averaged = build(recipe)
-    averaged.load_state_dict(model.state_dict())
+    if recipe.init_from is not None:
+        init_weights(model, torch.load(recipe.init_from / "checkpoint.pt", weights_only=True)["ema_model"])
+    ema_model = build(recipe)
+    ema_model.load_state_dict(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=1e-4)
-    say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    step, spent = resume(recipe, model, averaged, optimizer)
+    log(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    step, spent = resume(recipe, model, ema_model, optimizer)
     started = time.monotonic()
     while step < recipe.steps:
         loss = train_step(recipe, step, batch_of(recipe, train, step), model, optimizer)
         step += 1
-        average(averaged, model, min(recipe.ema, (1 + step) / (10 + step)))
+        update_ema(ema_model, model, min(recipe.ema, (1 + step) / (10 + step)))
         if step % recipe.checkpoint_every == 0 or step == recipe.steps:
             seconds = spent + time.monotonic() - started
-            say(f"step {step} loss {loss:.4f} after {seconds:.0f} s")
+            log(f"step {step} loss {loss:.4f} after {seconds:.0f} s")
             if dist.get_rank() == 0:
-                save(recipe, step, seconds, model, averaged, optimizer)
+                save(recipe, step, seconds, model, ema_model, optimizer)
             if step % (5 * recipe.checkpoint_every) == 0:
-                say(f"  held-out PSNR {measure(averaged, held_out[::8])['psnr_mean']:.2f} dB")
-    return averaged, spent + time.monotonic() - started
+                log(f"  held-out PSNR {measure(ema_model, held_out[::8])['psnr_mean']:.2f} dB")
+    return ema_model, spent + time.monotonic() - started
 
 
 @torch.no_grad()
-def adopt(model: AutoencoderKL, earlier: dict[str, Tensor]) -> None:
-    """Take over weights of a model with as many latents or fewer; what it computes stays the same.
+def init_weights(model: AutoencoderKL, earlier: dict[str, Tensor]) -> None:
+    """Copy the weights of a model with at most as many latent channels; reconstructions stay the same.
 
-    New latents start as random features of about unit spread and little noise; the decoder gives them no weight yet.
+    New channels start as random features of about unit variance and little noise. Their decoder weights are zero.
     """
     own = model.state_dict()
     new, old = model.config.latent_channels, earlier["decoder.conv_in.weight"].shape[1]
@@ -178,24 +178,27 @@ def adopt(model: AutoencoderKL, earlier: dict[str, Tensor]) -> None:
 
 
 def batch_of(recipe: Recipe, train: Tensor, step: int) -> Tensor:
-    """The batch of a step: a function of seed and step alone, so that a restart sees what an unbroken run sees."""
-    per_epoch = len(train) // recipe.batch
-    epoch, place = divmod(step, per_epoch)
+    """Return the batch of a step. It depends only on seed and step, so a resumed run sees the same batches."""
+    per_epoch = len(train) // recipe.batch_size
+    epoch, index = divmod(step, per_epoch)
     generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + epoch)
-    rows = torch.randperm(len(train), generator=generator)[place * recipe.batch : (place + 1) * recipe.batch]
+    rows = torch.randperm(len(train), generator=generator)[index * recipe.batch_size : (index + 1) * recipe.batch_size]
     torch.manual_seed(recipe.seed * 1_000_003 + step * dist.get_world_size() + dist.get_rank())
-    pictures = as_input(train[rows[dist.get_rank() :: dist.get_world_size()]])
-    mirrored = torch.rand(len(pictures), 1, 1, 1) < 0.5
-    return torch.where(mirrored, pictures.flip(3), pictures).contiguous(memory_format=torch.channels_last)
+    images = as_input(train[rows[dist.get_rank() :: dist.get_world_size()]])
+    flipped = torch.rand(len(images), 1, 1, 1) < 0.5
+    return torch.where(flipped, images.flip(3), images).contiguous(memory_format=torch.channels_last)
 
 
 def as_input(pixels: Tensor) -> Tensor:
-    """From bytes to [-1, 1]."""
+    """Convert bytes to [-1, 1]."""
     return pixels.float() / 127.5 - 1
 
 
 def train_step(recipe: Recipe, step: int, x: Tensor, model: AutoencoderKL, optimizer: torch.optim.Optimizer) -> float:
-    """One update. Root of the squared error of each picture: between MSE, which sees hard pictures only, and PSNR."""
+    """Make one update and return the loss.
+
+    The loss is the root of each image's squared error, a compromise between MSE, which hard images dominate, and PSNR.
+    """
     progress = step / recipe.steps
     rate = recipe.lr * min(1.0, (step + 1) / recipe.warmup) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
     for group in optimizer.param_groups:
@@ -205,14 +208,14 @@ def train_step(recipe: Recipe, step: int, x: Tensor, model: AutoencoderKL, optim
     loss = (error + 1e-5).sqrt().mean() + recipe.kl * posterior.kl().mean() / posterior.mean[0].numel()
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    share_gradients(model)
+    average_gradients(model)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return float(loss.detach())
 
 
-def share_gradients(model: nn.Module) -> None:
-    """The mean of all processes' gradients, in one message."""
+def average_gradients(model: nn.Module) -> None:
+    """Average the gradients over all processes, in one all-reduce."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat)
@@ -222,50 +225,50 @@ def share_gradients(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def average(averaged: nn.Module, model: nn.Module, decay: float) -> None:
-    """Exponential moving average of the weights."""
-    for old, new in zip(averaged.parameters(), model.parameters(), strict=True):
+def update_ema(ema_model: nn.Module, model: nn.Module, decay: float) -> None:
+    """Update the exponential moving average of the weights."""
+    for old, new in zip(ema_model.parameters(), model.parameters(), strict=True):
         old.lerp_(new, 1 - decay)
 
 
 def save(
-    recipe: Recipe, step: int, seconds: float, model: nn.Module, averaged: nn.Module, optimizer: torch.optim.Optimizer
+    recipe: Recipe, step: int, seconds: float, model: nn.Module, ema_model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """A checkpoint, put in place in one move."""
-    states = {"model": model.state_dict(), "averaged": averaged.state_dict(), "optimizer": optimizer.state_dict()}
+    """Write a checkpoint and rename it into place."""
+    states = {"model": model.state_dict(), "ema_model": ema_model.state_dict(), "optimizer": optimizer.state_dict()}
     partial = recipe.work / "checkpoint.partial"
     torch.save({"step": step, "seconds": seconds, **states}, partial)
     partial.rename(recipe.work / "checkpoint.pt")
 
 
 def resume(
-    recipe: Recipe, model: nn.Module, averaged: nn.Module, optimizer: torch.optim.Optimizer
+    recipe: Recipe, model: nn.Module, ema_model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[int, float]:
-    """Step and seconds of the last checkpoint, if there is one."""
+    """Load the last checkpoint if there is one; return its step and seconds."""
     file = recipe.work / "checkpoint.pt"
     if not file.exists():
         return 0, 0.0
     checkpoint = torch.load(file, weights_only=True)
     model.load_state_dict(checkpoint["model"])
-    averaged.load_state_dict(checkpoint["averaged"])
+    ema_model.load_state_dict(checkpoint["ema_model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     return int(checkpoint["step"]), float(checkpoint["seconds"])
 
 
 @torch.no_grad()
-def export(averaged: AutoencoderKL, train: Tensor, folder: Path) -> Path:
-    """Write the diffusers folder, with the latents' mean and spread in its config, in half precision."""
-    means = torch.cat([averaged.encode(as_input(part)).latent_dist.mean for part in train[::8].split(64)])
-    averaged.register_to_config(
+def export(ema_model: AutoencoderKL, train: Tensor, folder: Path) -> Path:
+    """Write the diffusers folder in half precision, with the latents' mean and standard deviation in its config."""
+    means = torch.cat([ema_model.encode(as_input(part)).latent_dist.mean for part in train[::8].split(64)])
+    ema_model.register_to_config(
         scaling_factor=round(float(1 / means.std()), 4), shift_factor=round(float(means.mean()), 4)
     )
-    averaged.half().save_pretrained(folder)
+    ema_model.half().save_pretrained(folder)
     return folder
 
 
 @torch.no_grad()
 def measure(model: AutoencoderKL, pixels: Tensor) -> dict[str, float]:
-    """PSNR of reconstructions from the posterior mean, pixels in [0, 1]; and how the latents are spread."""
+    """Return the PSNR of reconstructions from the posterior mean (pixels in [0, 1]) and the spread of the latents."""
     errors, means, stds = [], [], []
     for part in pixels.split(64):
         posterior = model.encode(as_input(part)).latent_dist
@@ -275,7 +278,7 @@ def measure(model: AutoencoderKL, pixels: Tensor) -> dict[str, float]:
         stds.append(posterior.std)
     error, mean = torch.cat(errors), torch.cat(means)
     return {
-        "pictures": len(pixels),
+        "images": len(pixels),
         "psnr_mean": round(float(-10 * error.log10().mean()), 2),
         "psnr_of_mean_error": round(float(-10 * error.mean().log10()), 2),
         "psnr_worst_tenth": round(float((-10 * error.log10()).quantile(0.1)), 2),
@@ -288,16 +291,16 @@ def measure(model: AutoencoderKL, pixels: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def reconstructions(model: AutoencoderKL, pixels: Tensor, columns: int = 16, rows: int = 3) -> Image.Image:
-    """Held-out pictures, each above its reconstruction."""
+    """Draw held-out images, each above its reconstruction."""
     chosen = pixels[torch.linspace(0, len(pixels) - 1, columns * rows).long()]
     restored = model.decode(model.encode(as_input(chosen)).latent_dist.mean).sample.clamp(-1, 1)
     restored = ((restored + 1) * 127.5).round().byte()
     sheet = Image.new("RGB", (columns * (RESOLUTION + 2), rows * 2 * (RESOLUTION + 2)), "grey")
     for index in range(len(chosen)):
         row, column = divmod(index, columns)
-        for below, picture in enumerate((chosen[index], restored[index])):
-            place = (column * (RESOLUTION + 2), (2 * row + below) * (RESOLUTION + 2))
-            sheet.paste(Image.fromarray(picture.permute(1, 2, 0).numpy()), place)
+        for below, image in enumerate((chosen[index], restored[index])):
+            corner = (column * (RESOLUTION + 2), (2 * row + below) * (RESOLUTION + 2))
+            sheet.paste(Image.fromarray(image.permute(1, 2, 0).numpy()), corner)
     return sheet
 
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Two DDPM experts among six of flow matching, trained two and a half times as long.  SEED=0 bash recipes/heterogeneous/longer.sh
-# The flow-matching experts and the router are those of ddm-vs-monolith/longer.sh: run it first.
+# Train two DDPM experts among six of flow matching two and a half times as long.
+#     SEED=0 bash recipes/heterogeneous/longer.sh
+# Run ddm-vs-monolith/longer.sh first: it trains the flow-matching experts and the router.
 set -euo pipefail
 export STEPS=${STEPS:-4000}
 source recipes/common/lib.sh
 make_arm long-ddpm2 8 features "{default: flow-matching, 0: ddpm, 3: ddpm}"
 train long-ddpm2 --jobs experts --experts 0 3
-take long8 long-ddpm2 1 2 4 5 6 7
+reuse long8 long-ddpm2 1 2 4 5 6 7
 for name in long8 long-ddpm2; do
-    measure $name --models experts --routings top-1 top-2 --extractors inception efficientnet-lite0 --diversity 64 8
+    evaluate $name --models experts --routings top-1 top-2 --extractors inception efficientnet-lite0 --diversity 64 8
 done
 table long8 long-ddpm2

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything of this recipe, resumable: bash recipes/student/run.sh [RUN]
+# Run the recipe with four experts: bash recipes/student/run.sh [RUN]
+# You can interrupt it; running it again resumes.
 set -euo pipefail
 run=${1:-runs/student}
 atoll=${ATOLL:-.venv/bin/atoll}
@@ -10,4 +11,4 @@ if [ -f "$run/atoll.yaml" ] && ! cmp -s recipes/student/atoll.yaml "$run/atoll.y
 fi
 cp recipes/student/atoll.yaml "$run/atoll.yaml"
 $atoll launch "$run" --jobs prepare experts router student monolith
-${ATOLL_PYTHON:-.venv/bin/python} recipes/student/figures.py "$run"
+${ATOLL_PYTHON:-.venv/bin/python} recipes/student/metrics.py "$run"

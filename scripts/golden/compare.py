@@ -1,4 +1,4 @@
-"""The comparison: tensors and images by group and name, bit for bit or within the tolerances of another machine."""
+"""Compare tensors and images by group and name, bit for bit or within the tolerances for another machine."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,19 +10,19 @@ Tensors = Mapping[str, NDArray[Any]]
 Results = Mapping[str, Tensors]
 """Tensors and images by group and name."""
 Rows = Mapping[str, tuple[int, list[str]]]
-"""For each group, how many tensors or images it has, and a line for each difference."""
+"""For each group, the number of its tensors or images, and a line for each difference."""
 
 MAX_UPDATE_ERROR = 1e-2
-"""Of another machine's weights: norm of the difference over the norm of the update. The kernels that torch, MKL and
-oneDNN have for older processors give 2e-4 to 5e-4; half precision alone gives 2e-4."""
+"""Tolerance for the weights on another machine: norm of the difference over the norm of the update. With the kernels of
+torch, MKL and oneDNN for older processors it is 2e-4 to 5e-4; half precision alone gives 2e-4."""
 MAX_IMAGE_ERROR = 2
-"""Of another machine's images, in steps of 255. Those kernels give 1."""
+"""Tolerance for the images on another machine, of 255. With those kernels the difference is 1."""
 MAX_LINES = 3
-"""Differences that are listed for each group."""
+"""Maximum number of differences printed per group."""
 
 
 DELETED = (":balanced", ":log_prior")
-"""Tensors of the golden commit that the present code does not have: two of routers that were never used."""
+"""Tensors of the golden commit that the present code lacks: two unused tensors of routers."""
 
 
 def bit_differences(golden: Tensors, present: Tensors) -> list[str]:
@@ -68,7 +68,7 @@ def norm(tensors: Tensors) -> float:
 
 
 def compare(golden: Results, present: Results, differences: Callable[[Tensors, Tensors], list[str]]) -> Rows:
-    """Compare group by group, without the tensors that were deleted since."""
+    """Compare group by group, without the deleted tensors."""
     kept = {
         group: {name: tensor for name, tensor in tensors.items() if not name.endswith(DELETED)}
         for group, tensors in golden.items()
@@ -78,7 +78,7 @@ def compare(golden: Results, present: Results, differences: Callable[[Tensors, T
 
 
 def report(rows: Rows, *, same: str = "equal") -> int:
-    """Print what was compared and what differs, where `same` describes the rest; return the exit code."""
+    """Print each group with its differences, or `same` if it has none; return the exit code."""
     width = max(map(len, rows))
     for group, (count, lines) in rows.items():
         print(f"  {group:<{width}}  {count:>4}  {'DIFFERENT' if lines else same}")

@@ -1,4 +1,4 @@
-"""A walk: the functions that ran, from the recorded calls and the source code."""
+"""Make a walk, the list of functions that ran, from the recorded calls and the source code."""
 
 import ast
 import re
@@ -36,7 +36,7 @@ class Walk:
 
 
 class Definition(NamedTuple):
-    """Where a function stands in a file: the first line is that of its first decorator."""
+    """The lines of a function in a file. The first line is that of its first decorator."""
 
     name: str
     first: int

@@ -1,8 +1,8 @@
 """Record the calls in command lines of one tree of Atoll: python -m walk.record PLAN.
 
 PYTHONPATH holds the tree's src and the folder of the scripts. PLAN is a JSON file in the folder to work in: the tree,
-and the name and command line of each walk. A command without a name only makes what the others need. The calls of NAME
-are written to NAME.json.
+and the name and command line of each walk. A command without a name only prepares the others. The calls of NAME are
+written to NAME.json.
 """
 
 import gc
@@ -35,10 +35,10 @@ SHOWN_LINES = 12
 
 @dataclass
 class Task:
-    """What runs in one go in one thread: the command itself, a thread, or a job of a thread pool.
+    """One sequence of calls in one thread: the command itself, a thread, or a job of a thread pool.
 
-    Its position is that of its start: the positions of the tasks around it, and the number of the start in the last of
-    them. So the order of calls does not depend on which thread is faster.
+    Its position is where it was started: the positions of the enclosing tasks and the number of the start in the
+    innermost of them. So the order of calls does not depend on the speed of threads.
     """
 
     position: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ class Recorder:
         ThreadPoolExecutor.submit = submit_followed  # type: ignore[assignment,method-assign]
 
     def continued(self, job: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the job as a task of its own, at the place in the order where this is called."""
+        """Return the job as a separate task, positioned where this is called."""
         outer: Task | None = getattr(self.local, "task", None)
         task = Task()
         if outer is not None:
@@ -191,7 +191,7 @@ def run_in_process(name: str, command: str, package: Path) -> None:
 def main() -> int:
     """Run the plan up to the first command that fails.
 
-    Everything is imported before: what runs at an import is no part of a walk. Each command is a fork of that.
+    All modules are imported first, so that imports are not part of a walk. Each command runs in a fork.
     """
     plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     tree = Path(plan["tree"])

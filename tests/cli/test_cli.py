@@ -1,3 +1,5 @@
+"""The command line: verbs, help, overrides and exit codes."""
+
 import dataclasses
 import json
 import os
@@ -29,9 +31,9 @@ def test_help_lists_the_verbs_in_pipeline_order_and_never_imports_torch() -> Non
     rows = result.stdout.split("\n\n")[1].splitlines()
     listed = [line[7:].split()[0] for line in rows]
     assert listed == list(cli.VERBS)
-    journey = ["demo", "init", "config", "prepare", "train", "launch", "keys", "push", "join", "status", "admit"]
-    journey += ["pull", "sample", "evaluate", "report", "serve", "convert", "export"]
-    assert listed == journey
+    expected = ["demo", "init", "config", "prepare", "train", "launch", "keys", "push", "join", "status", "admit"]
+    expected += ["pull", "sample", "evaluate", "report", "serve", "convert", "export"]
+    assert listed == expected
     assert [line[:7].strip() for line in rows if line[:7].strip()] == ["start", "train", "share", "use", "models"]
 
 
@@ -73,13 +75,20 @@ def test_a_renamed_preset_is_an_error_with_its_new_name(
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
-def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_has_help_of_80_columns(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
         cli.main([verb, "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert f"usage: atoll {verb}" in text
     assert "overrides" not in text
+    assert "(default: )" not in text, "an empty default has a word"
+    assert "None" not in text
+    for line in text.splitlines():
+        assert len(line) <= 80 or line.startswith("usage:"), line
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +104,7 @@ def test_unknown_verb_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["config", "--help"]])
-def test_a_reader_who_has_gone_is_no_error_to_tell_of(arguments: list[str]) -> None:
+def test_a_closed_standard_output_prints_no_error(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "atoll.cli", *arguments]
@@ -104,9 +113,9 @@ def test_a_reader_who_has_gone_is_no_error_to_tell_of(arguments: list[str]) -> N
     assert (result.returncode, result.stderr) == (1, "")
 
 
-def test_a_broken_pipe_elsewhere_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(self: Verb) -> None:
-        raise BrokenPipeError("a worker has gone")
+        raise BrokenPipeError("a worker died")
 
     monkeypatch.setattr(cli.VERBS["init"], "run", broken)
     with pytest.raises(BrokenPipeError, match="a worker"):
@@ -126,7 +135,7 @@ def test_init_writes_what_config_reads(preset: str, tmp_path: Path, capsys: pyte
     assert yaml.safe_load(capsys.readouterr().out) == printed
 
 
-def test_init_does_not_overwrite_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_does_not_overwrite_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["init", str(tmp_path)]) == 0
     assert cli.main(["init", str(tmp_path), "--clusters.count", "3"]) == 2
     assert "--force" in capsys.readouterr().err
@@ -145,17 +154,21 @@ def test_dotted_options_override_the_file(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("verb", ["demo", "sample", "status", "convert", "keys"])
-def test_verbs_that_read_no_settings_refuse_them(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    places = {"demo": [], "keys": [], "convert": [str(tmp_path)] * 2}.get(verb, [str(tmp_path)])
-    assert cli.main([verb, *places, "--guidance.interval", "0.2"]) == 2
+def test_overrides_for_verbs_without_settings_are_errors(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = {"demo": [], "keys": [], "convert": [str(tmp_path)] * 2}.get(verb, [str(tmp_path)])
+    assert cli.main([verb, *paths, "--guidance.interval", "0.2"]) == 2
     assert f"atoll {verb} accepts no settings of a run: --guidance.interval" in capsys.readouterr().err
 
 
-def test_an_option_without_its_value_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_override_without_a_value_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", str(tmp_path), "--clusters.count"]) == 2
     assert "--clusters.count needs a value" in capsys.readouterr().err
 
 
-def test_a_run_without_a_file_says_how_to_make_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_missing_file_names_the_command_that_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["config", str(tmp_path)]) == 2
     assert f"atoll init {tmp_path}" in capsys.readouterr().err

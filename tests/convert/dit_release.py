@@ -1,4 +1,4 @@
-"""The original DiT release by its documented tensor names and shapes: a checkpoint and a plain forward pass."""
+"""A reference of the original DiT release, with its tensor names and shapes: a checkpoint and a plain forward pass."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch.nn import functional
 
 
 def release_state(width, depth, patch, grid, classes, seed, channels=4):
-    """Random weights in the layout of DiT-XL-2-256x256.pt, with twice the channels in the output."""
+    """Return random weights in the layout of DiT-XL-2-256x256.pt, with twice the channels in the output."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -36,7 +36,7 @@ def release_state(width, depth, patch, grid, classes, seed, channels=4):
 
 
 def positions(width, grid):
-    """MAE's 2-D sine-cosine table: each half is sines then cosines, of the column first and then of the row."""
+    """Return the 2-D sine-cosine table of MAE: sines and cosines of the column, then of the row."""
     table = torch.zeros(1, grid * grid, width, dtype=torch.float64)
     quarter = width // 4
     for row in range(grid):
@@ -50,7 +50,7 @@ def positions(width, grid):
 
 
 def release_forward(state, x, time, label, heads):
-    """What the released network computes, with convolution and attention spelled out."""
+    """Return the output of the released network, with explicit convolution and attention."""
 
     def linear(name, value):
         return functional.linear(value, state[f"{name}.weight"], state[f"{name}.bias"])

@@ -1,4 +1,4 @@
-"""Experts and router of the Paris release by its published structure, on torch's own attention."""
+"""A reference of the experts and router of the Paris release, with the attention of torch."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch.nn import functional
 
 
 class ParisBlock(nn.Module):
-    """One block of a Paris expert or router by its published structure, on torch's own attention."""
+    """One block of a Paris expert or router."""
 
     def __init__(self, width, heads, single):
         super().__init__()

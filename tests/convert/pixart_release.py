@@ -1,4 +1,4 @@
-"""PixArt-alpha's own release by its documented tensor names and shapes: a checkpoint and a plain forward pass."""
+"""A reference of the PixArt-alpha release, with its tensor names and shapes: a checkpoint and a plain forward pass."""
 
 import math
 
@@ -11,7 +11,7 @@ NULL_TOKENS = 120
 
 
 def release_state(width, depth, patch, grid, text_width, seed, channels=4):
-    """Random weights in the layout of PixArt-XL-2-256x256.pth, with twice the channels in the output."""
+    """Return random weights in the layout of PixArt-XL-2-256x256.pth, with twice the channels in the output."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -46,14 +46,14 @@ def release_state(width, depth, patch, grid, text_width, seed, channels=4):
 
 
 def release_forward(state, x, time, captions, heads):
-    """What the released network computes for images (batch, …), times (batch,) and one caption (tokens, width) each."""
+    """Return the output of the released network for images (batch, …), timesteps (batch,) and one caption for each."""
     return torch.cat(
         [_one(state, *parts, heads) for parts in zip(x.split(1), time.split(1), captions, strict=True)],
     )
 
 
 def _one(state, x, time, caption, heads):
-    """One image, with convolution and attention spelled out; it attends to every token of its caption."""
+    """Return the output for one image, with explicit convolution and attention over all tokens of its caption."""
 
     def linear(name, value):
         return functional.linear(value, state[f"{name}.weight"], state[f"{name}.bias"])

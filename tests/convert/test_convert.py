@@ -31,7 +31,7 @@ def noise(count=3):
 
 
 @torch.no_grad()
-def test_unfolded_conversion_computes_what_the_source_computes(release, tmp_path):
+def test_a_conversion_without_fold_computes_the_same_as_the_source(release, tmp_path):
     file, state = release
     options = FlowMatchingOptions(fold=False, final="keep", time="same", text_width=12)
     conversion = convert(file, tmp_path / "out", "flow-matching", options=options, heads=HEADS)
@@ -42,12 +42,12 @@ def test_unfolded_conversion_computes_what_the_source_computes(release, tmp_path
     text = Condition(text=torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(1)))
     torch.testing.assert_close(expert(x, time, text), expected, atol=1e-5, rtol=0)
     assert expected.abs().max() > 0.1
-    assert conversion.figures["feature_error"] < 1e-5
-    assert conversion.figures["residual"] == 0
+    assert conversion.metrics["feature_error"] < 1e-5
+    assert conversion.metrics["residual"] == 0
 
 
 @torch.no_grad()
-def test_the_steps_clock_feeds_999_t(release, tmp_path):
+def test_the_time_table_steps_is_999_t(release, tmp_path):
     file, state = release
     options = FlowMatchingOptions(fold=False, final="keep", time="steps", text_width=0)
     convert(file, tmp_path / "out", "flow-matching", options=options, heads=HEADS)
@@ -58,7 +58,7 @@ def test_the_steps_clock_feeds_999_t(release, tmp_path):
     torch.testing.assert_close(expert(x, time), expected, atol=3e-5, rtol=0)
 
 
-def test_new_final_layer_answers_zero_and_labels_can_be_kept(release, tmp_path):
+def test_a_new_final_layer_predicts_zero_and_labels_can_be_kept(release, tmp_path):
     file, _ = release
     options = FlowMatchingOptions(fold=False, keep_labels=True, text_width=0, time="same")
     convert(file, tmp_path / "out", "flow-matching", options=options, heads=HEADS)
@@ -84,7 +84,7 @@ def test_fold_is_the_least_squares_fit(release, tmp_path):
             for n in range(depth)
         ]
     )
-    # The oracle: one regression of all blocks at once on s(t) and one indicator per block.
+    # The reference solution: one regression of all blocks on s(t) and one indicator per block.
     indicators = torch.eye(depth, dtype=torch.float64).repeat_interleave(STEPS, 0)
     design = torch.cat([values.repeat(depth, 1), indicators], dim=1)
     best = torch.linalg.lstsq(design, target.flatten(0, 1), driver="gelsd").solution
@@ -93,9 +93,9 @@ def test_fold_is_the_least_squares_fit(release, tmp_path):
     ours = torch.stack([shared + folded[f"blocks.{n}.modulation.table"].double().flatten() for n in range(depth)])
     error = (ours - target).square().sum()
     assert error <= optimum * (1 + 1e-4)
-    figures = json.loads((tmp_path / "out" / "conversion.json").read_text())["figures"]
-    assert figures["residual"] == pytest.approx(float((error / target.square().sum()).sqrt()), rel=1e-3)
-    assert 0 < figures["residual"] < figures["residual_in_time"] < 1
+    metrics = json.loads((tmp_path / "out" / "conversion.json").read_text())["metrics"]
+    assert metrics["residual"] == pytest.approx(float((error / target.square().sum()).sqrt()), rel=1e-3)
+    assert 0 < metrics["residual"] < metrics["residual_in_time"] < 1
 
 
 def test_fold_is_exact_when_blocks_share_their_change_in_time(release, tmp_path):
@@ -106,13 +106,13 @@ def test_fold_is_exact_when_blocks_share_their_change_in_time(release, tmp_path)
     torch.save(state, file)
     options = FlowMatchingOptions(final="keep", time="same", text_width=12)
     conversion = convert(file, tmp_path / "out", "flow-matching", options=options, heads=HEADS)
-    assert conversion.figures["residual"] < 1e-6
+    assert conversion.metrics["residual"] < 1e-6
     x, time = noise()
     expected = release_forward(state, x, time, torch.full((3,), CLASSES), HEADS)[:, :4]
     torch.testing.assert_close(load_network(tmp_path / "out")(x, time), expected, atol=1e-5, rtol=0)
 
 
-def test_snr_clock_matches_the_signal_to_noise_ratio():
+def test_the_time_table_snr_matches_the_signal_to_noise_ratio():
     table = time_table("snr").double()
     signal = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), 0)
     for time in (100, 300, 500, 900):
@@ -126,7 +126,7 @@ def test_snr_clock_matches_the_signal_to_noise_ratio():
     assert bool((table.diff() >= 0).all())
 
 
-def test_conversion_json_tells_what_was_done_with_hashes(release, tmp_path, capsys):
+def test_conversion_json_lists_changes_and_hashes(release, tmp_path, capsys):
     file, _ = release
     out = tmp_path / "out"
     assert main(["convert", str(file), str(out), "--to", "flow-matching", "--heads", str(HEADS)]) == 0
@@ -134,7 +134,7 @@ def test_conversion_json_tells_what_was_done_with_hashes(release, tmp_path, caps
     account = json.loads((out / "conversion.json").read_text())
     assert account["source"] == {"file": file.name, "layout": "dit", "sha256": sha256(file)}
     assert account["files"] == {name: sha256(out / name) for name in account["files"]}
-    actions = {change["what"]: change["action"] for change in account["changes"]}
+    actions = {change["item"]: change["action"] for change in account["changes"]}
     assert actions["modulation of the blocks"] == "folded"
     assert actions["final layer"] == actions["text projection"] == actions["cross-attention"] == "new"
     assert "folded" in printed
@@ -142,7 +142,7 @@ def test_conversion_json_tells_what_was_done_with_hashes(release, tmp_path, caps
     assert total == sum(tensor.numel() for tensor in load_network(out).state_dict().values())
 
 
-def test_every_layout_and_back_by_the_command(tmp_path):
+def test_the_command_converts_to_every_layout_and_back(tmp_path):
     cases = {
         "dit": DiT(DiTConfig(WIDTH, 2, HEADS, size=16, modulation="zero", num_classes=5)),
         "pixart": DiT(DiTConfig(WIDTH, 2, HEADS, size=16, text_width=12, text_projection="mlp", null_tokens=7)),
@@ -162,11 +162,11 @@ def test_every_layout_and_back_by_the_command(tmp_path):
             assert back.state_dict()[key].equal(tensor) or "null_" in key, f"{name}: {key}"
 
 
-def test_what_a_layout_cannot_hold_is_refused_with_the_reason(release, tmp_path):
+def test_a_network_that_does_not_fit_a_layout_is_an_error_with_the_reason(release, tmp_path):
     file, _ = release
-    with pytest.raises(AtollError, match=r"modulation must be 'single' and is 'zero'|needs text"):
+    with pytest.raises(AtollError, match=r"modulation must be 'single', but is 'zero'|needs text conditioning"):
         convert(file, tmp_path / "out", "paris", heads=HEADS)
-    with pytest.raises(AtollError, match="give --heads"):
+    with pytest.raises(AtollError, match="pass it with --heads"):
         convert(file, tmp_path / "out")
     with pytest.raises(AtollError, match="did you mean 'flow-matching'"):
         convert(file, tmp_path / "out", "flow-matchin", heads=HEADS)
@@ -180,12 +180,12 @@ def test_what_a_layout_cannot_hold_is_refused_with_the_reason(release, tmp_path)
 def test_differences_of_arithmetic_are_listed(release, tmp_path):
     file, _ = release
     conversion = convert(file, tmp_path / "out", "diffusers-dit", heads=HEADS)
-    assert [change.what for change in conversion.changes if change.action == "changed"] == ["frequency_shift"]
-    assert [change.what for change in conversion.changes if change.action == "left out"] == ["positions"]
+    assert [change.item for change in conversion.changes if change.action == "changed"] == ["frequency_shift"]
+    assert [change.item for change in conversion.changes if change.action == "omitted"] == ["positions"]
 
 
 @torch.no_grad()
-def test_the_null_condition_of_a_wrapped_pixart_comes_along(tmp_path):
+def test_the_null_condition_of_a_pixart_expert_is_kept(tmp_path):
     torch.manual_seed(0)
     fields = {
         "num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 2, "sample_size": 16, "in_channels": 4,
@@ -199,10 +199,10 @@ def test_the_null_condition_of_a_wrapped_pixart_comes_along(tmp_path):
     x, time = noise()
     torch.testing.assert_close(load_network(tmp_path / "native")(x, time), expert(x, time), atol=1e-5, rtol=0)
     conversion = convert(tmp_path / "expert", tmp_path / "there", "diffusers-pixart")
-    assert [change.what for change in conversion.changes if change.action == "left out"] == ["null_text, positions"]
+    assert [change.item for change in conversion.changes if change.action == "omitted"] == ["null_text, positions"]
 
 
-def test_the_file_that_is_given_is_the_one_that_is_read(tmp_path):
+def test_the_given_file_is_read(tmp_path):
     folder, networks = tmp_path / "network", [DiT(DiTConfig(WIDTH, 1, HEADS, size=16)) for _ in range(2)]
     save_network(networks[0], folder)
     write_weights(networks[1].state_dict(), folder / "other.safetensors")
@@ -210,5 +210,5 @@ def test_the_file_that_is_given_is_the_one_that_is_read(tmp_path):
     for name, tensor in load_network(tmp_path / "out").state_dict().items():
         assert tensor.equal(networks[1].state_dict()[name]), name
     write_weights(DiT(DiTConfig(WIDTH, 2, HEADS, size=16)).state_dict(), folder / "deeper.safetensors")
-    with pytest.raises(AtollError, match=r"not expected blocks\.1\.attention"):
+    with pytest.raises(AtollError, match=r"unexpected blocks\.1\.attention"):
         convert(folder / "deeper.safetensors", tmp_path / "refused")

@@ -41,13 +41,13 @@ def test_every_release_declares_the_scale_it_was_trained_with(tmp_path):
     convert(tmp_path / "DiT.pt", tmp_path / "flow", "flow-matching", **HINTS)
     assert declared(tmp_path / "flow") == RELEASED
     convert(tmp_path / "DiT.pt", tmp_path / "diffusers", "diffusers-dit", **HINTS)
-    assert declared(tmp_path / "diffusers") == "none"  # it is what the layout stands for
+    assert declared(tmp_path / "diffusers") == "none"  # the scale of the layout need not be written
     assert read_source(tmp_path / "diffusers").config.normalization == STABLE_DIFFUSION
 
 
 @pytest.mark.parametrize("scale", [None, LatentScale(0.36, 0.12)])
-def test_another_scale_survives_the_way_through_a_foreign_layout(scale, tmp_path):
-    """A network that was trained here, per channel, must not come back as one of the release."""
+def test_another_scale_survives_the_round_trip_through_a_foreign_layout(scale, tmp_path):
+    """A network with statistics per channel must not get the scale of the release."""
     config = DiTConfig(WIDTH, 1, HEADS, size=8, modulation="zero", num_classes=5, normalization=scale)
     save_network(DiT(config), tmp_path / "native")
     conversion = convert(tmp_path / "native", tmp_path / "there", "dit")
@@ -56,22 +56,23 @@ def test_another_scale_survives_the_way_through_a_foreign_layout(scale, tmp_path
     assert load_network(tmp_path / "back").config == config
 
 
-def test_the_autoencoder_of_its_pipeline_decides(tmp_path):
-    """PixArt-Sigma has the class of PixArt-alpha and the autoencoder of SDXL."""
+def test_the_autoencoder_of_the_pipeline_decides(tmp_path):
+    """PixArt-Sigma has the diffusers class of PixArt-alpha and the autoencoder of SDXL."""
     config = DiTConfig(WIDTH, 1, HEADS, size=8, text_width=TEXT, text_projection="mlp", normalization=STABLE_DIFFUSION)
     save_network(DiT(config), tmp_path / "native")
     pipeline = tmp_path / "pipeline"
     convert(tmp_path / "native", pipeline / "transformer", "diffusers-pixart")
     (pipeline / "vae").mkdir()
     (pipeline / "vae/config.json").write_text('{"_class_name": "AutoencoderKL", "scaling_factor": 0.13025}')
-    assert read_source(pipeline / "transformer").config.normalization == STABLE_DIFFUSION  # any folder named vae
+    # A folder named vae alone is not a pipeline.
+    assert read_source(pipeline / "transformer").config.normalization == STABLE_DIFFUSION
     (pipeline / "model_index.json").write_text('{"_class_name": "PixArtSigmaPipeline"}')
     assert read_source(pipeline / "transformer").config.normalization == LatentScale(0.13025)
-    (pipeline / "transformer/declaration.json").write_text("{}")  # an export of Atoll: the declaration has it
+    (pipeline / "transformer/declaration.json").write_text("{}")  # in an export of Atoll, the declaration decides
     assert read_source(pipeline / "transformer").config.normalization is None
 
 
-def test_an_expert_trained_here_in_a_class_of_diffusers_is_not_taken_for_the_release(tmp_path):
+def test_a_trained_diffusers_expert_has_not_the_scale_of_the_release(tmp_path):
     fields = {
         "num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 1, "sample_size": 8, "in_channels": 4,
         "out_channels": 4, "cross_attention_dim": WIDTH, "caption_channels": TEXT,
@@ -82,7 +83,7 @@ def test_an_expert_trained_here_in_a_class_of_diffusers_is_not_taken_for_the_rel
 
 
 @pytest.mark.parametrize("values", [{"scaling_factor": -1.0}, {"scale": 1.0}, {}, 0.18215])
-def test_a_declaration_that_is_none_is_refused(values, tmp_path):
+def test_an_invalid_declaration_is_an_error(values, tmp_path):
     torch.save(dit_state(), tmp_path / "DiT.pt")
     (tmp_path / "config.json").write_text(json.dumps({"normalization": values}))
     with pytest.raises(AtollError, match=r"config.json: "):

@@ -1,4 +1,4 @@
-"""Checkpoints of the authors' own releases against plain reference networks: DiT, SiT and PixArt-alpha."""
+"""Checkpoints of the original releases compared with reference networks: DiT, SiT and PixArt-alpha."""
 
 import json
 
@@ -11,7 +11,7 @@ from atoll.convert import read_weights, write_weights
 from atoll.convert.convert import convert, read_source
 from atoll.convert.fold import FlowMatchingOptions
 from atoll.core.errors import AtollError
-from atoll.experts.batch_conditions import Places, replace_rows
+from atoll.experts.batch_conditions import ConditionSlots, replace_rows
 from atoll.nets import Condition, DiT, DiTConfig, concatenate, load_network, save_network
 from convert import dit_release, pixart_release
 from convert.pixart_release import NULL_TOKENS
@@ -24,7 +24,7 @@ def random(*shape, seed=1):
 
 
 def classes_state(seed=0):
-    """A checkpoint with the tensors of DiT and SiT."""
+    """Write a checkpoint with the tensors of DiT and SiT."""
     return dit_release.release_state(width=WIDTH, depth=2, patch=2, grid=4, classes=CLASSES, seed=seed)
 
 
@@ -32,12 +32,12 @@ def classes_state(seed=0):
 
 
 def sit_velocity(state, x, time, label):
-    """dx/ds = data - noise at SiT's time s in 0..1, noise at 0; the second half of the channels is not used."""
+    """Return dx/ds = data - noise at time s of SiT, from noise at 0 to data at 1, without the variance channels."""
     return dit_release.release_forward(state, x, time, label, HEADS)[:, :4]
 
 
 @torch.no_grad()
-def test_the_velocity_of_a_sit_is_the_opposite_one_at_the_opposite_time(tmp_path):
+def test_the_velocity_of_a_sit_is_negated_and_its_time_reversed(tmp_path):
     state = classes_state()
     torch.save({"ema": state, "model": classes_state(seed=1)}, tmp_path / "SiT-XL-2-256x256.pt")
     source, out = tmp_path / "SiT-XL-2-256x256.pt", tmp_path / "out"
@@ -53,10 +53,10 @@ def test_the_velocity_of_a_sit_is_the_opposite_one_at_the_opposite_time(tmp_path
         assert expected.abs().max() > 0.3
     account = json.loads((out / "conversion.json").read_text())
     assert account["source"]["layout"] == "sit"
-    assert "time and sign" in [change["what"] for change in account["changes"]]
+    assert "time and sign" in [change["item"] for change in account["changes"]]
 
 
-def test_a_sit_is_written_as_it_was_and_as_nothing_else(tmp_path):
+def test_a_sit_is_written_unchanged_and_only_in_its_layout(tmp_path):
     state = classes_state()
     torch.save(state, tmp_path / "SiT.pt")
     hints = {"heads": HEADS, "num_classes": CLASSES}
@@ -68,14 +68,14 @@ def test_a_sit_is_written_as_it_was_and_as_nothing_else(tmp_path):
     assert read_source(tmp_path / "back").layout == "sit"  # by the config.json that was written
     with pytest.raises(AtollError, match="time_table must be False"):
         convert(tmp_path / "native", tmp_path / "dit", "dit")
-    with pytest.raises(AtollError, match="flow-matching network already"):
+    with pytest.raises(AtollError, match="already a flow-matching network"):
         convert(tmp_path / "SiT.pt", tmp_path / "flow", "flow-matching", **hints)
     shape = {"width": WIDTH, "depth": 1, "heads": HEADS, "size": 8, "modulation": "zero", "num_classes": 3}
     save_network(DiT(DiTConfig(**shape)), tmp_path / "own")
     with pytest.raises(AtollError, match="embeds the time 1 - t"):
         convert(tmp_path / "own", tmp_path / "refused", "sit")
     save_network(DiT(DiTConfig(**shape, time_table=True)), tmp_path / "clock")
-    with pytest.raises(AtollError, match="time table is not SiT's"):
+    with pytest.raises(AtollError, match="time table is not that of SiT"):
         convert(tmp_path / "clock", tmp_path / "refused", "sit")
 
 
@@ -96,14 +96,14 @@ def test_dit_and_sit_are_distinguished_by_option_config_or_file_name(name, confi
     torch.save(classes_state(), tmp_path / name)
     (tmp_path / "config.json").write_text(json.dumps({"num_classes": CLASSES, "heads": HEADS} | config))
     if expected is None:
-        with pytest.raises(AtollError, match="give --layout dit or sit"):
+        with pytest.raises(AtollError, match="pass --layout dit or sit"):
             read_source(tmp_path / name)
     else:
         source = read_source(tmp_path / name, layout=option)
         assert (source.layout, source.config.time_table) == (expected, expected == "sit")
 
 
-def test_a_layout_that_does_not_fit_is_refused(tmp_path):
+def test_a_layout_that_does_not_fit_is_an_error(tmp_path):
     torch.save(classes_state(), tmp_path / "file.pt")
     with pytest.raises(AtollError, match="not in the layout pixart; their names are those of dit or sit"):
         read_source(tmp_path / "file.pt", HEADS, "pixart")
@@ -111,7 +111,7 @@ def test_a_layout_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(AtollError, match="lacks 'pos_embed', which the original DiT layout needs"):
         read_source(tmp_path / "dit.pt", HEADS, num_classes=CLASSES)
     save_network(DiT(DiTConfig(WIDTH, 1, HEADS, size=8)), tmp_path / "own")
-    with pytest.raises(AtollError, match="leave out --layout"):
+    with pytest.raises(AtollError, match="omit --layout"):
         read_source(tmp_path / "own", layout="sit")
 
 
@@ -126,7 +126,7 @@ def test_without_a_null_class_every_class_is_kept(layout, tmp_path):
     torch.save(state, tmp_path / "network.pt")
     hints = {"heads": HEADS, "layout": layout}
     conversion = convert(tmp_path / "network.pt", tmp_path / "out", **hints, num_classes=CLASSES)
-    new = [(change.what, change.parameters) for change in conversion.changes if change.action == "new"]
+    new = [(change.item, change.parameters) for change in conversion.changes if change.action == "new"]
     assert new == [("y_embedder.embedding_table.weight", WIDTH)]
     network = load_network(tmp_path / "out")
     assert network.config.num_classes == CLASSES
@@ -151,7 +151,7 @@ def test_the_number_of_classes_is_never_guessed(tmp_path):
     assert read_source(tmp_path / "out").config.num_classes == 10  # by the config.json that was written
     state["y_embedder.embedding_table.weight"] = random(1001, WIDTH)
     torch.save(state, tmp_path / "DiT.pt")
-    assert read_source(tmp_path / "DiT.pt", HEADS).config.num_classes == 1000  # as released
+    assert read_source(tmp_path / "DiT.pt", HEADS).config.num_classes == 1000  # the table of the releases
 
 
 # --- PixArt-alpha ---------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def pixart_state(seed=0):
 
 @pytest.fixture(scope="module")
 def pixart(tmp_path_factory):
-    """A released PixArt-alpha, and the folder that `atoll convert` makes of it."""
+    """A checkpoint of PixArt-alpha, and the folder that `atoll convert` writes."""
     folder, state = tmp_path_factory.mktemp("pixart"), pixart_state()
     file = folder / "PixArt-XL-2-256x256.pth"
     torch.save({"state_dict": pixart_state(seed=1), "state_dict_ema": state, "epoch": 3}, file)
@@ -172,7 +172,7 @@ def pixart(tmp_path_factory):
 
 
 def captions(length):
-    """Three texts of 1, 5 and all of `length` tokens, with their mask."""
+    """Return three texts of 1, 5 and `length` tokens, with their mask."""
     mask = torch.arange(length) < torch.tensor([[1], [5], [length]])
     return random(3, length, TEXT, seed=3), mask
 
@@ -181,7 +181,7 @@ X, TIME = random(3, 4, 8, 8), torch.tensor([0.0, 37.5, 999.0])
 
 
 @torch.no_grad()
-def test_a_released_pixart_computes_what_the_reference_computes(pixart):
+def test_a_released_pixart_equals_the_reference(pixart):
     state, folder = pixart
     network = load_network(folder)
     assert network.config.null_tokens == NULL_TOKENS
@@ -215,16 +215,16 @@ def test_a_null_caption_shares_a_batch_with_texts_of_any_length(length, masked, 
     some = condition.drop(torch.tensor([False, True, False]))
     expected = torch.stack([expected[0], expected[4], expected[2]])
     torch.testing.assert_close(network(X, TIME, some), expected, atol=1e-5, rtol=0)
-    network.train()  # there the null condition is part of every batch
+    network.train()  # in training mode the null condition is part of every batch
     torch.testing.assert_close(network(X, TIME, some), expected, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
-def test_a_null_caption_stays_where_prepared_texts_come_and_go(pixart):
-    """As a server prepares conditions: places that hold the null caption, and texts that replace some of them."""
+def test_a_null_caption_is_kept_when_prepared_texts_are_replaced(pixart):
+    """A server prepares conditions in this way: rows hold the null caption, and texts replace some of them."""
     state, folder = pixart
     network, (text, mask) = load_network(folder), captions(9)
-    places = Places(Condition(text[:1], mask[:1]), 2)
+    places = ConditionSlots(Condition(text[:1], mask[:1]), 2)
     prepared = network.prepare(places.distinct)
     places.put(1, Condition(text[1:2], mask[1:2]))
     rows = torch.tensor([1])
@@ -262,12 +262,12 @@ def test_one_learned_null_token_is_written_as_a_caption_of_equal_tokens(tmp_path
 
 
 @torch.no_grad()
-def test_positions_of_a_pixart_are_read_or_made(tmp_path):
+def test_positions_of_a_pixart_are_read_or_computed(tmp_path):
     state = pixart_state()
     wide = dit_release.positions(WIDTH, 8).view(8, 8, WIDTH)[::2, ::2].reshape(1, 16, WIDTH)
     torch.save(
         state | {"pos_embed": wide}, tmp_path / "wide.pth"
-    )  # every other position of a grid of twice the side: scale 0.5
+    )  # scale 0.5: every other position of a grid with twice the side
     config = read_source(tmp_path / "wide.pth", HEADS).config
     assert (config.positions, config.position_scale, config.size) == ("sincos", 0.5, 8)
     torch.save({name: tensor for name, tensor in state.items() if name != "pos_embed"}, tmp_path / "bare.pth")
@@ -275,11 +275,11 @@ def test_positions_of_a_pixart_are_read_or_made(tmp_path):
         read_source(tmp_path / "bare.pth", HEADS)
     (tmp_path / "config.json").write_text('{"size": 8}')
     source = read_source(tmp_path / "bare.pth", HEADS)
-    assert [(change.what, change.action) for change in source.changes] == [("pos_embed", "new")]
+    assert [(change.item, change.action) for change in source.changes] == [("pos_embed", "new")]
     torch.testing.assert_close(source.state["positions"], state["pos_embed"], atol=1e-6, rtol=0)
 
 
-def test_a_pixart_of_another_kind_is_refused(tmp_path):
+def test_an_unsupported_pixart_is_an_error(tmp_path):
     state = pixart_state()
     torch.save(state | {"csize_embedder.mlp.0.weight": torch.zeros(16, 256)}, tmp_path / "ms.pth")
     with pytest.raises(AtollError, match="resolution and aspect ratio"):
@@ -289,5 +289,5 @@ def test_a_pixart_of_another_kind_is_refused(tmp_path):
     with pytest.raises(AtollError, match="no null caption"):
         read_source(tmp_path / "without.safetensors", HEADS)
     torch.save(pixart_state(), tmp_path / "pixart.pth")
-    with pytest.raises(AtollError, match="starts from a network without"):
+    with pytest.raises(AtollError, match="needs a network without text"):
         convert(tmp_path / "pixart.pth", tmp_path / "out", "flow-matching", options=FlowMatchingOptions(), heads=HEADS)

@@ -13,7 +13,7 @@ from convert.paris_release import Paris
 
 
 def native(state, config=None, heads=None, name=None):
-    """The native network of foreign tensors, and its configuration."""
+    """Return the native network of foreign tensors, and its configuration."""
     found = detect(state, name)
     translated = found.read_config(state, config or {}, heads)
     network = found.build(translated)
@@ -28,7 +28,7 @@ def assert_round_trip(name, network, config, state):
         assert back[key].equal(tensor), key
 
 
-def randomise(module, seed=0):
+def randomize(module, seed=0):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -41,12 +41,12 @@ def pixart(**changes):
         "num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 4, "out_channels": 8, "num_layers": 3,
         "cross_attention_dim": 48, "sample_size": 16, "patch_size": 2, "caption_channels": 20,
     }  # fmt: skip
-    return randomise(PixArtTransformer2DModel(**fields | changes))
+    return randomize(PixArtTransformer2DModel(**fields | changes))
 
 
 @pytest.mark.parametrize(("native_size", "size"), [(16, (16, 16)), (16, (24, 24)), (16, (8, 20)), (128, (32, 32))])
 @torch.no_grad()
-def test_pixart_answers_alike_and_survives_the_round_trip(native_size, size):
+def test_pixart_gives_equal_outputs_and_survives_the_round_trip(native_size, size):
     model = pixart(sample_size=native_size, use_additional_conditions=False)
     network, config = native(model.state_dict(), dict(model.config))
     generator = torch.Generator().manual_seed(1)
@@ -65,8 +65,8 @@ def test_pixart_answers_alike_and_survives_the_round_trip(native_size, size):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["one embedder", "an embedder per block"])
 @torch.no_grad()
-def test_diffusers_dit_answers_alike_and_survives_the_round_trip(tied):
-    model = randomise(
+def test_diffusers_dit_gives_equal_outputs_and_survives_the_round_trip(tied):
+    model = randomize(
         DiTTransformer2DModel(
             num_attention_heads=2, attention_head_dim=24, out_channels=8, num_layers=3, sample_size=16,
             num_embeds_ada_norm=10,
@@ -86,7 +86,7 @@ def test_diffusers_dit_answers_alike_and_survives_the_round_trip(tied):
 
 
 @torch.no_grad()
-def test_the_original_dit_layout_answers_alike_and_survives_the_round_trip():
+def test_the_original_dit_gives_equal_outputs_and_survives_the_round_trip():
     state = release_state(width=48, depth=3, patch=2, grid=8, classes=10, seed=2)
     network, config = native(state, {"num_classes": 10}, heads=2, name="dit")
     assert config.positions == "sincos"
@@ -98,23 +98,23 @@ def test_the_original_dit_layout_answers_alike_and_survives_the_round_trip():
 
 
 @torch.no_grad()
-def test_paris_experts_answer_alike_and_survive_the_round_trip():
-    model = randomise(Paris(48, 2, 3, 8, text_width=20))
+def test_paris_experts_give_equal_outputs_and_survive_the_round_trip():
+    model = randomize(Paris(48, 2, 3, 8, text_width=20))
     network, config = native(model.state_dict(), heads=2)
     assert config.positions == "learned"
     generator = torch.Generator().manual_seed(1)
     x, text = torch.randn(2, 4, 16, 16, generator=generator), torch.randn(2, 7, 20, generator=generator)
     time = torch.tensor([37.5, 999.0])
-    # A float32 time of 999 is rounded by 6e-5, and so are the phases of its features: the most that two orders of the
-    # same products may differ by. Answers go up to 3, and a wrong tensor changes them by that much.
+    # A timestep of 999 in float32 is rounded by 6e-5, and so are the phases of its features. Two orders of the same
+    # products may differ by that much. Outputs go up to 3, and a wrong tensor changes them by that much.
     torch.testing.assert_close(network(x, time, Condition(text)), model(x, time, text), atol=1e-4, rtol=0)
     assert network(torch.randn(1, 4, 24, 32), torch.tensor(5.0)).shape == (1, 4, 24, 32)
     assert_round_trip("paris", network, config, model.state_dict())
 
 
 @torch.no_grad()
-def test_paris_routers_answer_alike_and_survive_the_round_trip():
-    model = randomise(Paris(48, 2, 3, 8, experts=5))
+def test_paris_routers_give_equal_outputs_and_survive_the_round_trip():
+    model = randomize(Paris(48, 2, 3, 8, experts=5))
     network, config = native(model.state_dict(), heads=2)
     assert isinstance(network, Router)
     x, time = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(1)), torch.tensor([37.5, 999.0])
@@ -122,7 +122,7 @@ def test_paris_routers_answer_alike_and_survive_the_round_trip():
     assert_round_trip("paris-router", network, config, model.state_dict())
 
 
-def test_what_does_not_fit_is_listed_by_name():
+def test_all_tensors_that_do_not_fit_are_listed():
     state = release_state(width=48, depth=2, patch=2, grid=8, classes=10, seed=2)
     del state["blocks.1.attn.qkv.bias"]
     state["blocks.0.mlp.fc2.weight"] = torch.zeros(3, 3)
@@ -131,27 +131,27 @@ def test_what_does_not_fit_is_listed_by_name():
         native(state, {"num_classes": 10}, heads=2, name="dit")
     for line in (
         "missing blocks.1.attn.qkv.bias (144,)",
-        "not expected surplus (1,)",
+        "unexpected surplus (1,)",
         "blocks.0.mlp.fc2.weight has shape (3, 3), expected (48, 192)",
         "nothing was loaded",
     ):
         assert line in str(error.value)
 
 
-def test_a_layout_nobody_knows_is_refused():
-    with pytest.raises(AtollError, match="in no layout known here"):
+def test_an_unknown_layout_is_an_error():
+    with pytest.raises(AtollError, match="layout of these tensors is not supported"):
         detect({"conv.weight": torch.zeros(1)})
     with pytest.raises(AtollError, match="did you mean 'paris'"):
         layout("pari")
     assert set(LAYOUTS) == {"dit", "sit", "pixart", "diffusers-dit", "diffusers-pixart", "paris", "paris-router"}
 
 
-def test_pt_files_are_read_without_running_code(tmp_path):
+def test_pt_files_are_read_without_executing_code(tmp_path):
     state = {"a": torch.arange(3.0)}
     torch.save({"ema": state, "model": {"a": torch.zeros(3)}}, tmp_path / "trained.pt")
     assert read_weights(tmp_path / "trained.pt")["a"].equal(state["a"])
     torch.save({"model": state, "args": Router}, tmp_path / "code.pt")
-    with pytest.raises(AtollError, match="could run code"):
+    with pytest.raises(AtollError, match="could execute code"):
         read_weights(tmp_path / "code.pt")
     (tmp_path / "broken.safetensors").write_bytes(b"no")
     with pytest.raises(AtollError, match="not a safetensors file"):
@@ -190,13 +190,13 @@ def test_half_precision_is_read_as_float32(dtype, tmp_path):
     conversion = convert(
         tmp_path / "half-dit.pt", tmp_path / "out", "flow-matching", options=options, heads=2, num_classes=10
     )
-    assert conversion.figures["residual"] > 0
-    paris = randomise(Paris(48, 2, 1, 8, text_width=20)).to(dtype)  # its null condition is not in the file
+    assert conversion.metrics["residual"] > 0
+    paris = randomize(Paris(48, 2, 1, 8, text_width=20)).to(dtype)  # the file has no null condition
     torch.save(paris.state_dict(), tmp_path / "paris.pt")
     assert read_source(tmp_path / "paris.pt", 2).network()(x, time, Condition()).dtype == torch.float32
 
 
-def test_full_precision_tells_learned_positions_from_rounded_ones():
+def test_full_precision_distinguishes_learned_positions_from_rounded_ones():
     table = positions(48, 8)
     assert [bool(is_sincos(kind, 8)) for kind in (table, table.half(), table.bfloat16())] == [True] * 3
     assert not is_sincos(table * 1.001, 8)
@@ -223,7 +223,7 @@ def test_the_null_caption_of_a_released_pixart_is_kept(tmp_path):
     torch.testing.assert_close(back(x[1:], encoder_hidden_states=caption[None], timestep=time[1:]).sample, theirs[1:])
 
 
-def test_positions_are_those_of_mae():
+def test_positions_equal_those_of_mae():
     torch.testing.assert_close(sincos_positions(32, 5, 5, base=5), positions(32, 5), atol=1e-6, rtol=0)
 
 

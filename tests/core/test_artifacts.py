@@ -57,7 +57,7 @@ def test_making_it_again_does_nothing(artifact: Artifact) -> None:
     assert artifact.path(MANIFEST_FILE).read_bytes() == before
 
 
-def test_a_stale_artifact_says_what_changed(artifact: Artifact) -> None:
+def test_the_error_of_a_stale_artifact_names_what_changed(artifact: Artifact) -> None:
     make(artifact, {"model": "dinov2", "size": {"width": 224, "height": 224}, "weights": "a" * 64})
     with pytest.raises(AtollError) as caught:
         artifact.begin(THINGS, {"model": "clip", "size": {"width": 256, "height": 224}, "weights": "b" * 64})
@@ -80,14 +80,14 @@ def test_a_half_made_artifact_is_not_continued_with_other_settings(artifact: Art
 
 
 def test_a_missing_artifact_and_another_kind_are_refused(artifact: Artifact) -> None:
-    with pytest.raises(AtollError, match="is not there"):
+    with pytest.raises(AtollError, match="does not exist"):
         artifact.open(THINGS)
     make(artifact)
-    with pytest.raises(AtollError, match="holds 'things'; expected 'others'"):
+    with pytest.raises(AtollError, match="is an artifact of kind 'things'; expected 'others'"):
         artifact.open(OTHERS)
 
 
-def test_damage_is_found(artifact: Artifact) -> None:
+def test_damaged_files_are_errors(artifact: Artifact) -> None:
     make(artifact)
     file = artifact.path("sub/a.safetensors")
     good = file.read_bytes()
@@ -96,12 +96,12 @@ def test_damage_is_found(artifact: Artifact) -> None:
     with pytest.raises(AtollError, match="SHA-256 differs"):
         artifact.open(THINGS, verify=True)
     file.write_bytes(good[:-1])
-    with pytest.raises(AtollError, match=f"has {len(good) - 1} bytes, the manifest says {len(good)}"):
+    with pytest.raises(AtollError, match=f"has {len(good) - 1} bytes, but the manifest lists {len(good)}"):
         artifact.open(THINGS)
     file.unlink()
     with pytest.raises(AtollError, match="is missing"):
         artifact.open(THINGS)
-    artifact.path(MANIFEST_FILE).write_text('{"format": 2}')
+    artifact.path(MANIFEST_FILE).write_text('{"format": 3}')
     with pytest.raises(AtollError, match="is not a manifest"):
         artifact.open(THINGS)
 
@@ -109,12 +109,12 @@ def test_damage_is_found(artifact: Artifact) -> None:
 def test_an_unknown_format_is_refused(artifact: Artifact) -> None:
     make(artifact)
     value = json.loads(artifact.path(MANIFEST_FILE).read_text())
-    artifact.path(MANIFEST_FILE).write_text(json.dumps({**value, "format": 3}))
-    with pytest.raises(AtollError, match="has format 3; this version of Atoll reads format 2"):
+    artifact.path(MANIFEST_FILE).write_text(json.dumps({**value, "format": 4}))
+    with pytest.raises(AtollError, match="has format 4; this version of Atoll reads format 3"):
         artifact.manifest()
 
 
-def test_scratch_is_no_part_of_it_and_goes_with_the_commit(artifact: Artifact) -> None:
+def test_scratch_files_are_removed_by_the_commit(artifact: Artifact) -> None:
     artifact.begin(THINGS, {"seed": 0})
     artifact.write("a", b"1")
     artifact.write(".parts/0", b"2")
@@ -123,9 +123,7 @@ def test_scratch_is_no_part_of_it_and_goes_with_the_commit(artifact: Artifact) -
     assert sorted(path.name for path in artifact.folder.iterdir()) == ["a", MANIFEST_FILE]
 
 
-def test_what_the_manifest_vouches_for_is_on_the_disk_before_it(
-    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_flushed_to_disk_before_the_manifest(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also files that were not written through the artifact, as networks write theirs."""
     flushed, flush = list[str](), run._flush
     monkeypatch.setattr(run, "_flush", lambda path: (flushed.append(path.name), flush(path)))
@@ -135,7 +133,7 @@ def test_what_the_manifest_vouches_for_is_on_the_disk_before_it(
     assert flushed.index("weights") < next(place for place, name in enumerate(flushed) if MANIFEST_FILE in name)
 
 
-def test_a_failing_writer_leaves_no_file_behind_its_name(artifact: Artifact) -> None:
+def test_a_failing_writer_leaves_no_file(artifact: Artifact) -> None:
     artifact.begin(THINGS, {"seed": 0})
 
     def fail_half_way() -> None:
@@ -148,7 +146,7 @@ def test_a_failing_writer_leaves_no_file_behind_its_name(artifact: Artifact) -> 
     assert not artifact.path("a").exists()
 
 
-def test_two_jobs_may_race_for_the_commit_if_they_agree(tmp_path: Path) -> None:
+def test_two_jobs_can_commit_the_same_files(tmp_path: Path) -> None:
     one, two = Artifact(tmp_path, "x"), Artifact(tmp_path, "x")
     one.begin(THINGS, {"seed": 0})
     two.begin(THINGS, {"seed": 0})
@@ -163,7 +161,7 @@ def test_two_jobs_may_race_for_the_commit_if_they_agree(tmp_path: Path) -> None:
         two.commit({"rows": 2})
 
 
-def test_many_jobs_at_once_agree(tmp_path: Path) -> None:
+def test_many_concurrent_jobs_commit_once(tmp_path: Path) -> None:
     for round in range(30):
         run = tmp_path / str(round)
 
@@ -181,7 +179,7 @@ def test_many_jobs_at_once_agree(tmp_path: Path) -> None:
         assert sorted(path.name for path in (run / "x").iterdir()) == ["a", "b", MANIFEST_FILE]
 
 
-def test_a_commit_needs_a_beginning(artifact: Artifact) -> None:
+def test_commit_without_begin_is_an_error(artifact: Artifact) -> None:
     with pytest.raises(ValueError, match="commit without begin"):
         artifact.commit({})
 
@@ -201,7 +199,7 @@ while True:
 """
 
 
-def test_a_name_never_stands_for_half_a_file_after_kill_9(tmp_path: Path) -> None:
+def test_no_file_is_half_written_after_kill_9(tmp_path: Path) -> None:
     for moment in range(5):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
         assert writer.stdout is not None
@@ -227,7 +225,7 @@ def test_differences_name_every_leaf_once() -> None:
     ]
 
 
-def test_the_plan_of_a_half_made_artifact_is_never_swept(artifact: Artifact) -> None:
+def test_the_plan_of_a_half_made_artifact_is_not_removed(artifact: Artifact) -> None:
     artifact.begin(THINGS, {"seed": 0})
     artifact.write("a", b"1")
     artifact.sweep()
@@ -235,7 +233,7 @@ def test_the_plan_of_a_half_made_artifact_is_never_swept(artifact: Artifact) -> 
         artifact.begin(THINGS, {"seed": 1})
 
 
-def test_files_of_which_nobody_says_what_they_are_made_from_are_orphans(artifact: Artifact) -> None:
+def test_files_without_a_plan_or_manifest_are_orphans(artifact: Artifact) -> None:
     assert not artifact.orphaned()
     artifact.begin(THINGS, {"seed": 0})
     artifact.write("a", b"1")

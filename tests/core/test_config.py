@@ -55,19 +55,19 @@ from atoll.core.errors import AtollError
         (["clusters"], "expected sections with keys, got list"),
     ],
 )
-def test_wrong_settings_are_refused_by_name(values: object, words: str) -> None:
+def test_the_error_of_a_wrong_setting_names_it(values: object, words: str) -> None:
     with pytest.raises(AtollError, match=words):
         config.resolve(values, source="file.yaml")
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_listed_in_one_error() -> None:
     with pytest.raises(AtollError) as refusal:
         config.resolve({"clusters": {"cuont": 1, "count": -1}, "nets": {}})
     assert len(str(refusal.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize("text", ["clusters: [", "\xff\xfe", "- 1"])
-def test_files_that_are_no_settings_are_refused_with_their_name(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_configuration_is_an_error_with_its_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "atoll.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(AtollError, match=r"atoll\.yaml"):
         config.load(tmp_path)
@@ -102,7 +102,7 @@ def test_an_expert_that_does_not_exist_has_no_settings(section: str) -> None:
     assert config.resolve({"clusters": {"count": 9}, section: {8: chosen}})
 
 
-def test_options_that_are_no_yaml_are_plain_text() -> None:
+def test_options_that_are_not_yaml_are_plain_text() -> None:
     for text in ("*.tar", "@x", "2024-13-45", "a: b: c"):
         assert config.resolve({}, {"data.source": text}).data.source == text
     with pytest.raises(AtollError, match=r"clusters.count: .*got '\[1'"):
@@ -113,7 +113,7 @@ def test_options_that_are_no_yaml_are_plain_text() -> None:
     ("key", "value"),
     [("clusters.max_imbalance", ".inf"), ("experts.default.time_mean", ".nan"), ("clusters.seed", str(2**31))],
 )
-def test_numbers_that_nothing_can_count_with_are_refused(key: str, value: str) -> None:
+def test_nan_and_infinity_are_errors(key: str, value: str) -> None:
     with pytest.raises(AtollError, match=key):
         config.resolve({}, {key: value})
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from atoll.core.metrics_file import TAIL_BYTES, last_line, parse_lines, read_lines
 
 
-def line(samples: int, **extra: object) -> str:
-    return json.dumps({"images": samples, "loss": 1.5, "images_per_second": 2.0, **extra}) + "\n"
+def line(images: int, **extra: object) -> str:
+    return json.dumps({"images": images, "loss": 1.5, "images_per_second": 2.0, **extra}) + "\n"
 
 
-def test_a_half_written_line_is_passed_over(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     assert read_lines(file) == []
     assert last_line(file) is None
@@ -22,7 +22,7 @@ def test_a_half_written_line_is_passed_over(tmp_path: Path) -> None:
         assert (last.images, last.total) == (40, 100)
 
 
-def test_the_last_line_of_a_long_file_is_found_without_its_beginning(tmp_path: Path) -> None:
+def test_the_last_line_of_a_long_file_is_found(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(line(number, loss_by_time=[0.5] * 10) for number in range(3000)))
     assert file.stat().st_size > 2 * TAIL_BYTES
@@ -31,5 +31,5 @@ def test_the_last_line_of_a_long_file_is_found_without_its_beginning(tmp_path: P
     assert last.images == 2999
 
 
-def test_bytes_that_are_no_metrics_are_passed_over() -> None:
+def test_lines_that_are_not_metrics_are_skipped() -> None:
     assert parse_lines(b"\xff\xfe\n[1]\n{}\nnull\n") == []

@@ -1,4 +1,4 @@
-"""The papers' settings: sizes, FLOPs and what a dry run tells, without any data."""
+"""Presets of the papers: sizes, FLOPs and the output of a dry run, without any data."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ from atoll.core.presets import NOTES, PRESETS, PUBLISHED
 from atoll.train.estimate import RunCosts, estimate_run
 
 
-def surveyed(name: str, gpus: int | None = None) -> RunCosts:
+def costs_of(name: str, gpus: int | None = None) -> RunCosts:
     return estimate_run(Path("nowhere"), configuration.resolve(PRESETS[name]), gpus)
 
 
 def test_paris_and_hddm_have_the_published_sizes() -> None:
-    jobs = surveyed("laion256").jobs
+    jobs = costs_of("laion256").jobs
     assert [job.job for job in jobs] == [*(f"experts/{k:03d}" for k in range(8)), "router"]
     assert jobs[0].parameters + 256 * 1152 == pytest.approx(605.97e6, rel=1e-4)  # the release counts positions too
     assert jobs[8].parameters + 256 * 768 == pytest.approx(129.14e6, rel=1e-4)
@@ -25,7 +25,7 @@ def test_paris_and_hddm_have_the_published_sizes() -> None:
 
 
 def test_the_experts_of_24b_have_three_billion_parameters() -> None:
-    found = surveyed("ddm24b", gpus=8)
+    found = costs_of("ddm24b", gpus=8)
     experts = found.jobs[:8]
     assert experts[0].parameters == pytest.approx(3.0e9, rel=0.01)
     assert sum(job.parameters for job in experts) == pytest.approx(24e9, rel=0.01)
@@ -33,11 +33,11 @@ def test_the_experts_of_24b_have_three_billion_parameters() -> None:
     assert found.gpu_days["A100"] == pytest.approx(1176, rel=0.2)
     assert found.gpu_days["H100"] < 448
     assert experts[0].bytes < 80e9
-    assert surveyed("ddm24b", gpus=1).jobs[0].bytes > 60e9
+    assert costs_of("ddm24b", gpus=1).jobs[0].bytes > 60e9
 
 
-def test_imagenet_is_shared_by_the_experts_as_in_ddm() -> None:
-    found = surveyed("imagenet256")
+def test_the_experts_of_imagenet256_divide_the_batch_as_in_ddm() -> None:
+    found = costs_of("imagenet256")
     experts = found.jobs[:8]
     assert experts[0].parameters == pytest.approx(675e6, rel=0.01)
     assert sum(job.images for job in experts) == 800_000 * 256
@@ -47,7 +47,7 @@ def test_imagenet_is_shared_by_the_experts_as_in_ddm() -> None:
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
-def test_a_dry_run_needs_no_data_and_shows_what_is_published(
+def test_a_dry_run_needs_no_data_and_prints_the_published_costs(
     preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -65,7 +65,7 @@ def test_a_dry_run_needs_no_data_and_shows_what_is_published(
 
 
 @pytest.mark.parametrize("preset", NOTES)
-def test_notes_are_about_settings_that_exist(preset: str) -> None:
+def test_notes_refer_to_existing_settings(preset: str) -> None:
     settings = configuration.resolve(PRESETS[preset]).model_dump()
     for key in NOTES[preset]:
         section, _, name = key.partition(".")
@@ -73,7 +73,7 @@ def test_notes_are_about_settings_that_exist(preset: str) -> None:
         assert not name or name in settings[section], key
 
 
-def test_an_autoencoder_that_is_not_known_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_of_an_unknown_autoencoder_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["init", str(tmp_path / "run"), "--latents.autoencoder", "someone/some-vae"])
     assert cli.main(["train", str(tmp_path / "run"), "--dry-run"]) == 2
     assert "someone/some-vae" in capsys.readouterr().err

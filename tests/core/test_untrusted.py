@@ -49,11 +49,11 @@ def test_hostile_json_is_refused_in_linear_time(name: str) -> None:
     "text",
     ['"[[["', r'"\"[["', r'"\\"', r'["\\", "\"", "{"]', '{"a[": ["]", {"}": "\\\\\\""}]}', '"é\\u005b"', "[]", "1"],
 )
-def test_good_json_is_read_as_json_reads_it(text: str) -> None:
+def test_valid_json_is_parsed_as_by_the_json_module(text: str) -> None:
     assert strict_json(text.encode(), "it") == json.loads(text)
 
 
-def test_brackets_count_outside_strings_only() -> None:
+def test_brackets_in_strings_do_not_count_as_nesting() -> None:
     allowed, deeper = "[" * MAX_DEPTH + "]" * MAX_DEPTH, "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1)
     assert strict_json(allowed.encode(), "it") == json.loads(allowed)
     assert strict_json(json.dumps(["[" * 100, '"[' * 100, "\\" * 100]).encode(), "it")[0] == "[" * 100

@@ -1,4 +1,4 @@
-"""Small data sets of three kinds that make ids, splits and rejects depend on what came before in the source."""
+"""Small datasets of three kinds, in which ids, splits and rejects depend on earlier images of the source."""
 
 import io
 import json
@@ -32,7 +32,7 @@ def _images(count: int) -> list[bytes]:
 
 
 def _folder(folder: Path, images: list[bytes]) -> None:
-    """Two images of one stem, classes, some captions, and metadata of an image that is not there."""
+    """Two images of one stem, classes, some captions, and metadata of a missing image."""
     for number, image in enumerate(images):
         file = folder / f"class-{number // 10}" / f"{number // 2:03d}{('.png', '.bmp')[number % 2]}"
         file.parent.mkdir(exist_ok=True)

@@ -1,4 +1,6 @@
 import shutil
+import subprocess
+import sys
 import threading
 from itertools import islice
 from pathlib import Path
@@ -20,10 +22,10 @@ ALL = [0, 1, 2]
 
 
 def first(shards: Shards, count: int, **options: int) -> list[Batch]:
-    return list(islice(shards.stream(**{"batch": 12, "seed": 5, **options}), count))
+    return list(islice(shards.stream(**{"batch_size": 12, "seed": 5, **options}), count))
 
 
-def test_every_sample_is_in_one_cluster_and_split(prepared: Path, shapes: Path) -> None:
+def test_every_image_is_in_one_cluster_and_split(prepared: Path, shapes: Path) -> None:
     ids = [
         id
         for cluster in ALL
@@ -35,16 +37,16 @@ def test_every_sample_is_in_one_cluster_and_split(prepared: Path, shapes: Path) 
     assert len(Shards.open(prepared, ALL)) + len(Shards.open(prepared, ALL, "held-out")) == 99
 
 
-def test_a_row_is_the_picture_and_the_caption_it_says(prepared: Path, shapes: Path) -> None:
-    """Straight from the files of the source, without any stage of the preparation."""
+def test_a_row_has_the_latents_and_caption_of_its_image(prepared: Path, shapes: Path) -> None:
+    """The expected values come from the files of the source, without any stage of the preparation."""
     shards = Shards.open(prepared, ALL)
     chosen = np.array([3, 70, 0, 41, 3])
     batch, ids, captions = shards.read(chosen), shards.ids(chosen.tolist()), shards.captions(chosen.tolist())
     encoder = open_text_encoder("minilm", 12)
     states, mask, pooled = encoder(captions)
     for row, id in enumerate(ids):
-        picture = Image.open(shapes / f"{id}.png").resize((32, 32), Image.Resampling.LANCZOS)
-        expected = torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 127.5 - 1
+        image = Image.open(shapes / f"{id}.png").resize((32, 32), Image.Resampling.LANCZOS)
+        expected = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
         assert_allclose(batch.mean[row].float(), expected, atol=1e-3)
         assert (shapes / f"{id}.txt").read_text() == captions[row]
     assert batch.text is not None
@@ -57,7 +59,7 @@ def test_a_row_is_the_picture_and_the_caption_it_says(prepared: Path, shapes: Pa
     assert batch.index.tolist() == chosen.tolist()
 
 
-def test_an_epoch_has_every_sample_once_and_epochs_differ(prepared: Path) -> None:
+def test_an_epoch_has_every_image_once_and_epochs_differ(prepared: Path) -> None:
     shards = Shards.open(prepared, ALL)
     count = len(shards)
     order = [shards.order(np.arange(epoch * count, (epoch + 1) * count, dtype=np.uint64), seed=5) for epoch in (0, 1)]
@@ -76,31 +78,61 @@ def test_the_stream_starts_at_any_position(prepared: Path) -> None:
         assert torch.equal(later, whole[start : start + 36])
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_any_number_of_processes_sees_the_same_batches(prepared: Path, world: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_any_number_of_processes_sees_the_same_batches(prepared: Path, world_size: int) -> None:
     shards = Shards.open(prepared, ALL)
     alone = [batch.index for batch in first(shards, 5)]
-    ranks = [first(shards, 5, rank=rank, world=world) for rank in range(world)]
+    ranks = [first(shards, 5, rank=rank, world_size=world_size) for rank in range(world_size)]
     for step, expected in enumerate(alone):
         assert torch.equal(torch.cat([batches[step].index for batches in ranks]), expected)
 
 
-def test_workers_change_nothing(prepared: Path) -> None:
+def test_the_number_of_threads_does_not_change_the_batches(prepared: Path) -> None:
     shards = Shards.open(prepared, ALL)
     for one, four in zip(first(shards, 8), first(shards, 8, workers=4), strict=True):
         assert torch.equal(one.index, four.index)
         assert torch.equal(one.mean, four.mean)
 
 
-def test_a_stream_that_is_dropped_leaves_no_thread(prepared: Path) -> None:
+def test_a_closed_stream_leaves_no_thread(prepared: Path) -> None:
     before = threading.active_count()
-    stream = Shards.open(prepared, ALL).stream(batch=4, seed=0, workers=3)
+    stream = Shards.open(prepared, ALL).stream(batch_size=4, seed=0, workers=3)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
 
 
-def test_the_posterior_is_sampled_and_normalised(prepared: Path) -> None:
+# An open stream is finalized when the interpreter exits: with the globals of __main__, or later than the modules that
+# ThreadPoolExecutor needs. One that the module `queue` refers to is finalized after other globals of that module.
+OPEN_AT_EXIT = {
+    "a global": "",
+    "finalized after other modules": "import queue; queue.stream = stream; del stream",
+    "in a reference cycle": "import queue; queue.loop = [stream]; queue.loop.append(queue.loop); del stream",
+    "never read": "import queue; queue.stream = shards.stream(batch_size=4, seed=0); del stream",
+}
+READ_ONE_BATCH = """
+import sys
+from atoll.data.dataset import Shards
+shards = Shards.open(sys.argv[1], [0])
+stream = shards.stream(batch_size=4, seed=0, workers=3)
+next(stream)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "options"),
+    [*((ending, []) for ending in OPEN_AT_EXIT), ("finalized after other modules", ["-X", "dev"])],
+    ids=[*OPEN_AT_EXIT, "development mode"],
+)
+def test_an_open_stream_prints_nothing_at_exit(prepared: Path, ending: str, options: list[str]) -> None:
+    # In development mode, torch and other packages print warnings when they are imported.
+    script = READ_ONE_BATCH + OPEN_AT_EXIT[ending]
+    command = [sys.executable, *options, "-W", "ignore", "-c", script, str(prepared)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_posterior_is_sampled_and_normalized(prepared: Path) -> None:
     shards = Shards.open(prepared, ALL)
     pixels = torch.cat(
         [shards.latents(shards.read(np.array([row])), seed=0, position=row) for row in range(len(shards))]
@@ -111,7 +143,7 @@ def test_the_posterior_is_sampled_and_normalised(prepared: Path) -> None:
     mean, std = torch.full((2, 3, 40, 40), 3.0), torch.full((2, 3, 40, 40), 2.0)
     batch = Batch(numbers, numbers, numbers, mean, std, None, None, None)
     one, two = (shards.latents(batch, seed=seed, position=5) for seed in (0, 1))
-    raw = shards.statistics.restore(one)
+    raw = shards.statistics.denormalize(one)
     assert abs(raw.mean() - 3) < 0.1
     assert abs(raw.std() - 2) < 0.1
     assert not torch.equal(one, two)
@@ -119,7 +151,7 @@ def test_the_posterior_is_sampled_and_normalised(prepared: Path) -> None:
     assert torch.equal(shards.latents(later, seed=0, position=6), one[1:])
 
 
-def test_only_its_own_folder_is_needed(prepared: Path, tmp_path: Path) -> None:
+def test_shards_can_be_read_without_the_rest_of_the_run(prepared: Path, tmp_path: Path) -> None:
     shutil.copytree(prepared / "data/shards/cluster_001", tmp_path / "data/shards/cluster_001")
     alone, at_home = Shards.open(tmp_path, [1], verify=True), Shards.open(prepared, [1])
     assert alone.statistics == at_home.statistics
@@ -127,11 +159,11 @@ def test_only_its_own_folder_is_needed(prepared: Path, tmp_path: Path) -> None:
         assert torch.equal(ours.mean, theirs.mean)
         assert torch.equal(ours.text, theirs.text)  # type: ignore[arg-type]
         assert (ours.cluster == 1).all()
-    with pytest.raises(AtollError, match="cluster_000 is not there"):
+    with pytest.raises(AtollError, match="cluster_000 does not exist"):
         Shards.open(tmp_path, [0])
 
 
-def test_the_facts_tell_an_expert_what_it_is_made_of(prepared: Path) -> None:
+def test_the_manifest_of_shards_declares_latents_text_and_statistics(prepared: Path) -> None:
     content = Shards.open(prepared, [2]).content
     assert content.cluster == 2
     assert content.clusters == 3
@@ -142,13 +174,13 @@ def test_the_facts_tell_an_expert_what_it_is_made_of(prepared: Path) -> None:
     assert len(content.statistics.mean) == 3
 
 
-def test_no_file_is_larger_than_asked(prepared: Path) -> None:
+def test_no_shard_has_more_rows_than_shard_rows(prepared: Path) -> None:
     rows = [pq.ParquetFile(file).metadata.num_rows for file in prepared.glob("data/shards/*/train-*.parquet")]
     assert max(rows) == 20
     assert len(rows) > 3
 
 
-def test_damage_is_found_when_asked(prepared: Path, tmp_path: Path) -> None:
+def test_verify_finds_a_damaged_file(prepared: Path, tmp_path: Path) -> None:
     shutil.copytree(prepared / "data/shards/cluster_000", tmp_path / "data/shards/cluster_000")
     file = tmp_path / "data/shards/cluster_000/train-000000.safetensors"
     data = bytearray(file.read_bytes())
@@ -170,13 +202,13 @@ def test_shards_of_two_preparations_are_not_mixed(prepared: Path, tmp_path: Path
         Shards.open(tmp_path, [0, 1])
 
 
-def test_a_batch_that_ranks_cannot_share_is_refused(prepared: Path) -> None:
-    with pytest.raises(ValueError, match="rank 0 of 5 cannot take its share of a batch of 12"):
-        Shards.open(prepared, [0]).stream(batch=12, seed=0, world=5)
+def test_a_batch_size_that_the_world_size_does_not_divide_is_an_error(prepared: Path) -> None:
+    with pytest.raises(ValueError, match="a batch of 12 cannot be divided: rank 0, world size 5"):
+        Shards.open(prepared, [0]).stream(batch_size=12, seed=0, world_size=5)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is told by /proc")
-def test_files_are_mapped_and_not_loaded(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_files_are_memory_mapped(tmp_path: Path) -> None:
     def megabytes() -> float:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))

@@ -1,4 +1,4 @@
-"""The built-in emoji: what is in it, how it is split, how it is drawn."""
+"""The built-in emoji source: content, splits and rendering."""
 
 import io
 import re
@@ -10,22 +10,22 @@ import pytest
 from PIL import Image
 
 from atoll.core.errors import AtollError
-from atoll.data.sources.base import Options, Sample, decode
+from atoll.data.sources.base import Options, SourceImage, decode
 from atoll.data.sources.emoji import PACKAGES, STYLES, _package_folder, draw, every_emoji
 from atoll.data.sources.open import open_source
 
 
 @pytest.fixture(scope="module")
-def emoji() -> list[Sample]:
-    return list(open_source("emoji").samples())
+def emoji() -> list[SourceImage]:
+    return list(open_source("emoji").images())
 
 
-def centre(style: str, code: str) -> np.ndarray:
-    """Mean colour of the middle of an emoji."""
+def center(style: str, code: str) -> np.ndarray:
+    """Mean color of the middle of an emoji."""
     return np.asarray(decode(draw(style, code), 64))[28:36, 28:36].mean(axis=(0, 1))
 
 
-def test_what_is_in_it(emoji: list[Sample]) -> None:
+def test_the_styles_and_categories_have_the_expected_sizes(emoji: list[SourceImage]) -> None:
     assert Counter(s.attributes["style"] for s in emoji) == {"noto": 3796, "openmoji": 3944, "twemoji": 3944}
     assert len({s.id for s in emoji}) == len(emoji) == 11_684
     assert all(re.fullmatch(r"(noto|openmoji|twemoji)/[0-9a-f]+(-[0-9a-f]+)*", s.id) for s in emoji)
@@ -35,8 +35,8 @@ def test_what_is_in_it(emoji: list[Sample]) -> None:
     assert categories["other"] < 100
 
 
-def test_captions_say_what_one_sees(emoji: list[Sample]) -> None:
-    by_id = {sample.id: sample for sample in emoji}
+def test_captions_and_labels_match_the_emoji(emoji: list[SourceImage]) -> None:
+    by_id = {image.id: image for image in emoji}
     expected = {
         "twemoji/1f34e": ("red apple", "food-drink"),
         "noto/1f1ef-1f1f5": ("flag of Japan", "flags"),
@@ -47,34 +47,34 @@ def test_captions_say_what_one_sees(emoji: list[Sample]) -> None:
     assert {id: (by_id[id].caption, by_id[id].label) for id in expected} == expected
 
 
-def test_makers_are_named(emoji: list[Sample]) -> None:
+def test_every_image_has_attribution_and_license(emoji: list[SourceImage]) -> None:
     licenses = {(s.attributes["style"], s.attributes["license"]) for s in emoji}
     assert licenses == {("noto", "OFL-1.1"), ("openmoji", "CC-BY-SA-4.0"), ("twemoji", "CC-BY-4.0")}
     assert all(s.attributes["attribution"] == STYLES[s.attributes["style"]].attribution for s in emoji)
 
 
-def test_a_concept_is_held_out_in_all_styles_and_tones(emoji: list[Sample]) -> None:
+def test_a_concept_is_held_out_in_all_styles_and_tones(emoji: list[SourceImage]) -> None:
     concepts = {found.code: found.concept for found in every_emoji()}
     sides: dict[str, set[str]] = defaultdict(set)
-    for sample in emoji:
-        sides[concepts[sample.id.split("/")[1]]].add(sample.split)
+    for image in emoji:
+        sides[concepts[image.id.split("/")[1]]].add(image.split)
     assert all(len(side) == 1 for side in sides.values())
-    share = sum(side == {"held-out"} for side in sides.values()) / len(sides)
-    assert 0.035 < share < 0.065
+    fraction = sum(side == {"held-out"} for side in sides.values()) / len(sides)
+    assert 0.035 < fraction < 0.065
 
 
-def test_a_larger_share_holds_out_the_smaller_one(emoji: list[Sample]) -> None:
-    more = {s.id for s in open_source("emoji", Options(held_out=0.1)).samples() if s.split == "held-out"}
+def test_a_larger_val_fraction_includes_the_smaller_one(emoji: list[SourceImage]) -> None:
+    more = {s.id for s in open_source("emoji", Options(val_fraction=0.1)).images() if s.split == "held-out"}
     assert {s.id for s in emoji if s.split == "held-out"} < more
 
 
-def test_selection() -> None:
+def test_styles_categories_and_skin_tones_can_be_selected() -> None:
     chosen = open_source("emoji:styles=twemoji,noto;categories=food-drink,activities;skin-tones=no")
-    samples = list(chosen.samples())
-    assert {(s.attributes["style"], s.label) for s in samples} == {
+    images = list(chosen.images())
+    assert {(s.attributes["style"], s.label) for s in images} == {
         (style, category) for style in ("noto", "twemoji") for category in ("food-drink", "activities")
     }
-    assert not any("skin tone" in (s.caption or "") for s in samples)
+    assert not any("skin tone" in (s.caption or "") for s in images)
     assert chosen.fingerprint != open_source("emoji").fingerprint
     assert (
         chosen.fingerprint
@@ -83,45 +83,45 @@ def test_selection() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_drawings_show_the_right_thing(style: str) -> None:
-    red, green, blue = centre(style, "1f34e")  # red apple
+def test_rendered_emoji_have_the_expected_colors(style: str) -> None:
+    red, green, blue = center(style, "1f34e")  # red apple
     assert red > 180
     assert max(green, blue) < 100
-    red, green, blue = centre(style, "1f7e6")  # blue square
+    red, green, blue = center(style, "1f7e6")  # blue square
     assert blue > red + 80
     japan = np.asarray(decode(draw(style, "1f1ef-1f1f5"), 64)).astype(int)
     assert japan[32, 32, 0] > japan[32, 32, 1] + 100
     assert japan[32, 8].min() > 200
-    picture = Image.open(io.BytesIO(draw(style, "1f600")))
-    assert picture.size == (128, 128)
+    image = Image.open(io.BytesIO(draw(style, "1f600")))
+    assert image.size == (128, 128)
     assert (np.asarray(decode(draw(style, "1f600"), 64))[[0, 0, -1, -1], [0, -1, 0, -1]] == 255).all()
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_skin_tones_differ(style: str) -> None:
-    light, dark = (centre(style, f"270b-1f3f{tone}").mean() for tone in "bf")
+    light, dark = (center(style, f"270b-1f3f{tone}").mean() for tone in "bf")
     assert light > dark + 60
 
 
-def test_drawing_is_the_same_every_time_and_in_threads(emoji: list[Sample]) -> None:
+def test_rendering_is_deterministic_in_threads(emoji: list[SourceImage]) -> None:
     some = emoji[::500]
-    once = [sample.read() for sample in some]
+    once = [image.read() for image in some]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda sample: sample.read(), some * 3)) == once * 3
+        assert list(pool.map(lambda image: image.read(), some * 3)) == once * 3
 
 
-def test_nothing_is_blank(emoji: list[Sample]) -> None:
+def test_no_rendered_emoji_is_blank(emoji: list[SourceImage]) -> None:
     blank = [s.caption for s in emoji[::97] if np.asarray(decode(s.read(), 32)).std() < 8]
     assert blank == []
 
 
 @pytest.mark.slow
-def test_every_emoji_can_be_drawn(emoji: list[Sample]) -> None:
-    """Only one is blank, and it should be: Twemoji's white square, which has a very light edge."""
+def test_every_emoji_can_be_rendered(emoji: list[SourceImage]) -> None:
+    """The only blank one is the white square of Twemoji, which has a very light edge."""
     assert [s.id for s in emoji if np.asarray(decode(s.read(), 64)).std() < 8] == ["twemoji/2b1c"]
 
 
-def test_a_missing_package_is_named() -> None:
-    with pytest.raises(AtollError, match="needs the package no_such_pictures") as error:
-        _package_folder("no_such_pictures")
+def test_a_missing_package_is_an_error_that_names_it() -> None:
+    with pytest.raises(AtollError, match="needs the package no_such_images") as error:
+        _package_folder("no_such_images")
     assert all(package in str(error.value) for package in PACKAGES)

@@ -1,4 +1,4 @@
-"""The shipped autoencoder keeps its promise on pictures that it never saw."""
+"""The built-in autoencoder reconstructs images of the held-out split."""
 
 from collections.abc import Iterator
 
@@ -21,16 +21,16 @@ def network() -> AutoencoderKL:
 @pytest.fixture(scope="module")
 def held_out() -> Tensor:
     """Every third held-out emoji, from -1 to 1."""
-    samples = [sample for sample in open_source("emoji").samples() if sample.split == "held-out"]
-    pictures = [np.asarray(decode(sample.read(), 64)) for sample in samples[::3]]
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2) / 127.5 - 1
+    found = [image for image in open_source("emoji").images() if image.split == "held-out"]
+    pixels = [np.asarray(decode(image.read(), 64)) for image in found[::3]]
+    return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 127.5 - 1
 
 
-def batches(pictures: Tensor) -> Iterator[Tensor]:
-    return iter(pictures.split(34))
+def batches(images: Tensor) -> Iterator[Tensor]:
+    return iter(images.split(34))
 
 
-def test_it_is_small_and_plain() -> None:
+def test_its_files_are_small_and_in_the_layout_of_diffusers() -> None:
     files = {file.name: file.stat().st_size for file in autoencoder.path().iterdir() if file.is_file()}
     assert {"config.json", "diffusion_pytorch_model.safetensors"} <= files.keys()
     assert sum(files.values()) < 4_000_000
@@ -38,7 +38,7 @@ def test_it_is_small_and_plain() -> None:
 
 @torch.inference_mode()
 def test_reconstruction_of_held_out_captions(network: AutoencoderKL, held_out: Tensor) -> None:
-    """At least 26 dB, as the mean of each picture's PSNR, from the posterior's mean."""
+    """At least 26 dB, as the mean of each image's PSNR, from the posterior's mean."""
     psnr = []
     for x in batches(held_out):
         restored = network.decode(network.encode(x).latent_dist.mean).sample.clamp(-1, 1)
@@ -50,7 +50,7 @@ def test_reconstruction_of_held_out_captions(network: AutoencoderKL, held_out: T
 
 @torch.inference_mode()
 def test_latents_suit_a_diffusion_model(network: AutoencoderKL, held_out: Tensor) -> None:
-    """8x8 with 12 channels; of unit spread as the config scales them, no channel dead; noise well below signal."""
+    """Shape (12, 8, 8), std about 1 with the scaling of the config, no unused channel, noise well below the signal."""
     posteriors = [network.encode(x).latent_dist for x in batches(held_out)]
     latents = torch.cat([posterior.mean for posterior in posteriors])
     assert latents.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Every way in which a picture can be odd or bad: it is handled rightly, or refused with a reason."""
+"""Decoding: unusual images are decoded correctly, and unusable ones are rejected with a reason."""
 
 import io
 import struct
@@ -18,19 +18,19 @@ from atoll.data.sources.open import open_source
 
 
 def gradient(width: int = 48, height: int = 32) -> Image.Image:
-    """Red grows to the right, green grows downwards: any turn or mirroring shows."""
+    """Red grows to the right, green grows downwards: any rotation or mirroring is visible."""
     red, green = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     return Image.fromarray(np.stack([red, green, 0 * red + 64], axis=2).astype(np.uint8))
 
 
-def encoded(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
-def pixels(picture: Image.Image) -> np.ndarray:
-    return np.asarray(picture).astype(int)
+def pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image).astype(int)
 
 
 def reason(data: bytes, **limits: int) -> str:
@@ -39,7 +39,7 @@ def reason(data: bytes, **limits: int) -> str:
     return bad.value.reason
 
 
-def test_centre_is_cut_and_resized() -> None:
+def test_an_image_is_center_cropped_and_resized() -> None:
     found = decode(encoded(gradient()), 16)
     expected = gradient().crop((8, 0, 40, 32)).resize((16, 16), Image.Resampling.LANCZOS)
     assert (found.mode, found.size) == ("RGB", (16, 16))
@@ -50,13 +50,13 @@ def test_centre_is_cut_and_resized() -> None:
     ("PNG", {}, 0), ("BMP", {}, 0), ("TIFF", {}, 0), ("PPM", {}, 0), ("WEBP", {"lossless": True}, 0),
     ("JPEG", {"quality": 98, "subsampling": 0}, 4), ("AVIF", {"quality": 95}, 6), ("GIF", {}, 40),
 ])  # fmt: skip
-def test_formats(kind: str, options: dict[str, object], tolerance: int) -> None:
+def test_every_format_is_decoded(kind: str, options: dict[str, object], tolerance: int) -> None:
     found = decode(encoded(gradient(), kind, **options), 16)
     assert np.abs(pixels(found) - pixels(decode(encoded(gradient()), 16))).max() <= tolerance
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_turns_the_picture_upright(orientation: int) -> None:
+def test_exif_orientation_is_applied(orientation: int) -> None:
     turns = {
         1: [], 2: [Image.Transpose.FLIP_LEFT_RIGHT], 3: [Image.Transpose.ROTATE_180],
         4: [Image.Transpose.FLIP_TOP_BOTTOM], 5: [Image.Transpose.TRANSPOSE], 6: [Image.Transpose.ROTATE_90],
@@ -71,8 +71,8 @@ def test_exif_turns_the_picture_upright(orientation: int) -> None:
     np.testing.assert_allclose(pixels(found), pixels(decode(encoded(gradient()), 16)), atol=1)
 
 
-def test_large_jpeg_shrinks_as_it_would_in_full() -> None:
-    """Decoding at reduced size is for speed; the picture stays the same to the eye."""
+def test_a_large_jpeg_is_decoded_at_reduced_size_without_visible_change() -> None:
+    """Decoding at reduced size is for speed; the image looks the same."""
     data = encoded(gradient(640, 512), "JPEG", quality=95)
     full = (
         Image.open(io.BytesIO(data)).convert("RGB").crop((64, 0, 576, 512)).resize((32, 32), Image.Resampling.LANCZOS)
@@ -80,42 +80,42 @@ def test_large_jpeg_shrinks_as_it_would_in_full() -> None:
     assert np.abs(pixels(decode(data, 32)) - pixels(full)).max() <= 3
 
 
-def test_alpha_is_laid_on_white() -> None:
-    picture = Image.new("RGBA", (16, 16), (255, 0, 0, 128))
-    np.testing.assert_allclose(pixels(decode(encoded(picture), 16))[8, 8], [255, 127, 127], atol=1)
-    grey = Image.new("LA", (16, 16), (0, 0))
-    assert (pixels(decode(encoded(grey), 16)) == 255).all()
+def test_transparent_pixels_become_white() -> None:
+    image = Image.new("RGBA", (16, 16), (255, 0, 0, 128))
+    np.testing.assert_allclose(pixels(decode(encoded(image), 16))[8, 8], [255, 127, 127], atol=1)
+    gray = Image.new("LA", (16, 16), (0, 0))
+    assert (pixels(decode(encoded(gray), 16)) == 255).all()
 
 
-def test_palette_with_alpha() -> None:
-    picture = Image.new("P", (16, 16), 0)
-    picture.putpalette([255, 0, 0, 0, 0, 255])
-    picture.paste(1, (8, 0, 16, 16))
-    found = pixels(decode(encoded(picture, transparency=0), 16))
+def test_a_transparent_palette_color_becomes_white() -> None:
+    image = Image.new("P", (16, 16), 0)
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    image.paste(1, (8, 0, 16, 16))
+    found = pixels(decode(encoded(image, transparency=0), 16))
     assert (found[8, 2] == [255, 255, 255]).all()
     assert (found[8, 13] == [0, 0, 255]).all()
 
 
-def test_a_transparent_colour_of_rgb() -> None:
-    picture = Image.new("RGB", (16, 16), (9, 9, 9))
-    assert (pixels(decode(encoded(picture, transparency=(9, 9, 9)), 16)) == 255).all()
+def test_a_transparent_rgb_color_becomes_white() -> None:
+    image = Image.new("RGB", (16, 16), (9, 9, 9))
+    assert (pixels(decode(encoded(image, transparency=(9, 9, 9)), 16)) == 255).all()
 
 
-def test_cmyk() -> None:
+def test_cmyk_is_converted_to_rgb() -> None:
     cyan = Image.new("CMYK", (16, 16), (255, 0, 0, 0))
     found = pixels(decode(encoded(cyan, "JPEG", quality=95), 16))[8, 8]
     np.testing.assert_allclose(found, [0, 255, 255], atol=4)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_sixteen_bits_are_scaled_not_clipped(kind: str) -> None:
+def test_sixteen_bit_gray_is_scaled_not_clipped(kind: str) -> None:
     ramp = np.tile(np.linspace(0, 65535, 16).astype(np.uint16), (16, 1))
     found = pixels(decode(encoded(Image.fromarray(ramp), kind), 16))[8, :, 0]
     np.testing.assert_allclose(found, np.linspace(0, 255, 16), atol=1)
 
 
 def sixteen_bit_rgb() -> bytes:
-    """A PNG of 16 bits a channel, which Pillow reads but does not write."""
+    """A PNG of 16 bits a channel, which Pillow reads but cannot write."""
     row = b"\0" + struct.pack(">3H", 65535, 32768, 0) * 16
     return png(16, zlib.compress(row * 16), depth=16)
 
@@ -127,69 +127,69 @@ def png(side: int, data: bytes, depth: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def test_sixteen_bits_of_colour() -> None:
+def test_sixteen_bit_color_is_scaled() -> None:
     np.testing.assert_allclose(pixels(decode(sixteen_bit_rgb(), 16))[8, 8], [255, 128, 0], atol=1)
 
 
-def test_floats_and_long_integers_are_refused() -> None:
+def test_float_and_32_bit_pixels_are_rejected() -> None:
     assert reason(encoded(Image.new("F", (16, 16), 0.5), "TIFF")).startswith("floating-point pixels")
     for value in (1 << 20, 200):
-        assert reason(encoded(Image.new("I", (16, 16), value), "TIFF")).startswith("32-bit grey values")
+        assert reason(encoded(Image.new("I", (16, 16), value), "TIFF")).startswith("32-bit gray values")
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
-def test_of_an_animation_the_first_frame_counts(kind: str) -> None:
-    frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
+def test_an_animation_gives_its_first_frame(kind: str) -> None:
+    frames = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
     assert Image.open(io.BytesIO(data)).n_frames == 2
     np.testing.assert_allclose(pixels(decode(data, 16))[8, 8], [255, 0, 0], atol=3)
 
 
-def test_one_bit() -> None:
+def test_one_bit_images_are_decoded() -> None:
     assert (pixels(decode(encoded(Image.new("1", (16, 16), 1)), 16)) == 255).all()
 
 
-def test_the_name_does_not_decide(tmp_path: Path) -> None:
-    """A PNG called .jpg is read; a text called .png is refused with what it starts with."""
+def test_the_content_decides_the_format_not_the_file_name(tmp_path: Path) -> None:
+    """A PNG called .jpg is decoded; a text called .png is rejected with its first bytes."""
     (tmp_path / "really.jpg").write_bytes(encoded(gradient()))
-    (tmp_path / "text.png").write_text("This is not a picture.")
+    (tmp_path / "text.png").write_text("This is not an image.")
     (tmp_path / "empty.png").write_bytes(b"")
-    found = {sample.id: sample.read() for sample in open_source(tmp_path).samples()}
+    found = {image.id: image.read() for image in open_source(tmp_path).images()}
     np.testing.assert_array_equal(pixels(decode(found["really"], 16)), pixels(decode(encoded(gradient()), 16)))
-    assert reason(found["text"]) == "not a picture in a known format; it starts with b'This is not '"
+    assert reason(found["text"]) == "not an image in a supported format; it starts with b'This is not '"
     assert reason(found["empty"]) == "the file is empty (0 bytes)"
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
-def test_truncated(kind: str, share: float) -> None:
+@pytest.mark.parametrize("fraction", [0.05, 0.5, 0.9])
+def test_truncated_files_are_rejected(kind: str, fraction: float) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     data = encoded(Image.fromarray(noise), kind)
-    assert reason(data[: int(len(data) * share)])
+    assert reason(data[: int(len(data) * fraction)])
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_decompression_bomb() -> None:
+def test_a_decompression_bomb_is_rejected() -> None:
     bomb = encoded(Image.new("1", (12_000, 12_000)))
     assert len(bomb) < 100_000
     assert reason(bomb) == "12000x12000 pixels are more than the limit of 89478485"
     assert reason(encoded(gradient()), largest=1000) == "48x32 pixels are more than the limit of 1000"
 
 
-def test_giant_header_is_refused_before_memory_is_taken() -> None:
-    assert reason(png(60_000, b"", depth=8)).startswith(
-        "taken for a decompression bomb: Image size (3600000000 pixels)"
-    )
+def test_a_huge_size_in_the_header_is_rejected_before_memory_is_allocated() -> None:
+    assert reason(png(60_000, b"", depth=8)).startswith("probably a decompression bomb: Image size (3600000000 pixels)")
 
 
-def test_spacers_are_refused() -> None:
+def test_tiny_images_are_rejected() -> None:
     assert reason(encoded(Image.new("RGB", (1, 1)))) == "1x1 pixels are too few; the limit is 8 on a side"
     assert decode(encoded(Image.new("RGB", (1, 1))), 16, smallest=1).size == (16, 16)
 
 
-def test_programs_are_never_started() -> None:
-    """PostScript would be handed to an interpreter; it is not among the formats."""
-    assert reason(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n").startswith("not a picture in a known format")
+def test_postscript_is_rejected_so_that_no_program_is_started() -> None:
+    """Pillow would start Ghostscript for it."""
+    assert reason(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n").startswith(
+        "not an image in a supported format"
+    )
 
 
 SEEDS: list[Callable[[], bytes]] = [
@@ -200,17 +200,19 @@ SEEDS: list[Callable[[], bytes]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # Pillow warns of much that it then refuses
+@pytest.mark.filterwarnings("ignore")  # Pillow warns about data that it then rejects
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     seed=st.sampled_from(SEEDS),
     edits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=12),
     cut=st.floats(0.2, 1),
 )
-def test_damage_is_a_picture_or_a_reason(seed: Callable[[], bytes], edits: list[tuple[float, int]], cut: float) -> None:
-    """No damage ends in any other error: a run goes on whatever it meets."""
+def test_damage_gives_an_image_or_a_reason(
+    seed: Callable[[], bytes], edits: list[tuple[float, int]], cut: float
+) -> None:
+    """No damage raises another error than `BadImage`, so that a run continues."""
     data = bytearray(seed())
-    for place, value in edits:
-        data[int(place * len(data))] = value
+    for position, value in edits:
+        data[int(position * len(data))] = value
     with suppress(BadImage):
         assert decode(bytes(data[: int(cut * len(data))]), 16).size == (16, 16)

@@ -1,4 +1,4 @@
-"""Kill -9 at random moments of `atoll prepare`: on one machine, the end is the same, byte for byte."""
+"""kill -9 at random moments of `atoll prepare`: on one machine, the final files have the same bytes."""
 
 import json
 import os
@@ -73,11 +73,11 @@ def test_kill_9_at_random_moments_changes_no_byte(tmp_path: Path, shapes: Path, 
         stdout=subprocess.PIPE,
         check=True,
     )
-    told = json.loads(sweep.stdout.splitlines()[-1])
-    assert told["killed"] == kills
+    result = json.loads(sweep.stdout.splitlines()[-1])
+    assert result["killed"] == kills
     whole = content(tmp_path / "whole")
     assert sum(name.startswith("data/shards/") for name in whole) > 12
-    for run in told["runs"]:
+    for run in result["runs"]:
         again = content(tmp_path / run)
         assert sorted(again) == sorted(whole)
         assert [name for name in whole if whole[name] != again[name]] == []

@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from atoll.core.errors import AtollError
-from atoll.data.kmeans import Floats, Integers, fine_count, fit_fine, merge, nearest_centre, separation
+from atoll.data.kmeans import Floats, Integers, fine_count, fit_fine, merge, nearest_center, separation
 
 
 def blobs(sizes: list[int], dimensions: int = 32, noise: float = 0.5, seed: int = 0) -> tuple[Floats, Integers]:
     generator = np.random.default_rng(seed)
-    centres = generator.normal(size=(len(sizes), dimensions))
+    centers = generator.normal(size=(len(sizes), dimensions))
     labels = np.repeat(np.arange(len(sizes)), sizes)
-    rows = centres[labels] + noise * generator.normal(size=(len(labels), dimensions))
+    rows = centers[labels] + noise * generator.normal(size=(len(labels), dimensions))
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32), labels
 
 
 def fine_sums(rows: Floats, count: int, seed: int = 0) -> tuple[Floats, Integers, Integers]:
-    fine, _ = nearest_centre(rows, fit_fine(rows, count, 20, seed=seed))
+    fine, _ = nearest_center(rows, fit_fine(rows, count, 20, seed=seed))
     sums = np.zeros((count, rows.shape[1]))
     np.add.at(sums, fine, rows)
     return sums, np.bincount(fine, minlength=count), fine
@@ -31,22 +31,22 @@ def reject_unless(hard: bool) -> NoReturn:
     reject()
 
 
-def test_fine_centres_find_the_blobs() -> None:
+def test_fine_centers_find_the_blobs() -> None:
     rows, labels = blobs([200, 300, 400], noise=0.2)
-    centres = fit_fine(rows, 3, 20, seed=0)
-    assert_allclose(np.linalg.norm(centres, axis=1), 1, atol=1e-5)
-    fine, distance = nearest_centre(rows, centres)
+    centers = fit_fine(rows, 3, 20, seed=0)
+    assert_allclose(np.linalg.norm(centers, axis=1), 1, atol=1e-5)
+    fine, distance = nearest_center(rows, centers)
     assert len({(a, b) for a, b in zip(fine.tolist(), labels.tolist(), strict=True)}) == 3
-    assert_allclose(distance, 1 - (rows * centres[fine]).sum(1), atol=1e-5)
+    assert_allclose(distance, 1 - (rows * centers[fine]).sum(1), atol=1e-5)
 
 
-def test_the_same_seed_gives_the_same_centres() -> None:
+def test_the_same_seed_gives_the_same_centers() -> None:
     rows, _ = blobs([300, 300])
     assert np.array_equal(fit_fine(rows, 8, 10, seed=4), fit_fine(rows, 8, 10, seed=4))
     assert not np.array_equal(fit_fine(rows, 8, 10, seed=4), fit_fine(rows, 8, 10, seed=5))
 
 
-def test_the_merge_finds_the_best_partition_there_is() -> None:
+def test_the_merge_finds_the_optimal_partition() -> None:
     """Against trying every way to put 8 fine clusters into 3."""
     generator = np.random.default_rng(1)
     for case in range(6):
@@ -101,25 +101,25 @@ def test_a_catch_all_cluster_is_divided() -> None:
     assert bounded.cosine <= free.cosine + 1e-9
 
 
-def test_equal_blobs_are_kept_whole() -> None:
+def test_blobs_of_equal_size_are_not_divided() -> None:
     rows, labels = blobs([300] * 4, noise=0.3)
     sums, sizes, fine = fine_sums(rows, 32)
     coarse = merge(sums, sizes, 4, max_imbalance=1.25, seed=0).coarse_of_fine[fine]
     assert len(set(zip(coarse.tolist(), labels.tolist(), strict=True))) == 4
 
 
-def test_a_fine_cluster_beyond_the_limit_is_refused_with_what_to_do() -> None:
+def test_a_fine_cluster_above_the_limit_is_an_error_with_advice() -> None:
     sums, sizes = np.eye(4) * 10, np.array([97, 1, 1, 1])
-    with pytest.raises(AtollError, match=r"one fine cluster holds 97 of 100 samples.*raise clusters.num_fine"):
+    with pytest.raises(AtollError, match=r"one fine cluster has 97 of 100 images.*raise clusters.num_fine"):
         merge(sums, sizes, 2, max_imbalance=1.25, seed=0)
-    with pytest.raises(AtollError, match="too coarse to fill 2 clusters"):
+    with pytest.raises(AtollError, match="cannot fill 2 clusters"):
         merge(np.eye(3), np.array([10, 10, 10]), 2, max_imbalance=1.25, seed=0)
 
 
 UNEVEN = np.array([415, 88, 130, 156, 131, 410, 441, 311, 67, 92, 199, 244, 329, 265, 169, 121])
 
 
-def test_a_restart_that_gets_stuck_stops_nobody() -> None:
+def test_a_restart_that_gets_stuck_is_skipped() -> None:
     generator = np.random.default_rng(0)
     for seed in range(6):
         sums = generator.normal(size=(16, 8))
@@ -127,23 +127,23 @@ def test_a_restart_that_gets_stuck_stops_nobody() -> None:
         assert merge(sums, UNEVEN, 6, max_imbalance=1.25, seed=seed).imbalance <= 1.25
 
 
-def test_where_every_restart_gets_stuck_packing_the_largest_first_finds_a_way() -> None:
+def test_packing_largest_first_is_the_fallback_when_every_restart_gets_stuck() -> None:
     sums, sizes = np.array([[0, 6.0], [1, -3], [1, 8], [0, -5]]), np.array([6, 3, 8, 5])
     assert merge(sums, sizes, 2, max_imbalance=1.05, seed=0).coarse_of_fine.tolist() == [1, 0, 0, 1]
 
 
-def test_fewer_groups_than_clusters_are_refused_with_what_to_do() -> None:
-    with pytest.raises(AtollError, match=r"only 2 distinct groups of samples for 3 clusters; lower clusters.count"):
+def test_fewer_groups_than_clusters_are_an_error_with_advice() -> None:
+    with pytest.raises(AtollError, match=r"only 2 distinct groups of images for 3 clusters; lower clusters.count"):
         merge(np.eye(3), np.array([10, 10, 0]), 3, max_imbalance=2.0, seed=0)
 
 
-def test_classes_are_not_advised_to_be_finer() -> None:
+def test_the_advice_for_classes_does_not_mention_fine_clusters() -> None:
     for sizes in (np.array([97, 1, 1, 1]), np.array([10, 10, 10])):
         with pytest.raises(AtollError, match=r"class.*; raise clusters.max_imbalance or lower clusters.count$"):
             merge(np.eye(len(sizes)), sizes, 2, max_imbalance=1.25, seed=0, part="class")
 
 
-def test_one_cluster_is_the_whole() -> None:
+def test_a_single_cluster_holds_everything() -> None:
     merged = merge(np.eye(3), np.array([5, 6, 7]), 1, max_imbalance=1.25, seed=0)
     assert merged.coarse_of_fine.tolist() == [0, 0, 0]
     assert merged.imbalance == 1
@@ -157,22 +157,22 @@ def test_the_number_of_fine_clusters_fits_the_data() -> None:
     assert fine_count(10_000_000, 8, 4) == 8
 
 
-def test_separation_knows_good_from_random() -> None:
+def test_separation_of_true_groups_is_higher_than_of_random_ones() -> None:
     rows, labels = blobs([150] * 3, noise=0.2)
     good = separation(rows, labels)
     random = separation(rows, np.random.default_rng(0).permutation(labels))
-    assert good["neighbours"] == 1.0
+    assert good["neighbors"] == 1.0
     assert good["silhouette"] > 0.7
-    assert abs(random["neighbours"] - 1 / 3) < 0.05
+    assert abs(random["neighbors"] - 1 / 3) < 0.05
     assert abs(random["silhouette"]) < 0.1
     assert random["explained"] < 0.05 < 0.8 < good["explained"]
 
 
-def test_explained_is_the_share_of_the_spread() -> None:
+def test_explained_is_the_fraction_of_the_spread() -> None:
     rows = np.array([[1.0, 0], [1, 0], [0, 1], [0, 1]])
-    assert separation(rows, np.array([0, 0, 1, 1]), neighbours=1) == {
-        "neighbours": 1.0,
+    assert separation(rows, np.array([0, 0, 1, 1]), neighbors=1) == {
+        "neighbors": 1.0,
         "explained": pytest.approx(1.0),
         "silhouette": pytest.approx(1.0),
     }
-    assert separation(rows, np.zeros(4, int), neighbours=1)["explained"] == pytest.approx(0.0)
+    assert separation(rows, np.zeros(4, int), neighbors=1)["explained"] == pytest.approx(0.0)

@@ -50,7 +50,7 @@ def test_scale_is_the_factor_of_the_autoencoder_and_the_data_keeps_its_moments(t
     assert statistics["std"] == [1 / 0.36] * 4
     parts = [load_file(file) for file in sorted(run.glob("data/latents/0*.safetensors"))]
     mean, std = (torch.cat([part[name] for part in parts]).double() for name in ("mean", "std"))
-    splits = pq.read_table(run / "data/ingest/samples.parquet")["split"].to_pylist()
+    splits = pq.read_table(run / "data/ingest/images.parquet")["split"].to_pylist()
     train = torch.tensor([split == "train" for split in splits])
     x0 = (mean[train] - 0.12) * 0.36
     assert_allclose(statistics["data_mean"], x0.mean((0, 2, 3)), rtol=1e-9)
@@ -58,15 +58,15 @@ def test_scale_is_the_factor_of_the_autoencoder_and_the_data_keeps_its_moments(t
     assert_allclose(statistics["data_std"], variance.sqrt(), rtol=1e-9)
     shards = Shards.open(run, [0])
     batch = shards.read(np.arange(5))
-    assert_allclose(shards.statistics.normalise(batch.mean.float()), (batch.mean.float() - 0.12) * 0.36, atol=1e-6)
+    assert_allclose(shards.statistics.normalize(batch.mean.float()), (batch.mean.float() - 0.12) * 0.36, atol=1e-6)
     assert shards.statistics.bridge_options == {name: tuple(statistics[name]) for name in ("data_mean", "data_std")}
 
 
-def test_runs_with_the_default_are_made_from_what_they_were_made_from_before(prepared: Path) -> None:
+def test_the_default_normalization_does_not_change_the_inputs_of_shards(prepared: Path) -> None:
     """Neither latents nor shards of a run from before there was a choice are stale."""
     latents = Artifact(prepared, "data/latents").open(LATENTS)
     shards = Artifact(prepared, "data/shards/cluster_000").open(SHARDS)
-    assert set(latents.made_from) == {"ingest", "resolution", "autoencoder", "batch", "dtype", "weights"}
+    assert set(latents.made_from) == {"ingest", "resolution", "autoencoder", "batch_size", "dtype", "weights"}
     assert set(shards.made_from) == {"clusters", "latents", "text", "shard_rows", "cluster"}
     assert shards.content["statistics"] == latents.content["statistics"]
     assert shards.content["statistics"]["data_mean"] is None
@@ -83,7 +83,7 @@ def test_another_normalization_needs_new_shards_and_no_new_latents(
     shutil.rmtree(run / "data/shards")
     capsys.readouterr()
     prepare(run, by_scale)
-    assert "latents: done before" in capsys.readouterr().out
+    assert "latents: already done" in capsys.readouterr().out
     assert declared_by_shards(run)["statistics"]["std"] == [1.0] * 3
 
 
@@ -107,7 +107,7 @@ def test_the_factors_are_those_of_the_autoencoders_config(tmp_path: Path) -> Non
         ("much", "config.json: scaling_factor: Input should be a valid number"),
     ],
 )
-def test_an_autoencoder_without_a_scale_is_refused_before_the_work(
+def test_an_autoencoder_without_a_scaling_factor_is_an_error_before_encoding(
     factor: object, words: str, tmp_path: Path, shapes: Path
 ) -> None:
     network = write_autoencoder(tmp_path / "vae")
@@ -119,7 +119,7 @@ def test_an_autoencoder_without_a_scale_is_refused_before_the_work(
     assert not (run / "data/latents").exists()
 
 
-def test_an_unknown_normalization_is_refused_when_the_configuration_is_read(
+def test_an_unknown_normalization_is_an_error_of_the_configuration(
     tmp_path: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path / "run", shapes)
@@ -127,7 +127,7 @@ def test_an_unknown_normalization_is_refused_when_the_configuration_is_read(
     assert "'per-channel' or 'scale'" in capsys.readouterr().err
 
 
-def test_statistics_are_equal_if_they_normalize_alike() -> None:
+def test_statistics_are_equal_if_they_normalize_equally() -> None:
     scale = LatentScale(0.5, 0.1)
     one, two = (Statistics((mean, 0.0), (2.0, 3.0)).under(scale) for mean in (0.0, 5.0))
     assert one == two == Statistics.of_scale(scale, 2)

@@ -16,7 +16,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
 from atoll.data import chunks
-from atoll.data.chunks import Share
+from atoll.data.chunks import Worker
 from atoll.data.prepare import STAGES, open_job, prepare
 from atoll.data.stages import latents
 from atoll.data.stages.clusters import Assigner
@@ -28,19 +28,19 @@ def files(run: Path) -> dict[str, bytes]:
     return {path.relative_to(run).as_posix(): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-def test_good_samples_are_listed_and_bad_ones_with_the_reason(prepared: Path) -> None:
-    samples = pq.read_table(prepared / "data/ingest/samples.parquet").to_pydict()
+def test_readable_images_are_indexed_and_others_are_listed_with_the_reason(prepared: Path) -> None:
+    index = pq.read_table(prepared / "data/ingest/images.parquet").to_pydict()
     rejected = pq.read_table(prepared / "data/ingest/rejected.parquet").to_pylist()
-    assert len(samples["id"]) == len(set(samples["id"])) == 99
+    assert len(index["id"]) == len(set(index["id"])) == 99
     assert [row["id"] for row in rejected] == ["broken"]
     assert "0 bytes" in rejected[0]["reason"]
-    assert set(samples["split"]) == {"train", "held-out"}
-    assert samples["caption"][samples["id"].index("circle-003")] == "a circle with the number 3"
+    assert set(index["split"]) == {"train", "held-out"}
+    assert index["caption"][index["id"].index("circle-003")] == "a circle with the number 3"
 
 
-def test_too_many_bad_pictures_stop_it(tmp_path: Path, shapes: Path) -> None:
+def test_too_many_unusable_images_are_an_error(tmp_path: Path, shapes: Path) -> None:
     config = write_run(tmp_path / "run", shapes, data={"max_rejects": 0.005})
-    with pytest.raises(AtollError, match=r"1 of 100 pictures are bad, more than data.max_rejects = 0.005 allows: 1x"):
+    with pytest.raises(AtollError, match=r"1 of 100 images are unusable, more than data.max_rejects = 0.005 allows"):
         prepare(tmp_path / "run", config, ["ingest"])
     assert pq.read_table(tmp_path / "run/data/ingest/rejected.parquet")["id"].to_pylist() == ["broken"]
     prepare(
@@ -51,21 +51,21 @@ def test_too_many_bad_pictures_stop_it(tmp_path: Path, shapes: Path) -> None:
     assert (tmp_path / "run/data/ingest/manifest.json").is_file()
 
 
-def test_pictures_that_were_mended_are_read_again(tmp_path: Path) -> None:
-    """Those of the same name and size, which the fingerprint does not notice."""
+def test_repaired_images_are_read_again(tmp_path: Path) -> None:
+    """They have the same name and size, so the fingerprint does not change."""
     source, run = write_shapes(tmp_path / "shapes", 30), tmp_path / "run"
     good = (source / "circle-000.png").read_bytes()
     (source / "circle-000.png").write_bytes(bytes(len(good)))
     config = write_run(run, source)
-    with pytest.raises(AtollError, match="2 of 31 pictures are bad"):
+    with pytest.raises(AtollError, match="2 of 31 images are unusable"):
         prepare(run, config, ["ingest"])
     (source / "circle-000.png").write_bytes(good)
     prepare(run, config, ["ingest"])
     assert pq.read_table(run / "data/ingest/rejected.parquet")["id"].to_pylist() == ["broken"]
 
 
-def test_contact_sheets_leave_out_what_cannot_be_read(tmp_path: Path) -> None:
-    """Metadata of a.jpg beside a.png, and a picture that went bad: neither stops the partition."""
+def test_contact_sheets_omit_unreadable_images(tmp_path: Path) -> None:
+    """Neither metadata of a missing a.jpg next to a.png nor an image damaged later stops the partition."""
     source, run = write_shapes(tmp_path / "shapes", 30), tmp_path / "run"
     (source / "metadata.jsonl").write_text('{"file_name": "circle-000.jpg", "text": "a circle"}')
     config = write_run(run, source, clusters={"method": "random"}, data={"max_rejects": 0.1})
@@ -73,30 +73,30 @@ def test_contact_sheets_leave_out_what_cannot_be_read(tmp_path: Path) -> None:
     assert pq.read_table(run / "data/ingest/rejected.parquet")["id"].to_pylist() == ["broken", "circle-000.jpg"]
     size = (source / "circle-003.png").stat().st_size
     (source / "circle-003.png").write_bytes(bytes(size))
-    with pytest.warns(UserWarning, match="no router can learn"):
+    with pytest.warns(UserWarning, match="a router cannot learn"):
         prepare(run, config, ["clusters"])
     assert (run / "data/clusters/cluster_002.png").is_file()
 
 
-def test_what_a_table_says_of_its_chunks_is_read_once(prepared: Path, tmp_path: Path) -> None:
+def test_the_footer_of_a_table_is_read_once(prepared: Path, tmp_path: Path) -> None:
     index = Index(Artifact(tmp_path, "data/ingest"), Index.open(prepared).manifest)
     shutil.copytree(prepared / "data/ingest", tmp_path / "data/ingest")
     before = chunks._metadata.cache_info().misses
     ids = [id for chunk in range(7) for id in index.read(chunk, ["id"])["id"]]
-    assert ids == pq.read_table(tmp_path / "data/ingest/samples.parquet")["id"].to_pylist()
+    assert ids == pq.read_table(tmp_path / "data/ingest/images.parquet")["id"].to_pylist()
     assert chunks._metadata.cache_info().misses == before + 1
-    pq.write_table(pa.table({"id": ["another"]}), tmp_path / "data/ingest/samples.parquet")
+    pq.write_table(pa.table({"id": ["another"]}), tmp_path / "data/ingest/images.parquet")
     assert index.read(0, ["id"]) == {"id": ["another"]}
 
 
-def test_clusters_are_the_kinds_that_a_person_sees(prepared: Path) -> None:
+def test_clusters_are_the_kinds_of_shapes(prepared: Path) -> None:
     rows = pq.read_table(prepared / "data/clusters/assignments.parquet").to_pylist()
     pairs = {(row["coarse"], row["id"].split("-")[0]) for row in rows}
     assert len(pairs) == 3
     report = json.loads((prepared / "data/clusters/report.json").read_text())
     assert report["imbalance"] <= 1.25
     assert sum(report["sizes"]["train"]) + sum(report["sizes"]["held-out"]) == 99
-    assert report["separation"]["clusters"]["neighbours"] > 0.95 > 0.5 > report["separation"]["random"]["neighbours"]
+    assert report["separation"]["clusters"]["neighbors"] > 0.95 > 0.5 > report["separation"]["random"]["neighbors"]
 
 
 def test_the_saved_rule_gives_the_saved_assignment(prepared: Path) -> None:
@@ -108,8 +108,8 @@ def test_the_saved_rule_gives_the_saved_assignment(prepared: Path) -> None:
     assert fine.tolist() == rows["fine"]
     assert coarse.tolist() == rows["coarse"]
     assert_allclose(distance, rows["distance"], atol=1e-5)
-    centres = load_file(prepared / "data/clusters/centroids.safetensors")
-    brute = (features.float() @ centres["fine"].T).argmax(1)
+    centers = load_file(prepared / "data/clusters/centroids.safetensors")
+    brute = (features.float() @ centers["fine"].T).argmax(1)
     assert brute.tolist() == fine.tolist()
 
 
@@ -123,8 +123,8 @@ def test_there_is_a_contact_sheet_for_each_cluster(prepared: Path) -> None:
         assert len(set(inked.argmax(1).tolist())) == 1  # red, green or blue, like the kind
 
 
-def test_latent_statistics_are_those_of_all_training_samples(prepared: Path) -> None:
-    splits = pq.read_table(prepared / "data/ingest/samples.parquet")["split"].to_pylist()
+def test_latent_statistics_are_those_of_all_training_images(prepared: Path) -> None:
+    splits = pq.read_table(prepared / "data/ingest/images.parquet")["split"].to_pylist()
     latents = torch.cat([load_file(file)["mean"] for file in sorted(prepared.glob("data/latents/0*.safetensors"))])
     train = latents[torch.tensor([split == "train" for split in splits])].double()
     for cluster in range(3):
@@ -133,11 +133,11 @@ def test_latent_statistics_are_those_of_all_training_samples(prepared: Path) -> 
         assert_allclose(declared["statistics"]["std"], train.std((0, 2, 3), correction=0), rtol=1e-9)
 
 
-def test_doing_it_again_changes_nothing(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preparing_again_changes_nothing(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(prepared)
     assert cli.main(["prepare", str(prepared)]) == 0
     assert files(prepared) == before
-    assert capsys.readouterr().out.splitlines() == [f"{stage.name}: done before" for stage in STAGES]
+    assert capsys.readouterr().out.splitlines() == [f"{stage.name}: already done" for stage in STAGES]
 
 
 def test_scratch_of_a_job_killed_right_after_its_commit_is_removed(prepared: Path) -> None:
@@ -147,23 +147,23 @@ def test_scratch_of_a_job_killed_right_after_its_commit_is_removed(prepared: Pat
     assert not scratch.exists()
 
 
-def test_half_of_a_stage_is_never_taken_for_that_of_other_settings(tmp_path: Path, shapes: Path) -> None:
-    """Also if a run did without the stage in between."""
+def test_a_half_made_stage_is_not_continued_with_other_settings(tmp_path: Path, shapes: Path) -> None:
+    """This holds even if the stage was not needed in between."""
     run = tmp_path / "run"
     config = write_run(run, shapes)
     dense = config.model_copy(update={"clusters": config.clusters.model_copy(update={"count": 1})})
     other = config.model_copy(update={"features": config.features.model_copy(update={"resolution": 72})})
     prepare(run, config, ["ingest"])
-    prepare(run, config, ["features"], share=Share(0, 3))
+    prepare(run, config, ["features"], worker=Worker(0, 3))
     prepare(run, dense, ["features"])
     with pytest.raises(AtollError, match="data/features is stale: resolution was 64, now 72"):
         prepare(run, other, ["features"])
     (run / "data/features/.plan.json").unlink()
-    with pytest.raises(AtollError, match="data/features has files but nothing says what they are made from; delete it"):
+    with pytest.raises(AtollError, match="data/features has files without a plan or manifest; delete the folder"):
         prepare(run, other, ["features"])
 
 
-def test_jobs_that_share_the_work_give_the_same_bytes(prepared: Path, tmp_path: Path, shapes: Path) -> None:
+def test_several_workers_give_the_same_bytes(prepared: Path, tmp_path: Path, shapes: Path) -> None:
     run = tmp_path / "run"
     config = write_run(run, shapes)
     divisible = [stage for stage in STAGES if stage.divisible]
@@ -171,26 +171,26 @@ def test_jobs_that_share_the_work_give_the_same_bytes(prepared: Path, tmp_path: 
     for stage in divisible:
         for index in (2, 0, 1):
             assert not stage.is_done(open_job(run, config))
-            prepare(run, config, [stage.name], share=Share(index, 3))
+            prepare(run, config, [stage.name], worker=Worker(index, 3))
     prepare(run, config)
     assert {name: data for name, data in files(run).items() if name != "atoll.yaml"} == {
         name: data for name, data in files(prepared).items() if name != "atoll.yaml"
     }
 
 
-def test_shares_are_checked() -> None:
-    assert Share.parse("2/4") == Share(2, 4)
+def test_the_worker_option_is_checked() -> None:
+    assert Worker.parse("2/4") == Worker(2, 4)
     for text in ("4/4", "x", "1", "-1/2", "1/0"):
         with pytest.raises(AtollError, match="is not i/n with i from 0 to n-1"):
-            Share.parse(text)
+            Worker.parse(text)
 
 
-def test_a_share_needs_a_stage_that_can_be_shared(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_workers_need_a_divisible_stage(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["prepare", str(prepared), "--worker", "0/2"]) == 2
     assert "--worker divides the stages ingest, features, latents, text;" in capsys.readouterr().err
 
 
-def test_a_stage_without_the_one_before_it_says_so(
+def test_a_stage_names_the_missing_stage_before_it(
     tmp_path: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_run(tmp_path / "run", shapes)
@@ -211,7 +211,7 @@ def test_a_dry_run_shows_the_source_and_does_nothing(
     before = files(run)
     assert cli.main(["prepare", str(run), "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "100 samples" in shown
+    assert "100 images" in shown
     assert shown.count("to do") == 6
     assert cli.main(["prepare", str(run), "--dry-run", "--json", "--text.encoder", "none"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -222,14 +222,14 @@ def test_a_dry_run_shows_the_source_and_does_nothing(
     assert files(run) == before
 
 
-def test_pictures_in_the_autoencoder_of_emoji_are_cautioned_against(
+def test_other_images_with_the_emoji_autoencoder_give_a_warning(
     tmp_path: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     write_run(run, shapes)
-    for autoencoder, cautioned in (("emoji", True), ("pixels", False)):
+    for autoencoder, warned in (("emoji", True), ("pixels", False)):
         assert cli.main(["prepare", str(run), "--dry-run", "--latents.autoencoder", autoencoder]) == 0
-        assert ("atoll init --preset pictures" in capsys.readouterr().out) == cautioned
+        assert ("atoll init --preset images" in capsys.readouterr().out) == warned
     assert latents.note(configuration.resolve(PRESETS["emoji"])) is None
     assert latents.note(configuration.resolve(PRESETS["demo"])) is None
 
@@ -246,7 +246,9 @@ STALE = {
 
 
 @pytest.mark.parametrize("key", STALE)
-def test_a_stale_stage_says_what_changed(prepared: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_of_a_stale_stage_names_the_change(
+    prepared: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     value, message = STALE[key]
     before = files(prepared)
     assert cli.main(["prepare", str(prepared), f"--{key}", value]) == 2
@@ -295,7 +297,7 @@ def test_one_cluster_needs_no_features(tmp_path: Path, shapes: Path, method: str
 def test_random_clusters_are_even_and_come_with_a_warning(tmp_path: Path, shapes: Path) -> None:
     run = tmp_path / "run"
     config = write_run(run, shapes, clusters={"method": "random"})
-    with pytest.warns(UserWarning, match="no router can learn"):
+    with pytest.warns(UserWarning, match="a router cannot learn"):
         prepare(run, config, ["ingest", "clusters"])
     coarse = pq.read_table(run / "data/clusters/assignments.parquet")["coarse"].to_numpy()
     assert np.bincount(coarse).tolist() == [33, 33, 33]
@@ -303,25 +305,25 @@ def test_random_clusters_are_even_and_come_with_a_warning(tmp_path: Path, shapes
 
 @pytest.fixture
 def classes(tmp_path: Path, shapes: Path) -> Path:
-    """The same pictures in a folder for each class."""
-    for picture in shapes.glob("*-*.png"):
-        kind, number = picture.stem.split("-")
+    """The same images in one folder per class."""
+    for image in shapes.glob("*-*.png"):
+        kind, number = image.stem.split("-")
         folder = tmp_path / "classes" / (kind if kind != "circle" or int(number) % 2 else "disc")
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(picture, folder / picture.name)
+        shutil.copy(image, folder / image.name)
     return tmp_path / "classes"
 
 
 def by_class(run: Path) -> dict[str, set[int]]:
     rows = pq.read_table(run / "data/clusters/assignments.parquet").to_pylist()
-    labels = pq.read_table(run / "data/ingest/samples.parquet")["label"].to_pylist()
+    labels = pq.read_table(run / "data/ingest/images.parquet")["label"].to_pylist()
     found: dict[str, set[int]] = {}
     for row, label in zip(rows, labels, strict=True):
         found.setdefault(label, set()).add(row["coarse"])
     return found
 
 
-def test_as_many_classes_as_clusters_are_taken_as_they_are(tmp_path: Path, classes: Path) -> None:
+def test_with_as_many_classes_as_clusters_each_class_is_a_cluster(tmp_path: Path, classes: Path) -> None:
     run = tmp_path / "run"
     config = write_run(run, classes, clusters={"method": "labels", "count": 4}, text={"encoder": "none"})
     prepare(run, config, ["ingest", "features", "clusters"])
@@ -337,18 +339,18 @@ def test_more_classes_than_clusters_are_merged_by_their_features(tmp_path: Path,
     assert len(found["circle"] | found["square"] | found["triangle"]) == 3
 
 
-def test_fewer_classes_than_clusters_are_refused(tmp_path: Path, classes: Path) -> None:
+def test_fewer_classes_than_clusters_are_an_error(tmp_path: Path, classes: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(AtollError, match="there are 4 classes for 5 clusters"):
         prepare(run, write_run(run, classes, clusters={"method": "labels", "count": 5}), ["ingest", "clusters"])
 
 
-def test_memory_of_clustering_is_bounded_by_the_sample(tmp_path: Path, shapes: Path) -> None:
+def test_memory_of_clustering_is_bounded_by_sample_rows(tmp_path: Path, shapes: Path) -> None:
     """Fitting to a few rows still assigns all of them."""
     run = tmp_path / "run"
     prepare(run, write_run(run, shapes, clusters={"sample_rows": 30}), ["ingest", "features", "clusters"])
     declared = json.loads((run / "data/clusters/manifest.json").read_text())["content"]
-    assert declared["fine"] <= 30
+    assert declared["num_fine"] <= 30
     assert declared["imbalance"] <= 1.25
     assert len(pq.read_table(run / "data/clusters/assignments.parquet")) == 99
 
@@ -362,6 +364,6 @@ def test_emoji_clusters_are_even_and_far_from_random(tmp_path: Path) -> None:
     found, random = report["separation"]["clusters"], report["separation"]["random"]
     assert report["imbalance"] <= 1.25
     assert min(report["sizes"]["train"]) > 1000
-    assert found["neighbours"] > 0.8 > 0.4 > random["neighbours"]
+    assert found["neighbors"] > 0.8 > 0.4 > random["neighbors"]
     assert found["explained"] > 20 * random["explained"]
     assert found["silhouette"] > 0.15 > 0.05 > random["silhouette"]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from atoll.core.device import device
 from atoll.core.errors import AtollError
-from atoll.data.pretrained import fingerprint, folder_of, load_pretrained
+from atoll.data.pretrained import fingerprint, load_pretrained, model_folder
 from atoll.data.stages.features import open_extractor
 from atoll.data.stages.latents import Statistics, open_codec
 from atoll.data.stages.text import open_text_encoder
@@ -21,7 +21,7 @@ from atoll.data.vision import efficientnet
 from shapes import draw
 
 
-def pictures(side: int, kinds: tuple[str, ...] = ("circle", "square", "triangle")) -> np.ndarray:
+def shape_images(side: int, kinds: tuple[str, ...] = ("circle", "square", "triangle")) -> np.ndarray:
     chance = random.Random(1)
     return np.stack([np.asarray(draw(kind, chance).resize((side, side))) for kind in kinds])
 
@@ -74,7 +74,7 @@ def hostile_model(folder: Path, model_type: str, tokenizer: bool) -> Path:
 
 @pytest.mark.parametrize("model_type", ["strange", "resnet"])
 @pytest.mark.parametrize("loader", [open_extractor, lambda folder: open_text_encoder(folder, 8)])
-def test_code_of_a_model_is_neither_run_nor_offered(
+def test_code_of_a_model_is_not_run_and_no_prompt_appears(
     model_type: str, loader: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(*_: object) -> str:
@@ -85,16 +85,16 @@ def test_code_of_a_model_is_neither_run_nor_offered(
     with pytest.raises((AtollError, OSError)) as refusal:
         loader(str(folder))
     if model_type == "strange":
-        assert f"{folder} needs Python code of its own, which Atoll never runs" in str(refusal.value)
+        assert f"{folder} needs custom Python code, which Atoll never runs" in str(refusal.value)
     assert not (tmp_path / "trace").exists()
 
 
-def test_code_of_a_tokenizer_is_neither_run_nor_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_tokenizer_is_not_run_and_no_prompt_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
 
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     folder = hostile_model(tmp_path / "model", "strange", tokenizer=True)
-    with pytest.raises(AtollError, match="needs Python code of its own, which Atoll never runs"):
+    with pytest.raises(AtollError, match="needs custom Python code, which Atoll never runs"):
         load_pretrained(AutoTokenizer, folder)
     assert not (tmp_path / "trace").exists()
 
@@ -112,7 +112,7 @@ def test_efficientnet_gives_the_known_scores() -> None:
     assert_allclose(scores.numpy(), [3.4702, 3.4477, 3.2483], atol=2e-4)
 
 
-def test_fusing_changes_nothing() -> None:
+def test_fusing_does_not_change_the_output() -> None:
     plain = efficientnet.EfficientNetLite0()
     plain.load_state_dict(torch.load(efficientnet.weights_file(), weights_only=True))
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -120,10 +120,10 @@ def test_fusing_changes_nothing() -> None:
         assert_allclose(efficientnet.load()(x), plain.eval()(x), atol=1e-4)
 
 
-def test_features_are_unit_vectors_and_tell_shapes_apart() -> None:
+def test_features_are_unit_vectors_and_distinguish_shapes() -> None:
     extractor = open_extractor("efficientnet-lite0", 64)
     kinds = ("circle", "circle", "square", "square", "triangle", "triangle")
-    features = extractor(pictures(64, kinds))
+    features = extractor(shape_images(64, kinds))
     assert features.shape == (6, 1280)
     assert_allclose(features.norm(dim=1), 1, atol=1e-5)
     similar = features @ features.T
@@ -134,7 +134,7 @@ def test_features_are_unit_vectors_and_tell_shapes_apart() -> None:
 # transformers vision models
 
 
-def test_a_dinov2_from_a_folder_sees_the_pixels_its_settings_ask_for(tmp_path: Path) -> None:
+def test_a_dinov2_from_a_folder_is_given_the_pixels_of_its_preprocessor_config(tmp_path: Path) -> None:
     from transformers import Dinov2Config, Dinov2Model
 
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_a_dinov2_from_a_folder_sees_the_pixels_its_settings_ask_for(tmp_path: P
     save_vision_model(tmp_path, network, {"shortest_edge": 28})
     extractor = open_extractor(str(tmp_path))
     assert extractor.side == 28
-    pixels = pictures(28)
+    pixels = shape_images(28)
     normal = (torch.from_numpy(pixels) / 255 - torch.tensor([0.5, 0.4, 0.3])) / torch.tensor([0.2, 0.25, 0.5])
     with torch.inference_mode():
         expected = network.eval()(normal.permute(0, 3, 1, 2)).pooler_output
@@ -160,7 +160,7 @@ def test_a_whole_clip_gives_its_image_features(tmp_path: Path) -> None:
         text_config=small, vision_config={**small, "image_size": 32, "patch_size": 16}, projection_dim=12
     )
     save_vision_model(tmp_path, CLIPModel(config), {"height": 32, "width": 32})
-    features = open_extractor(str(tmp_path))(pictures(32))
+    features = open_extractor(str(tmp_path))(shape_images(32))
     assert features.shape == (3, 12)
     assert_allclose(features.norm(dim=1), 1, atol=1e-5)
 
@@ -173,10 +173,10 @@ def test_a_convolutional_model_gives_flat_features(tmp_path: Path) -> None:
         ConvNextModel(ConvNextConfig(hidden_sizes=[8, 8, 8, 20], depths=[1, 1, 1, 1])),
         {"shortest_edge": 32},
     )
-    assert open_extractor(str(tmp_path))(pictures(32)).shape == (3, 20)
+    assert open_extractor(str(tmp_path))(shape_images(32)).shape == (3, 20)
 
 
-def test_a_model_without_settings_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_preprocessor_config_is_an_error(tmp_path: Path) -> None:
     from transformers import ConvNextConfig, ConvNextModel
 
     ConvNextModel(ConvNextConfig(hidden_sizes=[8] * 4, depths=[1] * 4)).save_pretrained(tmp_path)
@@ -187,7 +187,7 @@ def test_a_model_without_settings_is_refused(tmp_path: Path) -> None:
 # Identity of networks
 
 
-def test_the_fingerprint_follows_the_weights(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_weights(tmp_path: Path) -> None:
     for name, value in (("one", 0.0), ("two", 0.0), ("three", 1.0)):
         (tmp_path / name).mkdir()
         save_file({"x": torch.full((2,), value)}, tmp_path / name / "model.safetensors")
@@ -199,17 +199,17 @@ def test_the_fingerprint_follows_the_weights(tmp_path: Path) -> None:
         fingerprint(tmp_path / "pickle")
 
 
-def test_a_name_that_is_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_model_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(AtollError, match=r"'./nowhere/at/all' is neither a folder nor a model"):
-        folder_of("./nowhere/at/all")
+    with pytest.raises(AtollError, match=r"'./nowhere/at/all' is not a folder, and could not be downloaded"):
+        model_folder("./nowhere/at/all")
 
 
 # Autoencoders
 
 
-def test_pixels_come_back_exactly() -> None:
-    codec, pixels = open_codec("pixels"), pictures(32)
+def test_pixels_are_decoded_exactly() -> None:
+    codec, pixels = open_codec("pixels"), shape_images(32)
     latents = codec.encode(pixels)
     assert list(latents) == ["mean"]
     assert latents["mean"].shape == (3, 3, 32, 32)
@@ -218,7 +218,7 @@ def test_pixels_come_back_exactly() -> None:
     assert np.array_equal(codec.decode(latents["mean"].half()), pixels)
 
 
-def test_autoencoder_kl_gives_the_posterior(tmp_path: Path) -> None:
+def test_autoencoder_kl_returns_mean_and_std_of_the_posterior(tmp_path: Path) -> None:
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
@@ -230,16 +230,16 @@ def test_autoencoder_kl_gives_the_posterior(tmp_path: Path) -> None:
         **blocks,
     ).eval()
     network.save_pretrained(tmp_path)
-    codec, pixels = open_codec(str(tmp_path)), pictures(32)
+    codec, pixels = open_codec(str(tmp_path)), shape_images(32)
     latents = codec.encode(pixels)
     x = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
     with torch.inference_mode():
         posterior = network.encode(x).latent_dist
-        picture = network.decode(posterior.mean).sample
+        decoded = network.decode(posterior.mean).sample
     assert latents["mean"].shape == (3, 4, 16, 16)
     assert_allclose(latents["mean"], posterior.mean, atol=1e-5)
     assert_allclose(latents["std"], posterior.std, atol=1e-5)
-    expected = ((picture + 1) * 127.5).round().clamp(0, 255).permute(0, 2, 3, 1)
+    expected = ((decoded + 1) * 127.5).round().clamp(0, 255).permute(0, 2, 3, 1)
     assert np.abs(codec.decode(latents["mean"]).astype(int) - expected.numpy()).max() <= 1
 
 
@@ -250,29 +250,29 @@ def test_autoencoder_tiny_has_no_std(tmp_path: Path) -> None:
     layers = {"num_encoder_blocks": (1, 1), "num_decoder_blocks": (1, 1)}
     AutoencoderTiny(latent_channels=4, **blocks, **layers).save_pretrained(tmp_path)
     codec = open_codec(str(tmp_path))
-    latents = codec.encode(pictures(32))
+    latents = codec.encode(shape_images(32))
     assert list(latents) == ["mean"]
     assert codec.decode(latents["mean"]).shape == (3, 32, 32, 3)
 
 
-def test_another_class_is_refused(tmp_path: Path) -> None:
+def test_another_autoencoder_class_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderK"}')
     with pytest.raises(AtollError, match=r"unknown autoencoder class 'AutoencoderK' .did you mean 'AutoencoderKL'"):
         open_codec(str(tmp_path))
 
 
-def test_normalising_and_restoring_are_inverse() -> None:
+def test_normalize_and_denormalize_are_inverse() -> None:
     statistics = Statistics((1.0, -2.0), (0.5, 4.0))
     latents = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    normal = statistics.normalise(latents)
+    normal = statistics.normalize(latents)
     assert_allclose(normal[:, 1], (latents[:, 1] + 2) / 4, rtol=1e-6)
-    assert_allclose(statistics.restore(normal), latents, atol=1e-6)
+    assert_allclose(statistics.denormalize(normal), latents, atol=1e-6)
 
 
 # Text encoders
 
 
-def test_minilm_knows_what_belongs_together() -> None:
+def test_minilm_embeds_similar_captions_close_together() -> None:
     """Cosines that sentence-transformers gives for the same model."""
     encoder = open_text_encoder("minilm", max_tokens=16)
     states, mask, pooled = encoder(["red apple", "green apple", "grinning face", ""])
@@ -284,7 +284,7 @@ def test_minilm_knows_what_belongs_together() -> None:
     assert_allclose([cosine[0, 1], cosine[0, 2]], [0.80, 0.09], atol=0.005)
 
 
-def test_padding_and_neighbours_change_nothing() -> None:
+def test_padding_and_other_captions_do_not_change_an_embedding() -> None:
     encoder = open_text_encoder("minilm", max_tokens=16)
     long = "a very long caption about a small red apple"
     alone, together = encoder(["red apple"]), encoder(["red apple", long])
@@ -318,7 +318,7 @@ def test_t5_pools_by_the_mean(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_clip_pools_by_itself(tmp_path: Path, whole: bool) -> None:
+def test_clip_uses_its_pooled_output(tmp_path: Path, whole: bool) -> None:
     from transformers import CLIPConfig, CLIPModel, CLIPTextModel
 
     torch.manual_seed(0)
@@ -338,22 +338,22 @@ def test_clip_pools_by_itself(tmp_path: Path, whole: bool) -> None:
     assert_allclose(pooled, expected, atol=1e-5)
 
 
-def test_more_tokens_than_an_encoder_can_read_are_refused() -> None:
+def test_more_tokens_than_the_encoder_has_positions_are_an_error() -> None:
     assert open_text_encoder("minilm", max_tokens=512).max_tokens == 512
-    with pytest.raises(AtollError, match=r"text.max_tokens is 513, but minilm reads 512 tokens at most; lower it"):
+    with pytest.raises(AtollError, match=r"text.max_tokens is 513, but minilm has at most 512 tokens; lower it"):
         open_text_encoder("minilm", max_tokens=513)
 
 
-def test_what_is_no_text_encoder_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_is_not_a_text_encoder_is_an_error(tmp_path: Path) -> None:
     from transformers import SiglipTextConfig, SiglipTextModel
 
     small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     SiglipTextModel(SiglipTextConfig(vocab_size=16, **small)).save_pretrained(tmp_path)
-    with pytest.raises(AtollError, match=r"is no text encoder .*; give a CLIP, T5 or BERT"):
+    with pytest.raises(AtollError, match=r"is not a text encoder .*; give a CLIP, T5 or BERT"):
         open_text_encoder(str(tmp_path), max_tokens=6)
 
 
-def test_files_of_tensors_do_not_depend_on_who_wrote_them(tmp_path: Path) -> None:
+def test_equal_tensors_give_equal_files(tmp_path: Path) -> None:
     for name in ("one", "two"):
         save_file({"b": torch.arange(3), "a": torch.zeros(2, dtype=torch.float16)}, tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()

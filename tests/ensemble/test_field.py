@@ -1,4 +1,4 @@
-"""Grouped evaluation against the naive one: every expert on everything, then weigh."""
+"""Grouped evaluation against the naive one, which runs every expert on every image and then weights them."""
 
 from itertools import product
 from pathlib import Path
@@ -40,90 +40,94 @@ def condition(seed: int = 0) -> Condition:
     return Condition(text, mask, torch.randn(B, 384, generator=generator), torch.arange(B) % 3)
 
 
-# Samples are grouped into batches of other sizes, which are rounded in another order. One rounding of a time near 1000
-# is 6e-5 and shifts the phases of its features by as much; with an error of one rounding added to every kernel the
-# velocities differed by up to 5e-5. A sample in a wrong group is off by its whole size.
+# Images are grouped into batches of other sizes, which kernels sum in other orders. One rounding of a timestep near
+# 1000 is 6e-5 and shifts the phases of its features by as much; with an error of one rounding added to every kernel the
+# velocities differed by up to 5e-5. An image in a wrong group has an error as large as its velocity.
 ROUNDING = 2e-4
 
 
 def assert_alike(got: Tensor, expected: Tensor) -> None:
-    """Check that every sample is within float32 rounding, relative to the size of its velocity."""
+    """Check that every image is within float32 rounding, relative to the size of its velocity."""
     size = expected.flatten(1).square().mean(1).sqrt()
     error = (got - expected).flatten(1).square().mean(1).sqrt()
     assert float((error / size).max()) < ROUNDING
 
 
-def naive(ensemble: Ensemble, given: dict[str, Tensor], told: Condition, routing: str, guidance: Tensor) -> Tensor:
-    """One sample at a time, all experts, two forward passes for guidance, a loop for the sum."""
-    answers = []
+def naive(
+    ensemble: Ensemble, given: dict[str, Tensor], conditions: Condition, routing: str, guidance_scale: Tensor
+) -> Tensor:
+    """Compute one image at a time: all experts, two forward passes for guidance, a loop for the sum."""
+    velocities = []
     for i in range(B):
         x, t = given["x"][i : i + 1], given["t"][i : i + 1]
         draw, cluster = given["draw"][i : i + 1], given["cluster"][i : i + 1]
         halves = []
-        for this in (told[i : i + 1], told[i : i + 1].unconditional()):
+        for this in (conditions[i : i + 1], conditions[i : i + 1].unconditional()):
             w = ensemble.route(x, t, this, routing=routing, cluster=cluster, draw=draw)[0]
             parts = [
                 ensemble.cache.get(k).expert.velocity(x, t, Condition(this.text, this.text_mask, dropped=this.dropped))
-                for k in range(len(ensemble.members))
+                for k in range(len(ensemble.references))
             ]
             halves.append(sum(weight * part for weight, part in zip(w, parts, strict=True)))
-        answers.append(halves[1] + guidance[i] * (halves[0] - halves[1]))
-    return torch.cat(answers)
+        velocities.append(halves[1] + guidance_scale[i] * (halves[0] - halves[1]))
+    return torch.cat(velocities)
 
 
 @pytest.mark.parametrize("routing", STRATEGIES)
-def test_grouped_is_naive(run: Path, routing: str) -> None:
-    """Mixed objectives, mixed sizes, times and guidance that differ from sample to sample."""
-    ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
+def test_the_grouped_velocity_equals_the_naive_one(run: Path, routing: str) -> None:
+    """Mixed objectives, mixed sizes, times and guidance scales that differ between images."""
+    ensemble, given, conditions = atoll.load(run).ensemble, batch(), condition()
     for guidance in (torch.ones(B), torch.full((B,), 4.0), torch.tensor([1.0, 2.5, 7.0] * 3)):
-        expected = naive(ensemble, given, told, routing, guidance)
+        expected = naive(ensemble, given, conditions, routing, guidance)
         how = {"routing": routing, "cluster": given["cluster"], "draw": given["draw"]}
-        got = ensemble.velocity(given["x"], given["t"], told, guidance_scale=guidance, **how)
+        got = ensemble.velocity(given["x"], given["t"], conditions, guidance_scale=guidance, **how)
         assert_alike(got, expected)
 
 
-def test_prepared_conditions_and_one_time_give_the_same(run: Path) -> None:
-    """The path of sampling: distinct prompts prepared once, one time for the batch."""
-    ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
+def test_prepared_conditions_and_one_time_give_the_same_velocity(run: Path) -> None:
+    """As in sampling: distinct prompts are prepared once, and the batch has one time."""
+    ensemble, given, conditions = atoll.load(run).ensemble, batch(), condition()
     rows = torch.tensor([0, 1, 2, 0, 1, 2, 0, 0, 4])
-    reused = BatchConditions.of(told[:5], rows, reused=True)
+    reused = BatchConditions.of(conditions[:5], rows, reused=True)
     for t, routing in product((0.9, 0.2), ("top-1", "top-2", "full")):
-        expected = ensemble.velocity(given["x"], torch.full((B,), t), told[rows], routing=routing, guidance_scale=3.0)
+        expected = ensemble.velocity(
+            given["x"], torch.full((B,), t), conditions[rows], routing=routing, guidance_scale=3.0
+        )
         for _ in range(2):
             got = ensemble.velocity(given["x"], t, reused, routing=routing, guidance_scale=3.0)
             assert_alike(got, expected)
 
 
-def test_a_router_that_is_told_has_its_own_answer_for_the_null_condition(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", router_told=("pooled",))
-    ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
-    with_text = ensemble.route(given["x"], given["t"], told, routing="full")
+def test_a_conditioned_router_has_other_weights_for_the_null_condition(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", router_conditioning=("pooled",))
+    ensemble, given, conditions = atoll.load(run).ensemble, batch(), condition()
+    with_text = ensemble.route(given["x"], given["t"], conditions, routing="full")
     without = ensemble.route(given["x"], given["t"], None, routing="full")
     assert (with_text - without).abs().max() > 0.01
     guidance = torch.full((B,), 4.0)
     for routing in ("full", "top-1", "sample-1"):
-        expected = naive(ensemble, given, told, routing, guidance)
+        expected = naive(ensemble, given, conditions, routing, guidance)
         how = {"routing": routing, "draw": given["draw"]}
-        got = ensemble.velocity(given["x"], given["t"], told, guidance_scale=4.0, **how)
+        got = ensemble.velocity(given["x"], given["t"], conditions, guidance_scale=4.0, **how)
         assert_alike(got, expected)
 
 
-def test_a_drawn_expert_paints_alone_and_the_router_is_asked_once(
+def test_a_drawn_expert_computes_all_steps_and_the_router_runs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also for the null condition, of which a told router thinks otherwise."""
-    sampler, prompts = atoll.load(write_run(tmp_path / "run", router_told=("pooled",))), ["a red circle"]
+    """Also for the null condition, for which a conditioned router has other probabilities."""
+    sampler, prompts = atoll.load(write_run(tmp_path / "run", router_conditioning=("pooled",))), ["a red circle"]
     assert sampler.ensemble.router is not None
-    asked, ask = list[int](), OpenRouter.logits
+    batches, original = list[int](), OpenRouter.logits
 
     def logits(self: OpenRouter, x: Tensor, *rest: Any) -> Tensor:
-        asked.append(len(x))
-        return ask(self, x, *rest)
+        batches.append(len(x))
+        return original(self, x, *rest)
 
     monkeypatch.setattr(OpenRouter, "logits", logits)
     how: dict[str, Any] = {"num_images": B, "steps": 4, "guidance_scale": 3.0}
     made = sampler.generate(prompts, routing="drawn", trace=True, **how)
-    assert asked == [2 * B]
+    assert batches == [2 * B]
     assert made.trace is not None
     chosen = made.trace.weights.argmax(-1)
     assert bool((chosen == chosen[0]).all())
@@ -132,31 +136,31 @@ def test_a_drawn_expert_paints_alone_and_the_router_is_asked_once(
     torch.testing.assert_close(made.latents, alone.latents)
 
 
-def test_labels_and_text_together(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", told=("text", "label"))
-    ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
-    for parts in (told, Condition(told.text, told.text_mask), Condition(label=told.label)):
+def test_labels_and_text_can_be_combined(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", conditioning=("text", "label"))
+    ensemble, given, conditions = atoll.load(run).ensemble, batch(), condition()
+    for parts in (conditions, Condition(conditions.text, conditions.text_mask), Condition(label=conditions.label)):
         rows = torch.arange(B)
         plain = ensemble.velocity(given["x"], 0.5, parts, routing="top-2", guidance_scale=3.0)
         prepared = ensemble.velocity(
             given["x"], 0.5, BatchConditions.of(parts, rows, reused=True), routing="top-2", guidance_scale=3.0
         )
         assert_alike(prepared, plain)
-    with_label = ensemble.velocity(given["x"], 0.5, told, routing="top-2")
+    with_label = ensemble.velocity(given["x"], 0.5, conditions, routing="top-2")
     assert (with_label - ensemble.velocity(given["x"], 0.5, None, routing="top-2")).abs().max() > 1e-3
 
 
-def test_rescaled_guidance_has_the_spread_of_the_unguided(run: Path) -> None:
-    ensemble, given, told = atoll.load(run).ensemble, batch(), condition()
-    plain = ensemble.velocity(given["x"], 0.5, told)
-    guided = ensemble.velocity(given["x"], 0.5, told, guidance_scale=7.0)
-    rescaled = ensemble.velocity(given["x"], 0.5, told, guidance_scale=7.0, rescale=1.0)
+def test_rescaled_guidance_has_the_standard_deviation_of_the_unguided_velocity(run: Path) -> None:
+    ensemble, given, conditions = atoll.load(run).ensemble, batch(), condition()
+    plain = ensemble.velocity(given["x"], 0.5, conditions)
+    guided = ensemble.velocity(given["x"], 0.5, conditions, guidance_scale=7.0)
+    rescaled = ensemble.velocity(given["x"], 0.5, conditions, guidance_scale=7.0, rescale=1.0)
     assert (guided.flatten(1).std(1) > 1.2 * plain.flatten(1).std(1)).all()
     torch.testing.assert_close(rescaled.flatten(1).std(1), plain.flatten(1).std(1))
 
 
-def test_an_expert_with_another_scale_sees_the_same_picture(tmp_path: Path) -> None:
-    """Two runs with the same weights; in one the second expert says its latents were half as large."""
+def test_an_expert_with_another_scale_gets_rescaled_states(tmp_path: Path) -> None:
+    """Two runs with the same weights; in one, the second expert declares latents that are half as large."""
     twice = {"mean": [0.0, 0.0, 0.0], "std": [2 * std for std in SPACE["std"]]}
     same, other = write_run(tmp_path / "same"), write_run(tmp_path / "other", spaces={1: twice})
     given = batch()
@@ -169,17 +173,17 @@ def test_an_expert_with_another_scale_sees_the_same_picture(tmp_path: Path) -> N
     assert (first[mine] - second[mine]).abs().max() > 0.01
 
 
-def test_dense_models_are_ensembles_of_one(run: Path) -> None:
-    given, told = batch(), condition()
+def test_a_dense_model_is_an_ensemble_of_one_expert(run: Path) -> None:
+    given, conditions = batch(), condition()
     whole = atoll.load(run).ensemble
     for model, number in (("expert:1", 1), ("monolith", None), ("student", None)):
         dense = atoll.load(run, model).ensemble
         assert len(dense.experts) == 1
         assert dense.router is None
-        got = dense.velocity(given["x"], given["t"], told)
+        got = dense.velocity(given["x"], given["t"], conditions)
         if number is not None:
             cluster = torch.full((B,), number)
-            expected = whole.velocity(given["x"], given["t"], told, routing="oracle", cluster=cluster)
+            expected = whole.velocity(given["x"], given["t"], conditions, routing="oracle", cluster=cluster)
             assert_alike(got, expected)
 
 
@@ -199,7 +203,7 @@ def test_velocity_carries_gradients_to_the_state(run: Path) -> None:
         ({"routing": "top2"}, "did you mean 'top-2'?"),
     ],
 )
-def test_impossible_routings_are_refused(run: Path, how: dict, says: str) -> None:
+def test_an_impossible_routing_is_an_error(run: Path, how: dict, says: str) -> None:
     with pytest.raises(AtollError) as error:
         atoll.load(run).ensemble.velocity(batch()["x"], 0.5, **how)
     assert says in str(error.value)
@@ -216,10 +220,10 @@ def test_impossible_routings_are_refused(run: Path, how: dict, says: str) -> Non
         ({"guidance_scale": torch.zeros(4)}, r"guidance_scale has shape \(4,\), expected \(9,\)"),
     ],
 )
-def test_tensors_of_another_batch_are_refused(changes: dict[str, Tensor], words: str, run: Path) -> None:
+def test_tensors_of_another_batch_size_are_an_error(changes: dict[str, Tensor], words: str, run: Path) -> None:
     ensemble = atoll.load(run).ensemble
     with pytest.raises((AtollError, ValueError), match=words):
         ensemble.velocity(**{**batch(), **changes})
-    if "guidance" not in changes:
+    if "guidance_scale" not in changes:
         with pytest.raises((AtollError, ValueError), match=words):
             ensemble.route(**{**batch(), **changes})

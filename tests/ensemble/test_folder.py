@@ -1,4 +1,4 @@
-"""Folders from elsewhere: damaged and foreign ones are refused; those of the hub and the Paris release are read."""
+"""Pipeline folders: damaged and foreign ones are an error; those of the hub and the Paris release are read."""
 
 import json
 import os
@@ -36,7 +36,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def recommit(folder: Path) -> None:
-    """A manifest that fits the files again: what a careful forger, or a tool, would write."""
+    """Write a manifest that fits the files, as a careful forger would."""
     (folder / "manifest.json").unlink()
     artifact = Artifact(folder.parent, folder.name)
     artifact.begin(PIPELINE, {})
@@ -97,14 +97,14 @@ def without_expert_0(folder: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
-    (flip_a_bit, rf"expert_1/{WEIGHTS} is not what the manifest says \(its SHA-256 differs\); copy it again"),
-    (cut, rf"router/{WEIGHTS} has \d+ bytes, the manifest says \d+"),
-    (lambda folder: shutil.rmtree(folder / "expert_2"), r"expert_2/\S+ is missing though the manifest lists it"),
+    (flip_a_bit, rf"expert_1/{WEIGHTS} does not match the manifest: its SHA-256 differs; copy it again"),
+    (cut, rf"router/{WEIGHTS} has \d+ bytes, but the manifest lists \d+"),
+    (lambda folder: shutil.rmtree(folder / "expert_2"), r"expert_2/\S+ is missing although the manifest lists it"),
     (lambda folder: (folder / "manifest.json").unlink(), r"has no manifest.json: its export was not finished"),
     (pickles_only, r"expert_0 holds its weights as diffusion_pytorch_model.bin: a pickle"),
     (other_depth, r"the weights do not fit the network that \S+declaration.json declares.*\n.*missing blocks.2"),
     (other_class, r"config.json names a UNet2DModel, but \S+ declares a DiT"),
-    (without_declaration, r"expert_2/declaration.json is missing: nothing tells how this network was trained"),
+    (without_declaration, r"expert_2/declaration.json is missing, which declares how the network was trained"),
     (index(expert_1=["os", "system"]), r"expert_1 is a os.system, expected a ExpertModel"),
     (index(vae=["antigravity", "AutoencoderKL"]), r"has a component vae of \['antigravity'"),
     (index(safety_checker=["diffusers", "X"]), r"has a component safety_checker"),
@@ -116,7 +116,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGES, ids=range(len(DAMAGES)))
-def test_a_damaged_folder_is_refused(
+def test_a_damaged_folder_is_an_error(
     conditioned_export: Path, tmp_path: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
     folder = tmp_path / "pipeline"
@@ -128,7 +128,7 @@ def test_a_damaged_folder_is_refused(
         AtollPipeline.from_pretrained(folder)
 
 
-def test_foreign_folders_are_refused(conditioned_export: Path, tmp_path: Path) -> None:
+def test_a_foreign_folder_is_an_error(conditioned_export: Path, tmp_path: Path) -> None:
     foreign = tmp_path / "stable"
     foreign.mkdir()
     pipe = diffusers.DDPMPipeline(
@@ -141,7 +141,9 @@ def test_foreign_folders_are_refused(conditioned_export: Path, tmp_path: Path) -
     (tmp_path / "empty").mkdir()
     with pytest.raises(AtollError, match=r"empty is not a run: it has no atoll.yaml"):
         atoll.load(tmp_path / "empty")
-    with pytest.raises(AtollError, match=r"there is no model 'student' in .*it holds experts, expert:0 to expert:2"):
+    with pytest.raises(
+        AtollError, match=r"there is no model 'student' in .*its models are experts, and expert:0 to expert:2"
+    ):
         atoll.load(conditioned_export, "student")
     assert len(atoll.load(conditioned_export, "expert:2").ensemble.experts) == 1
 
@@ -165,7 +167,7 @@ def test_a_name_on_the_hub_is_found_in_its_cache(
     assert torch.equal(atoll.load("someone/islands").generate(labels=["circle"], steps=3).latents, expected)
     pipe = AtollPipeline.from_pretrained("someone/islands")
     assert torch.equal(pipe(label="circle", num_inference_steps=3, output_type="latent").images, expected)
-    with pytest.raises(AtollError, match="'someone/else' is neither a folder nor a model that could be fetched"):
+    with pytest.raises(AtollError, match="'someone/else' is not a folder, and could not be downloaded"):
         atoll.load("someone/else")
 
 
@@ -174,7 +176,7 @@ def test_a_name_on_the_hub_is_found_in_its_cache(
 WIDTH, HEADS, TEXT, TOKENS, SCALE = 48, 2, 16, 9, 0.18215
 
 
-def randomised(network: Paris, seed: int) -> Paris:
+def randomized(network: Paris, seed: int) -> Paris:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -195,8 +197,8 @@ def words() -> PreTrainedTokenizerFast:
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three experts and a router with the tensor names and files of the release."""
     folder = tmp_path_factory.mktemp("paris") / "release"
-    experts = [randomised(Paris(WIDTH, HEADS, 2, 4, text_width=TEXT), seed) for seed in range(3)]
-    router = randomised(Paris(WIDTH, HEADS, 2, 4, experts=3), 7)
+    experts = [randomized(Paris(WIDTH, HEADS, 2, 4, text_width=TEXT), seed) for seed in range(3)]
+    router = randomized(Paris(WIDTH, HEADS, 2, 4, experts=3), 7)
     with torch.no_grad():
         router.head[4].weight.mul_(20)
     fields = {"hidden_size": WIDTH, "num_heads": HEADS, "num_layers": 2, "patch_size": 2, "mlp_ratio": 4.0}
@@ -227,7 +229,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(
     folder: Path, prompts: list[str], noise: Tensor, steps: int, guidance_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Top-2 sampling as it is done with the release: guidance inside each expert, Euler steps, 1000 t for the time."""
+    """Sample as the release does: top-2, guidance inside each expert, Euler steps, timesteps 1000 t."""
     experts = [Paris(WIDTH, HEADS, 2, 4, text_width=TEXT) for _ in range(3)]
     for number, expert in enumerate(experts):
         expert.load_state_dict(load_file(folder / f"expert_{number}" / WEIGHTS))
@@ -248,13 +250,13 @@ def reference(
         v = torch.zeros_like(x)
         for row in range(len(x)):
             for weight, k in zip(p[row] / p[row].sum(), chosen[row], strict=True):
-                told, null = (experts[k](x[row : row + 1], time[:1], c[row : row + 1]) for c in (text, empty))
-                v[row] += (weight * (null + guidance_scale * (told - null)))[0]
+                with_text, null = (experts[k](x[row : row + 1], time[:1], c[row : row + 1]) for c in (text, empty))
+                v[row] += (weight * (null + guidance_scale * (with_text - null)))[0]
         x = x - v / steps
     return x, vae.decode(x / SCALE).sample
 
 
-def test_the_paris_release_is_sampled_as_its_users_do(release: Path) -> None:
+def test_the_paris_release_gives_the_images_of_its_reference_sampler(release: Path) -> None:
     prompts = ["a red apple", "a blue boat", "a boat"]
     ensemble = atoll.load(release)
     made = ensemble.generate(prompts, steps=5, guidance_scale=7.5, routing="top-2", seed=1, trace=True)
@@ -283,28 +285,30 @@ def test_a_release_may_name_a_custom_pipeline(release: Path, tmp_path: Path) -> 
     assert len(atoll.load(custom).ensemble.experts) == 3
 
 
-def test_a_damaged_release_is_refused(release: Path, tmp_path: Path) -> None:
+def test_a_damaged_release_is_an_error(release: Path, tmp_path: Path) -> None:
     def copy(name: str) -> Path:
         return Path(shutil.copytree(release, tmp_path / name))
 
     gap = copy("gap")
     shutil.rmtree(gap / "expert_1")
-    with pytest.raises(AtollError, match=r"has experts \[0, 2\]; expected all from expert_0 on"):
+    with pytest.raises(AtollError, match=r"has experts \[0, 2\]; expected consecutive numbers from expert_0"):
         atoll.load(gap)
     fewer = copy("fewer")
     shutil.rmtree(fewer / "expert_2")
-    with pytest.raises(AtollError, match=r"chooses among 3 experts, but \S+ has 2"):
+    with pytest.raises(AtollError, match=r"is a router of 3 experts, but \S+ has 2"):
         atoll.load(fewer)
     deeper = copy("deeper")
     change_json(deeper / "expert_1" / "config.json", lambda config: config.update(num_layers=3))
-    with pytest.raises(AtollError, match=r"disagrees with \S+: num_layers is 3 there and 2 in the weights"):
+    with pytest.raises(
+        AtollError, match=r"disagrees with \S+: num_layers is 3 in the configuration and 2 in the weights"
+    ):
         atoll.load(deeper)
     bare = copy("bare")
     shutil.rmtree(bare / "vae")
     with pytest.raises(AtollError, match=r"vae/config.json is missing; the Paris release has"):
         atoll.load(bare)
     (release_file := copy("cut") / "expert_0" / WEIGHTS).write_bytes(b"not a tensor")
-    with pytest.raises(AtollError, match="not a whole safetensors file"):
+    with pytest.raises(AtollError, match="not a complete safetensors file"):
         atoll.load(release_file.parent.parent)
 
 
@@ -321,18 +325,18 @@ def write_expert(run: Path, statistics: dict[str, list[float]]) -> ExpertReferen
 
 
 @torch.no_grad()
-def test_a_released_expert_joins_one_that_was_trained_here_by_scale(release: Path, tmp_path: Path) -> None:
-    """Each gives its own velocity, in the common space; standardized per channel they cannot be mixed."""
+def test_a_released_expert_can_be_mixed_with_a_trained_one(release: Path, tmp_path: Path) -> None:
+    """Each gives its velocity for the common latents; latents standardized per channel cannot be mixed."""
     ours = {"mean": [0.0] * 4, "std": [1 / SCALE] * 4, "data_mean": [1.0, 0.2, 0.1, -0.3], "data_std": [0.6] * 4}
-    member, released = write_expert(tmp_path / "scaled", ours), atoll.load(release, "expert:0").ensemble.members[0]
-    mixed = Ensemble([released, member])
+    trained, released = write_expert(tmp_path / "scaled", ours), atoll.load(release, "expert:0").ensemble.references[0]
+    mixed = Ensemble([released, trained])
     x, t = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0.3, 0.999])
     condition = Condition(text=torch.randn(2, TOKENS, TEXT, generator=torch.Generator().manual_seed(1)))
-    for cluster, alone in enumerate((Ensemble([released]), Ensemble([member]))):
+    for cluster, alone in enumerate((Ensemble([released]), Ensemble([trained]))):
         chosen = torch.full((2,), cluster)
         got = mixed.velocity(x, t, condition, routing="oracle", cluster=chosen)
         torch.testing.assert_close(got, alone.velocity(x, t, condition), atol=1e-5, rtol=1e-5)
-    assert member.declaration.bridge.data_mean == tuple(ours["data_mean"])
+    assert trained.declaration.bridge.data_mean == tuple(ours["data_mean"])
     other = {"mean": [0.4] * 4, "std": [2.0] * 4, "data_mean": [0.1] * 4, "data_std": [2.2] * 4}
     Ensemble([released, write_expert(tmp_path / "other", other)])  # another scale: converted exactly
     per_channel = {"mean": [5.8, 1.1, 0.5, -1.6], "std": [3.3, 4.6, 4.0, 3.9]}
@@ -340,7 +344,7 @@ def test_a_released_expert_joins_one_that_was_trained_here_by_scale(release: Pat
         Ensemble([released, write_expert(tmp_path / "per-channel", per_channel)])
 
 
-def test_an_autoencoder_older_than_the_scaling_factor_has_that_of_its_class(release: Path, tmp_path: Path) -> None:
+def test_an_autoencoder_without_scaling_factor_has_the_default_of_its_class(release: Path, tmp_path: Path) -> None:
     """As stabilityai/sd-vae-ft-mse, which the release names: its config.json has no scaling_factor."""
     folder = Path(shutil.copytree(release, tmp_path / "release"))
     change_json(folder / "vae" / "config.json", lambda config: config.pop("scaling_factor"))

@@ -1,4 +1,4 @@
-"""The ensemble against exact answers: ideal experts of a Gaussian mixture."""
+"""The ensemble against exact velocities: ideal experts of a Gaussian mixture."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from atoll.core.errors import AtollError
 from atoll.core.networks import LatentScale
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble import RoutingState
-from atoll.ensemble.analytic import ideal_ensemble, seen_in
+from atoll.ensemble.analytic import ideal_ensemble, normalize_mixture
 from atoll.experts.expert import DeviceOptions
 
 OBJECTIVES = ["flow-matching", "ddpm", "x0", "v-prediction", "ddpm-linear", "ve-x0"]
@@ -17,7 +17,7 @@ CLUSTERS = [[0, 3], [1], [2, 4], [5]]
 
 
 def states(mixture: flow.GaussianMixture, count: int, low: float = 0.05, high: float = 0.95) -> tuple:
-    """Noisy data at as many times as samples, and the components it came from."""
+    """Return noisy data and its times."""
     generator = torch.Generator().manual_seed(1)
     x0 = mixture.sample(count, generator)
     t = low + (high - low) * torch.rand(count, generator=generator, dtype=FLOAT)
@@ -25,7 +25,7 @@ def states(mixture: flow.GaussianMixture, count: int, low: float = 0.05, high: f
     return x, t
 
 
-def answer(ensemble, x: torch.Tensor, t: torch.Tensor, **how: object) -> torch.Tensor:
+def velocity(ensemble, x: torch.Tensor, t: torch.Tensor, **how: object) -> torch.Tensor:
     return ensemble.velocity(x.float().view(*x.shape, 1, 1), t.float(), **how).flatten(1).double()
 
 
@@ -33,7 +33,7 @@ def answer(ensemble, x: torch.Tensor, t: torch.Tensor, **how: object) -> torch.T
 def test_full_routing_is_the_exact_velocity_for_every_objective(objective: str) -> None:
     mixture = random_mixture()
     x, t = states(mixture, 300)
-    got = answer(ideal_ensemble(mixture, CLUSTERS, [objective]), x, t, routing="full")
+    got = velocity(ideal_ensemble(mixture, CLUSTERS, [objective]), x, t, routing="full")
     torch.testing.assert_close(got, mixture.velocity(x, t), atol=2e-3, rtol=2e-3)
 
 
@@ -53,7 +53,7 @@ def test_exact_routings_of_mixed_objectives_sample_the_right_distribution(routin
     torch.testing.assert_close(shares[0], shares[1], atol=0.015, rtol=0)
 
 
-def test_nearest_routing_knows_the_posterior_of_gaussian_clusters() -> None:
+def test_nearest_routing_is_the_posterior_of_gaussian_clusters() -> None:
     mixture = random_mixture()
     ensemble = ideal_ensemble(mixture, [[k] for k in range(6)])
     x, t = states(mixture, 500)
@@ -63,27 +63,27 @@ def test_nearest_routing_knows_the_posterior_of_gaussian_clusters() -> None:
     assert (got.argmax(1) == right.argmax(1)).double().mean() > 0.97
 
 
-def test_experts_that_leave_take_only_their_own_data_with_them() -> None:
+def test_removing_an_expert_removes_only_its_data() -> None:
     """Without the expert of one cluster, full routing is the exact velocity of the remaining data."""
     mixture = random_mixture()
     whole = ideal_ensemble(mixture, CLUSTERS)
-    rest = type(whole)([whole.members[k] for k in (0, 1, 3)], whole.router)
+    rest = type(whole)([whole.references[k] for k in (0, 1, 3)], whole.router)
     x, t = states(mixture, 300)
     remaining = mixture.part([0, 1, 3, 5])
-    got = answer(rest, x, t, routing="full")
+    got = velocity(rest, x, t, routing="full")
     torch.testing.assert_close(got, remaining.velocity(x, t), atol=2e-3, rtol=2e-3)
     near = rest.route(x.float().view(*x.shape, 1, 1), t.float(), routing="nearest:full")
     torch.testing.assert_close(near.sum(1), torch.ones(300))
 
 
-def test_an_uncalibrated_bfloat16_expert_stays_bounded_near_noise() -> None:
-    """The expert's bridge must see the output in the network's own precision, not after a cast to float32."""
+def test_an_uncalibrated_bfloat16_expert_is_bounded_near_noise() -> None:
+    """The expert's bridge needs the output in the network's precision, not after a cast to float32."""
     mixture = random_mixture()
     half, whole = ideal_ensemble(mixture, [list(range(6))], ["ddpm"]), ideal_ensemble(mixture, [list(range(6))])
-    half = type(half)(half.members, placement=DeviceOptions(torch.device("cpu"), torch.bfloat16))
+    half = type(half)(half.references, device_options=DeviceOptions(torch.device("cpu"), torch.bfloat16))
     x, t = states(mixture, 2000, 0.999, 0.9999)
-    truth = answer(whole, x, t)
-    error = (answer(half, x, t) - truth).square().mean().sqrt() / truth.square().mean().sqrt()
+    truth = velocity(whole, x, t)
+    error = (velocity(half, x, t) - truth).square().mean().sqrt() / truth.square().mean().sqrt()
     assert error < 1
 
 
@@ -99,21 +99,21 @@ SPACES_BY_SCALE = [Statistics.of_scale(LatentScale(*factors), 3) for factors in 
 
 
 @pytest.mark.parametrize("objectives", [["flow-matching"], ["ddpm", "x0"]])
-def test_experts_whose_latents_have_another_scale_and_shift_are_one_model(objectives: list[str]) -> None:
-    """The space is that of the router; one expert is scaled as Stable Diffusion's latents are, one as FLUX's."""
+def test_experts_with_other_scales_and_shifts_of_latents_form_one_model(objectives: list[str]) -> None:
+    """The latents are those of the router; one expert has the scale of Stable Diffusion, one that of FLUX."""
     mixture = random_mixture()
     x, t = states(mixture, 300)
     ensemble = ideal_ensemble(mixture, [[0, 1, 2], [3, 4, 5]], objectives, spaces=SPACES_BY_SCALE)
-    torch.testing.assert_close(answer(ensemble, x, t, routing="full"), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
+    torch.testing.assert_close(velocity(ensemble, x, t, routing="full"), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
 
 
 @pytest.mark.parametrize("objectives", [["flow-matching"], OBJECTIVES])
-def test_experts_with_statistics_of_their_own_answer_in_the_common_space(objectives: list[str]) -> None:
+def test_experts_with_different_statistics_give_the_common_velocity(objectives: list[str]) -> None:
     """Each was trained on data scaled and shifted differently; together they are the exact velocity."""
     mixture = random_mixture()
     x, t = states(mixture, 300)
     ensemble = ideal_ensemble(mixture, CLUSTERS, objectives, spaces=SPACES)
-    torch.testing.assert_close(answer(ensemble, x, t, routing="full"), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
+    torch.testing.assert_close(velocity(ensemble, x, t, routing="full"), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
     common = ideal_ensemble(mixture, [[k] for k in range(6)])
     apart = ideal_ensemble(mixture, [[k] for k in range(6)], spaces=[*SPACES, *SPACES[:2]])
     states_of = (x.float().view(*x.shape, 1, 1), t.float())
@@ -121,24 +121,24 @@ def test_experts_with_statistics_of_their_own_answer_in_the_common_space(objecti
     assert (near[0] - near[1]).abs().mean() < 0.01
 
 
-def test_the_change_of_space_holds_at_the_ends_too() -> None:
+def test_the_rescaling_is_exact_near_both_ends_of_time() -> None:
     mixture = random_mixture()
     x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0), dtype=FLOAT)
     ensemble = ideal_ensemble(mixture, [list(range(6))], spaces=SPACES[:1])
     for time in (1.0, 0.999, 0.02):
         t = torch.full((50,), time, dtype=FLOAT)
-        torch.testing.assert_close(answer(ensemble, x, t), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
+        torch.testing.assert_close(velocity(ensemble, x, t), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
 
 
-def test_a_scale_for_each_channel_is_refused_with_the_reason() -> None:
+def test_different_scales_for_the_channels_are_an_error() -> None:
     uneven = Statistics((0.0, 0.0, 0.0), (1.0, 2.0, 1.0))
     with pytest.raises(AtollError, match=r"0.5 to 1 times.*strength in each channel"):
         ideal_ensemble(random_mixture(), CLUSTERS, spaces=[SPACES[3], uneven, SPACES[3], SPACES[3]])
 
 
-def test_data_seen_in_another_space_is_the_same_data() -> None:
+def test_a_normalized_mixture_is_the_same_data() -> None:
     mixture, space = random_mixture(), SPACES[0]
     x = mixture.sample(1000, torch.Generator().manual_seed(0))
-    y = seen_in(mixture, space).sample(1000, torch.Generator().manual_seed(0))
-    back = space.restore(y.view(-1, 3, 1, 1)).flatten(1)
+    y = normalize_mixture(mixture, space).sample(1000, torch.Generator().manual_seed(0))
+    back = space.denormalize(y.view(-1, 3, 1, 1)).flatten(1)
     torch.testing.assert_close(back.mean(0), x.mean(0), atol=1e-9, rtol=0)

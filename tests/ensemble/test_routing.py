@@ -1,4 +1,4 @@
-"""Routing: how it is written, and what it chooses, against plain loops."""
+"""Routing: the syntax, and the weights against plain loops."""
 
 import pytest
 import torch
@@ -10,16 +10,16 @@ from atoll.core.errors import AtollError
 from atoll.ensemble.routing import RoutingState, parse
 
 
-def weights(text: str, p: list[list[float]], t: float | list[float] = 0.5, **memory: object) -> Tensor:
+def weights(text: str, p: list[list[float]], t: float | list[float] = 0.5, **options: object) -> Tensor:
     times = torch.tensor(t, dtype=torch.float32).reshape(-1)
     routing, table = parse(text), torch.tensor(p, dtype=torch.float32)
-    draw = memory.pop("draw", None)
+    draw = options.pop("draw", None)
     kept = {"router": table, "nearest": table, "given": table}
-    return routing.weights(kept, times, RoutingState(**memory), draw=None if draw is None else torch.tensor(draw))
+    return routing.weights(kept, times, RoutingState(**options), draw=None if draw is None else torch.tensor(draw))
 
 
 def by_hand(text: str, p: list[float]) -> list[float]:
-    """The chosen experts' probabilities, renormalised, in plain Python."""
+    """The chosen experts' probabilities, renormalized, in plain Python."""
     order = sorted(range(len(p)), key=lambda k: -p[k])
     name, _, value = text.partition("-")
     if name == "full":
@@ -46,18 +46,18 @@ RULES = ["full", "top-1", "top-2", "top-3", "top-9", "threshold-0.25", "nucleus-
 @settings(max_examples=150, deadline=None)
 def test_rules_choose_what_a_plain_loop_chooses(parts: list[int], rule: str) -> None:
     p = [part / sum(parts) for part in parts]
-    for edge in (0.25, 0.7, 0.95):  # where rounding decides, either answer is right
+    for edge in (0.25, 0.7, 0.95):  # at an edge rounding decides, and both results are right
         sums = [sum(sorted(p, reverse=True)[:i]) for i in range(len(p))]
         if any(abs(value - edge) < 1e-5 for value in (*p, *sums)):
             return
     torch.testing.assert_close(weights(rule, [p])[0], torch.tensor(by_hand(rule, p)), atol=2e-6, rtol=1e-5)
 
 
-def test_samples_are_decided_one_by_one_and_rules_change_over_time() -> None:
+def test_each_image_has_its_weights_and_rules_change_over_time() -> None:
     p = [[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.5, 0.3, 0.2]]
-    answer = weights("top-2@0.6,full@0.3,top-1", p, t=[0.6, 0.31, 0.1])
+    got = weights("top-2@0.6,full@0.3,top-1", p, t=[0.6, 0.31, 0.1])
     expected = torch.tensor([[0.625, 0.375, 0.0], [0.1, 0.2, 0.7], [1.0, 0.0, 0.0]])
-    torch.testing.assert_close(answer, expected)
+    torch.testing.assert_close(got, expected)
 
 
 def test_sample_one_follows_the_probabilities() -> None:
@@ -70,54 +70,54 @@ def test_sample_one_follows_the_probabilities() -> None:
     torch.testing.assert_close(chosen.mean(0), torch.tensor(p), atol=0.03, rtol=0)
 
 
-def test_drawn_once_is_kept_for_all_rows_of_a_sample() -> None:
-    """Whatever the probabilities become, and whatever they are for the null condition in the rows below."""
+def test_a_drawn_expert_is_kept_for_all_rows_of_an_image() -> None:
+    """It depends neither on later probabilities nor on those with the null condition, the second half of the rows."""
     p, count, t = [0.2, 0.5, 0.3], 4000, torch.tensor([0.5])
-    memory, routing = RoutingState(seed=3), parse("drawn")
-    told, null = torch.tensor([p] * count), torch.tensor([[0.0, 0.0, 1.0]] * count)
-    assert routing.settled(routing.rules[0], memory) is None
-    first = routing.weights({"router": torch.cat([told, null])}, t, memory, draw=memory.draw(routing, count))
+    state, routing = RoutingState(seed=3), parse("drawn")
+    conditioned, null = torch.tensor([p] * count), torch.tensor([[0.0, 0.0, 1.0]] * count)
+    assert routing.final_weights(routing.rules[0], state) is None
+    first = routing.weights({"router": torch.cat([conditioned, null])}, t, state, draw=state.draw(routing, count))
     assert torch.equal(first[:count], first[count:])
     assert torch.equal(first[:count].sum(1), torch.ones(count))
     torch.testing.assert_close(first[:count].mean(0), torch.tensor(p), atol=0.03, rtol=0)
-    assert torch.equal(first[:count], routing.settled(routing.rules[0], memory))
-    later = routing.weights({"router": null}, t, memory, draw=torch.rand(count))
+    assert torch.equal(first[:count], routing.final_weights(routing.rules[0], state))
+    later = routing.weights({"router": null}, t, state, draw=torch.rand(count))
     assert torch.equal(later, first[:count])
 
 
-def test_drawn_begins_when_its_time_comes_for_each_sample() -> None:
-    memory, routing = RoutingState(), parse("top-1@0.5,drawn")
+def test_each_image_draws_at_its_time() -> None:
+    state, routing = RoutingState(), parse("top-1@0.5,drawn")
     p, draw = torch.tensor([[0.6, 0.4]] * 3), torch.tensor([0.9, 0.9, 0.1])
-    first = routing.weights({"router": p}, torch.tensor([0.7, 0.4, 0.4]), memory, draw=draw)
+    first = routing.weights({"router": p}, torch.tensor([0.7, 0.4, 0.4]), state, draw=draw)
     assert first.argmax(1).tolist() == [0, 1, 0]
-    assert memory.drawn is not None
-    assert memory.drawn.tolist() == [[0, 0], [0, 1], [1, 0]]
-    assert routing.settled(routing.rules[1], memory) is None
-    second = routing.weights({"router": p.flip(1)}, torch.tensor([0.3]), memory, draw=torch.tensor([0.5, 0.0, 0.9]))
+    assert state.drawn is not None
+    assert state.drawn.tolist() == [[0, 0], [0, 1], [1, 0]]
+    assert routing.final_weights(routing.rules[1], state) is None
+    second = routing.weights({"router": p.flip(1)}, torch.tensor([0.3]), state, draw=torch.tensor([0.5, 0.0, 0.9]))
     assert second.argmax(1).tolist() == [1, 1, 0]
-    assert routing.settled(routing.rules[1], memory) is not None
+    assert routing.final_weights(routing.rules[1], state) is not None
     before = parse("drawn@0.5,top-1")
-    assert before.settled(before.rules[0], memory) is None  # the router is needed for the rule that follows
+    assert before.final_weights(before.rules[0], state) is None  # the router is needed for the rule that follows
 
 
-def test_draws_belong_to_seed_position_and_step() -> None:
-    memory, anew, once = RoutingState(seed=1, first=5), parse("sample-1"), parse("full@0.6,drawn")
-    assert torch.equal(memory.draw(anew, 3), RoutingState(seed=1, first=4).draw(anew, 4)[1:])
-    first = memory.draw(anew, 3)
-    assert torch.equal(first, memory.draw(once, 3))
-    memory.evaluations = 1
-    assert not torch.equal(first, memory.draw(anew, 3))
-    assert torch.equal(first, memory.draw(once, 3)), "what is drawn once does not depend on when"
+def test_draws_are_functions_of_seed_position_and_step() -> None:
+    state, anew, once = RoutingState(seed=1, first=5), parse("sample-1"), parse("full@0.6,drawn")
+    assert torch.equal(state.draw(anew, 3), RoutingState(seed=1, first=4).draw(anew, 4)[1:])
+    first = state.draw(anew, 3)
+    assert torch.equal(first, state.draw(once, 3))
+    state.evaluations = 1
+    assert not torch.equal(first, state.draw(anew, 3))
+    assert torch.equal(first, state.draw(once, 3)), "drawn uses one number at every step"
     assert not torch.equal(first, RoutingState(seed=2, first=5).draw(anew, 3))
 
 
-def test_rules_over_time_may_have_answers_for_the_null_condition_or_not() -> None:
-    """A router that is told nothing has one row for each sample, densities that hear captions have two."""
-    routing, memory = parse("top-1@0.6,nearest"), RoutingState()
+def test_sources_with_and_without_the_null_condition_can_be_combined_over_time() -> None:
+    """An unconditioned router has one row for each image, densities with captions have two."""
+    routing, state = parse("top-1@0.6,nearest"), RoutingState()
     first = torch.tensor([[0.6, 0.4], [0.2, 0.8]])
     p = {"router": first, "nearest": torch.cat([first, first.flip(1)])}
-    assert routing.weights(p, torch.tensor([0.9]), memory, draw=None).argmax(1).tolist() == [0, 1]
-    later = routing.weights(p, torch.tensor([0.5]), memory, draw=None)
+    assert routing.weights(p, torch.tensor([0.9]), state, draw=None).argmax(1).tolist() == [0, 1]
+    later = routing.weights(p, torch.tensor([0.5]), state, draw=None)
     assert later.argmax(1).tolist() == [0, 1, 1, 0]
 
 
@@ -130,13 +130,13 @@ def test_rules_over_time_may_have_answers_for_the_null_condition_or_not() -> Non
         ("nuclues-0.9", "did you mean 'nucleus-0.9'?"),
         ("threshold-2", "2 is not between 0 and 1"),
         ("threshold-x", "'x' is not a number"),
-        ("top-2,top-1", "say from which time on"),
-        ("top-2@0.3,full@0.6,top-1", "times must fall"),
+        ("top-2,top-1", "needs its smallest time"),
+        ("top-2@0.3,full@0.6,top-1", "times must decrease"),
         ("nearest:oracle", "unknown rule 'oracle'"),
         ("", "unknown rule ''"),
     ],
 )
-def test_wrong_words_are_refused_with_the_nearest_right_one(text: str, says: str) -> None:
+def test_an_invalid_routing_is_an_error_with_a_suggestion(text: str, says: str) -> None:
     with pytest.raises(AtollError, match="routing") as error:
         parse(text)
     assert says in str(error.value)

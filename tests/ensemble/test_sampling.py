@@ -1,4 +1,4 @@
-"""From prompts to files."""
+"""Sampling: from prompts to image files."""
 
 import json
 import shutil
@@ -20,13 +20,13 @@ from ensemble.runs import write_run
 
 PROMPTS = ["a red circle", "a green square"]
 QUICK = {"steps": 4, "guidance_scale": 3.0}
-# Batches of other sizes are rounded in another order: with an error of one rounding added to every kernel, latents of
-# these four guided steps differed by up to 2e-4. Those of another seed differ by more than 0.05 on average.
+# Kernels sum batches of different sizes in different orders. With an error of one rounding added to every kernel, the
+# latents of these four guided steps differed by up to 2e-4. Those of another seed differ by more than 0.05 on average.
 ROUNDING = {"atol": 1e-3, "rtol": 1e-3}
 
 
 @pytest.mark.parametrize("routing", ["top-1", "top-2", "drawn", "sample-1", "nearest"])
-def test_the_same_seed_is_the_same_picture_whatever_the_batch(run: Path, routing: str) -> None:
+def test_a_seed_gives_the_same_image_at_any_batch_size(run: Path, routing: str) -> None:
     ensemble = atoll.load(run)
     whole = ensemble.generate(PROMPTS, num_images=7, routing=routing, **QUICK)
     parts = ensemble.generate(PROMPTS, num_images=7, routing=routing, batch_size=3, **QUICK)
@@ -37,19 +37,19 @@ def test_the_same_seed_is_the_same_picture_whatever_the_batch(run: Path, routing
     assert (other.latents - whole.latents).flatten(1).abs().mean(1).min() > 0.05
 
 
-def test_a_drawn_expert_that_has_nothing_to_do_with_the_prompt_is_warned_of(
+def test_drawing_an_expert_by_an_unconditioned_router_gives_a_warning(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hearing = write_run(tmp_path / "run", router_told=("pooled",))
+    conditioned = write_run(tmp_path / "run", router_conditioning=("pooled",))
     warned = {}
-    for folder, routing in ((run, "drawn"), (run, "top-2@0.5,drawn"), (hearing, "drawn")):
+    for folder, routing in ((run, "drawn"), (run, "top-2@0.5,drawn"), (conditioned, "drawn")):
         atoll.load(folder).generate(PROMPTS, routing=routing, steps=2)
-        warned[folder, routing] = "the router is not told the prompt" in capsys.readouterr().err
+        warned[folder, routing] = "the router is not conditioned on the prompt" in capsys.readouterr().err
     assert list(warned.values()) == [True, False, False]
 
 
-def test_conditions_are_prepared_by_the_batch(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many prompts there are, an expert keeps those of one batch, and the null condition."""
+def test_conditions_are_prepared_for_one_batch_at_a_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many prompts, an expert keeps the prepared conditions of one batch and the null condition."""
     rows, prepare = list[int](), DiT.prepare
 
     def counted(self: DiT, condition: Condition) -> PreparedCondition:
@@ -67,14 +67,14 @@ def test_conditions_are_prepared_by_the_batch(run: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_every_solver_samples(run: Path, solver: str) -> None:
-    """And prompts matter: the two of them give different pictures of one noise."""
+    """Two prompts give different images from the same noise."""
     ensemble = atoll.load(run)
     first, second = (ensemble.sample([prompt], solver=solver, steps=5)[0] for prompt in PROMPTS)
     assert first.size == (8, 8)
     assert np.abs(np.asarray(first, float) - np.asarray(second, float)).max() > 0
 
 
-def test_guidance_acts_inside_its_interval_only(run: Path) -> None:
+def test_guidance_applies_only_inside_its_interval(run: Path) -> None:
     ensemble = atoll.load(run)
     plain = ensemble.generate(PROMPTS, steps=4, guidance_scale=1.0).latents
     never = ensemble.generate(PROMPTS, steps=4, guidance_scale=9.0, guidance_interval=(0.3, 0.4)).latents
@@ -85,7 +85,7 @@ def test_guidance_acts_inside_its_interval_only(run: Path) -> None:
     assert not torch.allclose(late, always, atol=1e-2)
 
 
-def test_every_decision_is_recorded(run: Path) -> None:
+def test_a_trace_records_every_routing_decision(run: Path) -> None:
     trace = atoll.load(run).generate(PROMPTS, num_images=5, trace=True, routing="top-2", batch_size=2, **QUICK).trace
     assert trace is not None
     assert trace.weights.shape == trace.probabilities.shape == (4, 5, 3)
@@ -95,13 +95,13 @@ def test_every_decision_is_recorded(run: Path) -> None:
     assert trace.experts == ("experts/000", "experts/001", "experts/002")
 
 
-def test_a_dense_model_has_a_trace_too(run: Path) -> None:
+def test_a_dense_model_has_a_trace_with_weight_one(run: Path) -> None:
     trace = atoll.load(run, "student").generate(PROMPTS, trace=True, **QUICK).trace
     assert trace is not None
     assert torch.equal(trace.weights, torch.ones(4, 2, 1))
 
 
-def test_missing_experts_are_reported_and_the_others_act(run: Path, tmp_path: Path, capsys) -> None:
+def test_missing_experts_give_a_warning_and_the_others_are_sampled(run: Path, tmp_path: Path, capsys) -> None:
     partial = tmp_path / "partial"
     shutil.copytree(run, partial)
     shutil.rmtree(partial / "experts/001")
@@ -112,7 +112,7 @@ def test_missing_experts_are_reported_and_the_others_act(run: Path, tmp_path: Pa
     assert weights.shape == (4, 2)
     torch.testing.assert_close(weights.sum(1), torch.ones(4))
     ensemble.sample(PROMPTS, **QUICK)
-    assert "experts/001 is not there; the others act without" in capsys.readouterr().err
+    assert "experts/001 is missing; sampling without it" in capsys.readouterr().err
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     full = whole.ensemble.route(x, 0.5, routing="full")[:, [0, 2]]
     torch.testing.assert_close(ensemble.ensemble.route(x, 0.5, routing="full"), full / full.sum(1, keepdim=True))
@@ -120,8 +120,8 @@ def test_missing_experts_are_reported_and_the_others_act(run: Path, tmp_path: Pa
         atoll.load(partial, strict=True)
 
 
-def test_classes_are_told_by_name_or_number(tmp_path: Path, capsys) -> None:
-    ensemble = atoll.load(write_run(tmp_path / "run", told=("label",)))
+def test_classes_are_given_by_name_or_number(tmp_path: Path, capsys) -> None:
+    ensemble = atoll.load(write_run(tmp_path / "run", conditioning=("label",)))
     by_name = ensemble.generate(labels=["square"], **QUICK)
     assert torch.equal(by_name.latents, ensemble.generate(labels=[1], **QUICK).latents)
     assert not torch.equal(by_name.latents, ensemble.generate(labels=[2], **QUICK).latents)
@@ -129,9 +129,9 @@ def test_classes_are_told_by_name_or_number(tmp_path: Path, capsys) -> None:
         ensemble.sample(labels=["sqare"])
     capsys.readouterr()
     ensemble.sample(PROMPTS, **QUICK)
-    told = capsys.readouterr().err
-    assert "these experts are not told prompts" in told
-    assert "guidance has no effect" in told
+    warnings = capsys.readouterr().err
+    assert "these experts are not conditioned on prompts" in warnings
+    assert "the guidance scale has no effect" in warnings
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,13 @@ def test_classes_are_told_by_name_or_number(tmp_path: Path, capsys) -> None:
         ({"solver": "eulr"}, "did you mean 'euler'?"),
         ({"steps": 0}, "steps >= 1"),
         ({"num_images": 0}, "at least one image"),
-        ({"guidance_interval": (0.9, 0.1)}, "interval of times"),
+        ({"guidance_interval": (0.9, 0.1)}, "guidance interval"),
         ({"prompts": "one string"}, "prompts must be a list"),
         ({"prompts": []}, "prompts must be a list that is not empty"),
         ({"labels": ["circle"], "prompts": ["a", "b"]}, None),
     ],
 )
-def test_wrong_settings_are_refused(run: Path, how: dict, says: str | None) -> None:
+def test_invalid_settings_are_an_error(run: Path, how: dict, says: str | None) -> None:
     ensemble = atoll.load(run)
     if says is None:
         assert len(ensemble.sample(**{"steps": 2, **how})) == 2
@@ -156,7 +156,7 @@ def test_wrong_settings_are_refused(run: Path, how: dict, says: str | None) -> N
     assert says in str(error.value)
 
 
-def test_what_is_not_there_is_said_with_what_to_do(run: Path, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_model_is_an_error(run: Path, tmp_path: Path) -> None:
     with pytest.raises(AtollError, match="is not a run"):
         atoll.load(tmp_path)
     with pytest.raises(AtollError, match=r"unknown model 'monolit' \(did you mean 'monolith'\?\)"):
@@ -184,11 +184,11 @@ def test_without_a_router_nearest_and_oracle_still_work(run: Path, tmp_path: Pat
         value = json.loads(manifest.read_text())
         del value["files"]["cluster.safetensors"]
         manifest.write_text(json.dumps(value))
-    with pytest.raises(AtollError, match="experts/000 does not declare how its cluster is distributed"):
+    with pytest.raises(AtollError, match="experts/000 has no cluster density"):
         atoll.load(alone).sample(PROMPTS, routing="nearest", steps=2)
 
 
-def test_other_precisions_are_close(run: Path) -> None:
+def test_bfloat16_and_int8_are_close_to_float32(run: Path) -> None:
     how = {"num_images": 3, "routing": "oracle", "clusters": [0, 1, 2], "steps": 4, "guidance_scale": 1.0}
     exact = atoll.load(run).generate(PROMPTS, **how).latents
     for options, limit in (({"dtype": "bfloat16"}, 0.05), ({"quantize": "int8"}, 0.05)):
@@ -205,9 +205,9 @@ def test_the_error_of_quantized_experts_is_measured(run: Path) -> None:
     change = (
         ensemble.ensemble.velocity(x, 0.5, **how) - exact.ensemble.velocity(x, 0.5, **how)
     ).norm() / exact.ensemble.velocity(x, 0.5, **how).norm()
-    told = ensemble.ensemble.cache.quantization_error["experts/001"]
-    assert 0.3 * told < change < 3 * told
-    assert 1e-4 < told < 0.05
+    reported = ensemble.ensemble.cache.quantization_error["experts/001"]
+    assert 0.3 * reported < change < 3 * reported
+    assert 1e-4 < reported < 0.05
 
 
 def test_quantized_weights_are_within_half_a_step(run: Path) -> None:
@@ -219,13 +219,13 @@ def test_quantized_weights_are_within_half_a_step(run: Path) -> None:
     assert ((quantized.weight - weight).abs() <= step / 2 + 1e-7).all()
 
 
-def test_the_verb_writes_pictures_that_say_how_they_were_made(run: Path, tmp_path: Path, capsys) -> None:
+def test_the_command_writes_images_with_their_settings(run: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"
     command = ["sample", str(run), *PROMPTS, "--num-images", "3", "--steps", "3", "--seed", "5", "--out", str(out)]
     assert cli.main([*command, "--save-routing", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert [Path(file).name for file in answer["images"]] == ["000.png", "001.png", "002.png"]
-    assert answer["settings"]["routing"] == "top-1" == atoll.load(run).ensemble.routing.text  # one default everywhere
+    printed = json.loads(capsys.readouterr().out)
+    assert [Path(file).name for file in printed["images"]] == ["000.png", "001.png", "002.png"]
+    assert printed["settings"]["routing"] == "top-1" == atoll.load(run).ensemble.routing.text  # one default everywhere
     settings = read_settings(out / "002.png")
     assert settings["prompt"] == PROMPTS[0]
     again = atoll.load(run).generate(
@@ -235,12 +235,12 @@ def test_the_verb_writes_pictures_that_say_how_they_were_made(run: Path, tmp_pat
         made = np.asarray(Image.open(out / f"{number:03d}.png"), float)
         assert np.abs(made - np.asarray(again.images[number], float)).max() <= 1
     assert read_settings(out / "grid.png")["prompt"] == [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
-    with Image.open(out / "trace.png") as trace:
-        colours = {colour for _, colour in trace.getcolors(100000) or []}
-        assert len(colours) > 3
+    with Image.open(out / "routing.png") as trace:
+        colors = {color for _, color in trace.getcolors(100000) or []}
+        assert len(colors) > 3
 
 
-def test_the_verb_prints_the_plan_and_refuses_wrong_words(run: Path, capsys) -> None:
+def test_the_command_prints_the_memory_plan_and_errors(run: Path, capsys) -> None:
     assert cli.main(["sample", str(run), "a circle", "--plan", "--json", "--max-loaded-experts", "1"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["max_loaded_experts"] == 1

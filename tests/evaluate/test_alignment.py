@@ -1,4 +1,4 @@
-"""Text alignment through a small CLIP, against transformers itself."""
+"""Text alignment with a small CLIP, against transformers itself."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def clip(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_alignment_is_the_cosine_of_clip(clip: Path) -> None:
+def test_alignment_is_the_cosine_similarity_of_clip(clip: Path) -> None:
     from transformers import CLIPModel
 
     pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
@@ -46,17 +46,17 @@ def test_alignment_is_the_cosine_of_clip(clip: Path) -> None:
     x = (torch.from_numpy(pixels) / 255 - torch.tensor([0.5, 0.4, 0.3])) / torch.tensor([0.2, 0.25, 0.5])
     tokens = torch.tensor([[2, 3, 5, 0, 0, 0, 0, 0], [4, 5, 0, 0, 0, 0, 0, 0]])
     with torch.inference_mode():
-        answer = model(input_ids=tokens, attention_mask=(tokens > 0).long(), pixel_values=x.permute(0, 3, 1, 2))
-    expected = (answer.image_embeds * answer.text_embeds).sum(1)
+        output = model(input_ids=tokens, attention_mask=(tokens > 0).long(), pixel_values=x.permute(0, 3, 1, 2))
+    expected = (output.image_embeds * output.text_embeds).sum(1)
     alignment = open_alignment(str(clip))
     assert alignment(pixels, ["a red apple", "green apple"]).allclose(expected, atol=1e-5)
     assert len(alignment.weights) == 64
-    # The same model serves as an extractor of features, which are not scaled to length 1.
+    # The same model is a feature network, whose features are not normalized to length 1.
     features = open_vision(str(clip))(pixels)
-    assert torch.nn.functional.normalize(features).allclose(answer.image_embeds, atol=1e-5)
+    assert torch.nn.functional.normalize(features).allclose(output.image_embeds, atol=1e-5)
     assert not features.norm(dim=1).allclose(torch.ones(2), atol=1e-2)
 
 
-def test_a_model_without_text_is_refused() -> None:
+def test_a_model_without_a_text_encoder_is_an_error() -> None:
     with pytest.raises(AtollError, match="no image-text model"):
         open_alignment("efficientnet-lite0")

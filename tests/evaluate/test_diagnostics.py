@@ -1,4 +1,4 @@
-"""Diagnostics on answers whose figures are known."""
+"""Diagnostics on measurements with known metrics."""
 
 import math
 
@@ -6,12 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.evaluate.diagnostics import Answers, calibration_error, error_matrix, mean_angle, report, router_metrics
+from atoll.evaluate.diagnostics import (
+    Measurements,
+    calibration_error,
+    error_matrix,
+    mean_angle,
+    router_metrics,
+    summarize,
+)
 from atoll.evaluate.generated import shares
-from atoll.evaluate.trajectories import nearest
+from atoll.evaluate.trajectories import nearest_distances
 
 
-def test_the_angle_between_experts() -> None:
+def test_mean_angle_between_experts() -> None:
     east, north = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2)
     east[..., 0], north[..., 1] = 1, 5
     assert mean_angle(torch.stack([east, north])[None]).item() == pytest.approx(90)
@@ -23,8 +30,8 @@ def test_the_angle_between_experts() -> None:
 def test_calibration_error_of_known_routers() -> None:
     generator = torch.Generator().manual_seed(0)
     confidence = 0.5 + 0.5 * torch.rand(20_000, generator=generator)
-    honest = (torch.rand(20_000, generator=generator) < confidence).float()
-    assert calibration_error(confidence, honest) < 0.02
+    calibrated = (torch.rand(20_000, generator=generator) < confidence).float()
+    assert calibration_error(confidence, calibrated) < 0.02
     assert calibration_error(torch.full((100,), 0.9), torch.cat([torch.ones(60), torch.zeros(40)])) == pytest.approx(
         0.3
     )
@@ -42,25 +49,25 @@ def test_router_metrics_by_time() -> None:
     assert found.cross_entropy.by_time[9] == pytest.approx((math.log(2) - math.log(0.75)) / 2)
 
 
-def answers(column: list[int]) -> Answers:
+def measurements(column: list[int]) -> Measurements:
     t = torch.tensor([0.1, 0.1, 0.9])
     errors = torch.tensor([[1.0, 3.0], [5.0, 1.0], [2.0, 4.0]])
     cluster = torch.tensor([0, 2, 2])
     p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.1, 0.9]])
     angles: Tensor = torch.tensor([10.0, 20.0, 30.0])
-    return Answers(
+    return Measurements(
         t, cluster, torch.tensor(column), p, errors, angles, angles, {"top-1": torch.tensor([1.0, 5.0, 4.0])}
     )
 
 
 def test_errors_of_experts_on_clusters() -> None:
-    found = error_matrix(answers([0, 1, 1]))
+    found = error_matrix(measurements([0, 1, 1]))
     assert found.mean == ((1.0, 3.0), (None, None), (3.5, 2.5))
     assert found.by_time[1] == ((1.0, 3.0), (None, None), (5.0, 1.0))
 
 
-def test_the_report_leaves_samples_of_missing_experts_out_where_they_mean_nothing() -> None:
-    whole, partial = report(answers([0, 1, 1])), report(answers([0, -1, -1]))
+def test_images_of_missing_experts_count_only_where_their_expert_is_not_needed() -> None:
+    whole, partial = summarize(measurements([0, 1, 1])), summarize(measurements([0, -1, -1]))
     assert whole.own_cluster_error.mean == pytest.approx(2.0)
     assert whole.other_clusters_error.mean == pytest.approx(10 / 3)
     assert whole.router.accuracy.mean == pytest.approx(2 / 3)
@@ -71,9 +78,9 @@ def test_the_report_leaves_samples_of_missing_experts_out_where_they_mean_nothin
     assert partial.velocity_error == whole.velocity_error
 
 
-def test_distance_to_the_nearest_of_a_cluster() -> None:
+def test_distance_to_the_nearest_latent_of_each_cluster() -> None:
     clusters = [torch.zeros(1, 4), torch.tensor([[2.0, 2, 2, 2], [1, 1, 1, 1]])]
-    distances = nearest(torch.full((1, 1, 2, 2), 3.0), clusters)
+    distances = nearest_distances(torch.full((1, 1, 2, 2), 3.0), clusters)
     assert distances.tolist() == [[3.0, 1.0]]
 
 

@@ -1,4 +1,4 @@
-"""Formulas against scipy, scikit-learn, torchmetrics and exact answers."""
+"""Distances against scipy, scikit-learn, torchmetrics and exact values."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from atoll.evaluate.results import Spread
 
 
 def features(count: int, dimensions: int, seed: int, shift: float = 0.0) -> Tensor:
-    """Correlated features of very different scales, as networks give them."""
+    """Return correlated features of very different scales, like those of a network."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(dimensions, dimensions, generator=torch.Generator().manual_seed(99)) / dimensions**0.5
     scales = torch.logspace(-2, 1, dimensions)
@@ -32,7 +32,7 @@ def scipy_frechet(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("counts", [(400, 500), (100, 90), (40, 300)])
 def test_frechet_distance_equals_scipy(counts: tuple[int, int]) -> None:
     a, b = features(counts[0], 64, 0), features(counts[1], 64, 1, shift=0.3)
-    # A covariance of fewer samples than dimensions is singular: there scipy's root of the product itself loses digits.
+    # A covariance of fewer images than dimensions is singular, and scipy's matrix square root loses digits.
     precision = 1e-6 if min(counts) > 64 else 1e-4
     assert frechet(Gaussian.of(a), Gaussian.of(b)) == pytest.approx(scipy_frechet(a, b), rel=precision)
 
@@ -53,11 +53,11 @@ def test_frechet_distance_of_a_set_with_itself_is_zero(count: int) -> None:
     assert frechet(whole, whole) < 1e-9 * float(whole.root.square().sum())
 
 
-def test_two_halves_of_the_data_are_nearer_than_data_and_other_samples() -> None:
-    data, made = features(1000, 32, 0), features(500, 32, 1) * 1.3
+def test_two_halves_of_the_data_are_closer_than_data_and_generated_images() -> None:
+    data, generated = features(1000, 32, 0), features(500, 32, 1) * 1.3
     halves = frechet(Gaussian.of(data[::2]), Gaussian.of(data[1::2]))
-    assert halves < 0.5 * frechet(Gaussian.of(data[::2]), Gaussian.of(made))
-    assert kernel_distance(data[::2], data[1::2]).value < 0.1 * kernel_distance(data[::2], made).value
+    assert halves < 0.5 * frechet(Gaussian.of(data[::2]), Gaussian.of(generated))
+    assert kernel_distance(data[::2], data[1::2]).value < 0.1 * kernel_distance(data[::2], generated).value
 
 
 def sklearn_mmd(x: Tensor, y: Tensor) -> float:
@@ -80,8 +80,8 @@ def test_kernel_distance_equals_scikit_learn() -> None:
     assert whole.subset_mean == pytest.approx(whole.value, rel=1e-9)
 
 
-class Given(nn.Module):
-    """In place of Inception: the features are the pictures."""
+class Identity(nn.Module):
+    """A stand-in for Inception: the features are the pixels."""
 
     num_features = 64
 
@@ -92,8 +92,8 @@ class Given(nn.Module):
 @pytest.mark.filterwarnings("ignore:Metric `Kernel Inception Distance`:UserWarning")
 def test_both_distances_equal_torchmetrics() -> None:
     a, b = features(400, 64, 0).view(-1, 1, 8, 8), features(400, 64, 1, shift=0.3).view(-1, 1, 8, 8)
-    fid = FrechetInceptionDistance(Given(), input_img_size=(1, 8, 8)).set_dtype(torch.float64)
-    kid = KernelInceptionDistance(Given(), subsets=1, subset_size=400)
+    fid = FrechetInceptionDistance(Identity(), input_img_size=(1, 8, 8)).set_dtype(torch.float64)
+    kid = KernelInceptionDistance(Identity(), subsets=1, subset_size=400)
     for metric in (fid, kid):
         metric.update(a.double(), real=True)
         metric.update(b.double(), real=False)
@@ -102,24 +102,25 @@ def test_both_distances_equal_torchmetrics() -> None:
     assert kernel_distance(x, y).value == pytest.approx(kid.compute()[0].item(), rel=1e-6)
 
 
-def test_kernel_distance_is_unbiased_and_its_error_is_right() -> None:
-    """Over many draws of two equal distributions the mean is 0; of two different ones, the spread is the error told."""
+def test_kernel_distance_is_unbiased_and_its_standard_error_is_right() -> None:
+    """Equal distributions have a mean KID of 0; for different ones, the reported error is the spread over draws."""
     alike = [kernel_distance(features(40, 8, 2 * i), features(40, 8, 2 * i + 1), subsets=1) for i in range(300)]
     values = torch.tensor([found.value for found in alike])
     assert abs(values.mean()) < 3 * values.std() / len(values) ** 0.5
     apart = [kernel_distance(features(80, 8, 2 * i), features(80, 8, 2 * i + 1, 1.0), subsets=1) for i in range(300)]
     spread = torch.tensor([found.value for found in apart]).std().item()
-    told = sum(found.standard_error for found in apart) / len(apart)
-    assert told == pytest.approx(spread, rel=0.15)
+    reported = sum(found.standard_error for found in apart) / len(apart)
+    assert reported == pytest.approx(spread, rel=0.15)
 
 
 def test_precision_and_recall_equal_scikit_learn() -> None:
-    real, made = features(200, 6, 0), features(150, 6, 1, shift=0.8)
-    found = precision_recall(real, made, neighbours=4)
+    real, generated = features(200, 6, 0), features(150, 6, 1, shift=0.8)
+    found = precision_recall(real, generated, neighbors=4)
     radii = [
-        NearestNeighbors(n_neighbors=5).fit(part.numpy()).kneighbors(part.numpy())[0][:, 4] for part in (real, made)
+        NearestNeighbors(n_neighbors=5).fit(part.numpy()).kneighbors(part.numpy())[0][:, 4]
+        for part in (real, generated)
     ]
-    distance = np.linalg.norm(made.double().numpy()[:, None] - real.double().numpy()[None], axis=2)
+    distance = np.linalg.norm(generated.double().numpy()[:, None] - real.double().numpy()[None], axis=2)
     inside = distance <= radii[0][None]
     assert found.precision == pytest.approx(inside.any(1).mean())
     assert found.recall == pytest.approx((distance <= radii[1][:, None]).any(0).mean())
@@ -128,7 +129,7 @@ def test_precision_and_recall_equal_scikit_learn() -> None:
     assert 0 < found.precision < 1
 
 
-def test_precision_and_recall_at_the_ends() -> None:
+def test_precision_and_recall_of_equal_and_of_distant_sets() -> None:
     real = features(100, 4, 0)
     same, far = precision_recall(real, real), precision_recall(real, real + 1000)
     assert (same.precision, same.recall, same.coverage) == (1, 1, 1)
@@ -137,7 +138,7 @@ def test_precision_and_recall_at_the_ends() -> None:
     assert one_mode.precision > 0.9 > 0.2 > one_mode.recall
 
 
-def test_spread_and_pairs() -> None:
+def test_pairwise_mean_and_spread() -> None:
     distances = torch.tensor([[[0.0, 1, 2], [1, 0, 3], [2, 3, 0]], [[0, 4, 4], [4, 0, 4], [4, 4, 0]]])
     means = pairwise_mean(distances)
     assert means.tolist() == [2, 4]

@@ -1,4 +1,4 @@
-"""The FID Inception against the TorchScript it takes its weights from, which is the standard network."""
+"""The FID Inception against the standard TorchScript network, which its weights come from."""
 
 import warnings
 from pathlib import Path
@@ -20,12 +20,12 @@ def script() -> torch.jit.ScriptModule:
         return torch.jit.load(str(inception.weights_file())).eval()
 
 
-def test_it_is_the_standard_network(script: torch.jit.ScriptModule) -> None:
+def test_features_equal_the_standard_network(script: torch.jit.ScriptModule) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
     pixels[1, 16:48, 16:48] = 255
     vision = open_vision("inception")
     x = torch.from_numpy(pixels).permute(0, 3, 1, 2).float()
-    # What the customary tools do with small pictures: bilinear, corners not aligned.
+    # The common FID tools resize small images bilinearly, without aligned corners.
     large = torch.nn.functional.interpolate(x, (299, 299), mode="bilinear", align_corners=False)
     with torch.inference_mode():
         expected = script((large - 128) / 128)
@@ -35,7 +35,7 @@ def test_it_is_the_standard_network(script: torch.jit.ScriptModule) -> None:
     assert [part.shape[1] for part in vision.maps(x)] == [64, 192, 288, 768, 2048]
 
 
-def test_weights_in_the_layout_of_the_zoos_load_by_name(tmp_path: Path) -> None:
+def test_weights_in_the_torchvision_layout_load_by_name(tmp_path: Path) -> None:
     network = inception.FidInception()
     state = {name: value.clone() for name, value in network.state_dict().items()}
     assert "Mixed_7c.branch3x3dbl_3b.bn.running_var" in state
@@ -47,7 +47,7 @@ def test_weights_in_the_layout_of_the_zoos_load_by_name(tmp_path: Path) -> None:
         assert loaded(x).allclose(network.eval()(x), rtol=1e-4, atol=1e-5)
 
 
-def test_other_weights_are_refused(tmp_path: Path) -> None:
+def test_unknown_or_missing_weights_are_an_error(tmp_path: Path) -> None:
     save_file({"conv.weight": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(AtollError, match="do not fit the FID Inception"):
         inception.load(tmp_path / "other.safetensors")

@@ -14,13 +14,13 @@ from atoll.data.vision.base import Vision
 from atoll.data.vision.lpips import Lpips, open_perceptual
 
 
-def pictures(count: int, side: int = 64) -> Pixels:
+def images(count: int, side: int = 64) -> Pixels:
     return np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights in the layout of the lpips package, drawn at random."""
+    """Write random weights in the layout of the lpips package."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"slice1.0": (64, 3, 11), "slice2.3": (192, 64, 5), "slice3.6": (384, 192, 3), "slice4.8": (256, 384, 3)}
     shapes["slice5.10"] = (256, 256, 3)
@@ -34,8 +34,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_lpips_is_its_definition(weights: Path) -> None:
-    network, two = Lpips.load(weights), pictures(2)
+def test_lpips_equals_its_definition(weights: Path) -> None:
+    network, two = Lpips.load(weights), images(2)
     x = torch.from_numpy(two).permute(0, 3, 1, 2).float() / 127.5 - 1
     expected = torch.zeros(())
     with torch.no_grad():
@@ -50,17 +50,17 @@ def test_lpips_is_its_definition(weights: Path) -> None:
     assert distances.diagonal().tolist() == [0, 0]
 
 
-def test_lpips_refuses_other_weights(tmp_path: Path) -> None:
+def test_unknown_lpips_weights_are_an_error(tmp_path: Path) -> None:
     save_file({"net.slice1.0.weight": torch.zeros(1)}, tmp_path / "wrong.safetensors")
     with pytest.raises(AtollError, match="do not fit LPIPS"):
         Lpips.load(tmp_path / "wrong.safetensors")
 
 
-def test_without_lpips_maps_or_features_are_compared_and_named_so() -> None:
+def test_without_lpips_weights_maps_or_features_are_compared_and_the_name_says_so() -> None:
     def maps(x: Tensor) -> list[Tensor]:
         return [x, x[:, :, ::2, ::2] + 1]
 
-    three = pictures(3, 8)
+    three = images(3, 8)
     x = torch.from_numpy(three).permute(0, 3, 1, 2).double()
     by_maps = open_perceptual(Vision("net", "hash", "", lambda x: x.mean((2, 3)), maps))
     parts = [part / part.norm(dim=1, keepdim=True) for part in maps(x)]

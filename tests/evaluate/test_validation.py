@@ -1,4 +1,4 @@
-"""One name is one number: the held-out error of training is that of `atoll evaluate`."""
+"""The held-out error in a manifest equals the one of `atoll evaluate`."""
 
 import inspect
 from pathlib import Path
@@ -20,13 +20,13 @@ from train.posterior import give_posterior
 from train.workers import TINY
 
 ROUNDING = 1e-5
-"""Relative. The ensemble evaluates an expert in other batches than its training does."""
+"""Relative tolerance: the ensemble evaluates an expert with other batch sizes than training."""
 
 
 def diagnose(run: Path, **options: Any) -> Diagnostics:
-    settings = Settings(steps=2, seed=5)  # the seed of sampling has no part in validation
-    skip = ("metrics", "diversity", "trajectories")
-    chosen = Options(routings=("top-1", "oracle"), settings=settings, skip=skip, **options)
+    settings = Settings(steps=2, seed=5)  # the sampling seed must not affect validation
+    without = ("metrics", "diversity", "trajectories")
+    chosen = Options(routings=("top-1", "oracle"), settings=settings, without=without, **options)
     found = evaluate(run, configuration.load(run), chosen).diagnostics
     assert found is not None
     return found
@@ -38,7 +38,7 @@ def declared(run: Path, job: str) -> dict[str, Any]:
     return dict(manifest.content)
 
 
-def test_the_held_out_error_of_a_manifest_is_the_one_that_evaluate_reports(trained: Path) -> None:
+def test_the_held_out_error_of_a_manifest_equals_the_one_of_evaluate(trained: Path) -> None:
     found = diagnose(trained)
     matrix = found.experts.expert_on_cluster
     for expert in range(3):
@@ -55,32 +55,32 @@ def test_the_held_out_error_of_a_manifest_is_the_one_that_evaluate_reports(train
     assert found.experts.router.accuracy.by_time == pytest.approx(router["accuracy_by_time"])
 
 
-def test_fewer_images_are_another_number(trained: Path) -> None:
-    """`--held-out` is the number of images of each cluster, so it may leave the definition of training."""
-    found = diagnose(trained, held_out=2)
-    assert found.protocol.held_out_samples == 6
+def test_fewer_held_out_images_give_another_error(trained: Path) -> None:
+    """`--num-val` limits the images of each cluster, so fewer than in training give another error."""
+    found = diagnose(trained, num_val=2)
+    assert found.protocol.num_images == 6
     own = found.experts.expert_on_cluster.mean[0][0]
     assert own != pytest.approx(declared(trained, "experts/000")["held_out_loss"], rel=1e-3)
 
 
-def test_diagnostics_of_another_form_are_computed_anew(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense models too: what was kept before the definition changed must not stand beside what came after."""
-    diagnose(trained, held_out=3)
+def test_diagnostics_of_another_definition_are_computed_again(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors under the old definition must not be reported beside new ones, for dense models too."""
+    diagnose(trained, num_val=3)
     before = set((trained / "evaluation/diagnostics").iterdir())
-    diagnose(trained, held_out=3)
+    diagnose(trained, num_val=3)
     assert set((trained / "evaluation/diagnostics").iterdir()) == before
-    monkeypatch.setattr(diagnostics, "FORM", diagnostics.FORM + 1)
-    diagnose(trained, held_out=3)
+    monkeypatch.setattr(diagnostics, "DEFINITION_VERSION", diagnostics.DEFINITION_VERSION + 1)
+    diagnose(trained, num_val=3)
     new = {folder.name.split("-")[0] for folder in set((trained / "evaluation/diagnostics").iterdir()) - before}
     assert new == {"experts", "monolith", "student"}
 
 
-def test_evaluate_validates_on_as_many_images_as_training_by_default() -> None:
-    assert inspect.signature(Evaluate).parameters["held_out"].default == Options().held_out == IMAGES
+def test_evaluate_and_training_use_the_same_number_of_held_out_images_by_default() -> None:
+    assert inspect.signature(Evaluate).parameters["num_val"].default == Options().num_val == IMAGES
 
 
-def test_the_two_agree_where_latents_are_samples_of_a_posterior(prepared: Path, tmp_path: Path) -> None:
-    """With the mean of the posterior instead of a sample the error would be far lower here."""
+def test_the_errors_agree_if_latents_are_samples_of_a_posterior(prepared: Path, tmp_path: Path) -> None:
+    """With the posterior mean instead of a sample, the error would be much lower here."""
     give_posterior(prepared, tmp_path, std=1.0)
     values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
     (tmp_path / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))

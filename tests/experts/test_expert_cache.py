@@ -1,4 +1,4 @@
-"""Experts in and out of memory, and what that takes."""
+"""The expert cache and the memory plan."""
 
 import json
 import subprocess
@@ -23,28 +23,28 @@ PROMPTS = ["a red circle", "a green square", "nothing at all"]
 
 
 @pytest.mark.parametrize("routing", ["top-2", "full"])
-def test_pictures_do_not_depend_on_how_many_experts_are_in_memory(run: Path, routing: str) -> None:
-    """Experts run in another order, on batches of equal shapes."""
+def test_images_do_not_depend_on_the_number_of_loaded_experts(run: Path, routing: str) -> None:
+    """Experts run in a different order, on batches of equal shapes."""
     how = {"routing": routing, "steps": 4, "num_images": 7, "guidance_scale": 3.0}
     everything = atoll.load(run).generate(PROMPTS, **how)
-    for resident in (1, 2):
-        few = atoll.load(run, max_loaded_experts=resident)
+    for limit in (1, 2):
+        few = atoll.load(run, max_loaded_experts=limit)
         latents = few.generate(PROMPTS, **how).latents
         if routing == "top-2":
             assert torch.equal(latents, everything.latents)
         else:  # accelerators add three terms in no fixed order
             torch.testing.assert_close(latents, everything.latents, atol=1e-4, rtol=1e-4)
-        assert len(few.ensemble.cache._here) <= resident
+        assert len(few.ensemble.cache._loaded) <= limit
         assert few.ensemble.cache.loads > 3
 
 
-def test_the_expert_that_leaves_is_gone_before_the_next_one_comes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16, where loading copies: what is planned for one expert must not take two."""
-    networks, most, fetch = list["weakref.ref[torch.nn.Module]"](), [0], ExpertCache._load
+def test_an_expert_is_freed_before_the_next_one_is_loaded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, where loading copies: a limit of one expert must not need the memory of two."""
+    networks, most, load = list["weakref.ref[torch.nn.Module]"](), [0], ExpertCache._load
 
     def counted(self: ExpertCache, number: int) -> LoadedExpert:
         most[0] = max(most[0], sum(network() is not None for network in networks))
-        opened = fetch(self, number)
+        opened = load(self, number)
         networks.append(weakref.ref(opened.expert.network))
         return opened
 
@@ -54,25 +54,25 @@ def test_the_expert_that_leaves_is_gone_before_the_next_one_comes(run: Path, mon
     assert most[0] <= 1
 
 
-def test_the_least_recently_used_expert_leaves_and_those_in_memory_go_first(run: Path) -> None:
-    residents = atoll.load(run, max_loaded_experts=2).ensemble.cache
+def test_the_least_recently_used_expert_is_dropped_and_loaded_ones_run_first(run: Path) -> None:
+    cache = atoll.load(run, max_loaded_experts=2).ensemble.cache
     for number in (0, 1, 0, 2):
-        residents.get(number)
-    assert list(residents._here) == [0, 2]
-    assert residents.loads == 3
-    assert residents.order([0, 1, 2]) == [0, 2, 1]
-    residents.get(0)
-    assert residents.loads == 3
+        cache.get(number)
+    assert list(cache._loaded) == [0, 2]
+    assert cache.loads == 3
+    assert cache.order([0, 1, 2]) == [0, 2, 1]
+    cache.get(0)
+    assert cache.loads == 3
 
 
-def test_nothing_is_read_before_it_is_needed(run: Path) -> None:
+def test_experts_are_read_only_when_they_are_needed(run: Path) -> None:
     ensemble = atoll.load(run)
     assert ensemble.ensemble.cache.loads == 0
     ensemble.ensemble.velocity(torch.zeros(2, 3, 8, 8), 0.5, routing="oracle", cluster=torch.tensor([1, 1]))
     assert ensemble.ensemble.cache.loads == 1
 
 
-def test_at_least_one_expert_must_fit(run: Path) -> None:
+def test_a_limit_below_one_expert_is_an_error(run: Path) -> None:
     with pytest.raises(AtollError, match="max_loaded_experts is -1"):
         atoll.load(run, max_loaded_experts=-1)
 
@@ -104,24 +104,24 @@ import torch, atoll
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.nets import Condition, DiT, DiTConfig
 torch.set_num_threads(1)
-run, resident, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+run, limit, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 
 def memory(field):
     lines = open("/proc/self/status").read().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
 
-ensemble = atoll.load(run, max_loaded_experts=resident, dtype=dtype)
+ensemble = atoll.load(run, max_loaded_experts=limit, dtype=dtype)
 plan = ensemble.plan(64, 64, guided=False).to_dict()
 text = torch.randn(64, 12, 384)
-with torch.no_grad():  # libraries load themselves with the first network
+with torch.no_grad():  # libraries are loaded with the first network
     DiT(DiTConfig(width=32, depth=1, heads=2, size=8)).eval()(torch.zeros(64, 4, 8, 8), torch.zeros(1))
 gc.collect()
 before = memory("VmRSS:")
-open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
-told = BatchConditions.of(Condition(text, torch.ones(64, 12, dtype=torch.bool)), torch.arange(64), reused=True)
+open("/proc/self/clear_refs", "w").write("5")  # resets the peak
+conditions = BatchConditions.of(Condition(text, torch.ones(64, 12, dtype=torch.bool)), torch.arange(64), reused=True)
 for step in range(4):
     with torch.no_grad():
-        ensemble.ensemble.velocity(torch.randn(64, *ensemble.ensemble.shape), 1 - step / 4, told, routing="full")
+        ensemble.ensemble.velocity(torch.randn(64, *ensemble.ensemble.shape), 1 - step / 4, conditions, routing="full")
 print(json.dumps({"measured": memory("VmHWM:") - before, "plan": plan}))
 """
 
@@ -142,18 +142,20 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(2, "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_the_plan_is_what_the_process_takes(big: Path, limit: int, dtype: str) -> None:
-    """Peak memory of a process of its own, beyond what it had before the first expert."""
+def test_the_memory_plan_agrees_with_the_measured_peak(big: Path, limit: int, dtype: str) -> None:
+    """The peak memory of a process, minus what it had before the first expert."""
     command = [sys.executable, "-c", MEASURE, str(big), str(limit), dtype]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    answer = json.loads(result.stdout.splitlines()[-1])
-    parts = answer["plan"]["parts"]
-    before = sum(parts[name] for name in ("router", "text encoder"))  # these were there already
-    assert answer["plan"]["max_loaded_experts"] == limit
-    assert answer["measured"] == pytest.approx(answer["plan"]["total"] - before, rel=0.25), answer
+    printed = json.loads(result.stdout.splitlines()[-1])
+    parts = printed["plan"]["parts"]
+    before = sum(parts[name] for name in ("router", "text encoder"))  # loaded before the measurement
+    assert printed["plan"]["max_loaded_experts"] == limit
+    assert printed["measured"] == pytest.approx(printed["plan"]["total"] - before, rel=0.25), printed
 
 
-def test_a_run_conditioned_on_classes_has_a_plan(conditioned_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_conditioned_on_classes_has_a_memory_plan(
+    conditioned_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["sample", str(conditioned_run), "--labels", "circle", "--plan", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parts"]["one evaluation of an expert"] > 0

@@ -1,4 +1,4 @@
-"""Validation: which held-out images, in which order, and that neither batches, processes nor other clusters matter."""
+"""Validation: the held-out images, their order, and independence of batches, processes and other clusters."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Part:
-    """One of several processes whose sums are taken elsewhere."""
+    """One of several processes; the test adds their rows."""
 
     rank: int
     size: int
@@ -40,7 +40,7 @@ def measured(shards: Shards, **options: Any) -> Summary:
     return validate(velocity, shards, seed=3, conditioning=frozenset(), **options)
 
 
-def test_every_image_is_noised_once_in_every_bin_of_time(prepared: Path) -> None:
+def test_every_image_is_noised_once_in_every_time_bin(prepared: Path) -> None:
     shards = held_out(prepared, 0, 1, 2)
     parts = list(ValidationSet(shards, 3).batches(CPU))
     t, index = torch.cat([part.noised.t for part in parts]), torch.cat([part.batch.index for part in parts])
@@ -48,15 +48,15 @@ def test_every_image_is_noised_once_in_every_bin_of_time(prepared: Path) -> None
     assert len(pairs) == len(t) == TIME_BINS * len(shards) == len(ValidationSet(shards, 3))
 
 
-def test_x0_is_a_sample_of_the_posterior_with_noise_that_training_does_not_use(prepared: Path, tmp_path: Path) -> None:
-    """The definition, written out: posterior by the seed, noise by the seed after it, by position in the cluster."""
+def test_x0_is_a_posterior_sample_with_noise_that_training_does_not_use(prepared: Path, tmp_path: Path) -> None:
+    """Written out: the seed draws the posterior sample, seed + 1 the noise, both by position in the cluster."""
     give_posterior(prepared, tmp_path)
     shards = held_out(tmp_path, 1)
     part = list(ValidationSet(shards, 3).batches(CPU))[-1]
     position = part.first
     assert part.batch.std is not None
     x0 = shards.latents(part.batch, seed=3, position=position)
-    assert not torch.equal(x0, shards.statistics.normalise(part.batch.mean.float()))
+    assert not torch.equal(x0, shards.statistics.normalize(part.batch.mean.float()))
     noised = validation.flow.Objective().corrupt(x0, seed=4, position=position, t=part.noised.t)
     assert torch.equal(part.noised.input, noised.input)
     assert torch.equal(part.noised.target, noised.target)
@@ -70,7 +70,7 @@ def test_the_error_of_a_cluster_does_not_depend_on_the_others(prepared: Path) ->
     assert torch.cat(errors).double().mean().item() == pytest.approx(alone, rel=1e-6)
 
 
-def test_neither_batches_nor_processes_change_the_error(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_does_not_depend_on_batches_or_processes(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = held_out(prepared, 0, 1, 2)
     whole = measured(shards)
     monkeypatch.setattr(validation, "BATCH", 3)
@@ -87,7 +87,7 @@ def test_neither_batches_nor_processes_change_the_error(prepared: Path, monkeypa
     assert max(counts) - min(counts) <= 3, "about a third for each"
 
 
-def test_a_limit_is_of_each_cluster(prepared: Path) -> None:
+def test_the_limit_applies_to_each_cluster(prepared: Path) -> None:
     images = ValidationSet(held_out(prepared, 0, 1, 2), 3, limit=2)
     assert images.images == 6
     clusters = torch.cat([part.batch.cluster for part in images.batches(CPU)])

@@ -1,4 +1,4 @@
-"""Export: the folder is complete, opens in a new process, and gives the same pictures."""
+"""Export: the folder is complete, opens in a new process, and gives the same images."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from atoll import cli, flow
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, EXPERT, ComputeSpec
-from atoll.export.model_card import About, card
+from atoll.export.model_card import CardData, model_card
 from atoll.export.writer import export
 from atoll.nets import Condition, load_network
 from ensemble.runs import SMALL, SPACE, declared_by, write_network, write_run
@@ -38,33 +38,33 @@ assert numpy.array_equal(pixels, expected["pixels"].numpy())
 """
 
 
-def test_a_new_process_makes_the_same_pictures(run: Path, exported: Path, tmp_path: Path) -> None:
-    """Bit for bit on one machine, through the pipeline class, with text encoder and tokenizer of the folder."""
+def test_a_new_process_generates_the_same_images(run: Path, exported: Path, tmp_path: Path) -> None:
+    """Bit-equal on one machine, with the pipeline class and the text encoder and tokenizer of the folder."""
     import numpy as np
     from safetensors.torch import save_file
 
-    made = atoll.load(run).generate(PROMPTS, **HOW)
-    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in made.images]))
-    save_file({"latents": made.latents, "pixels": pixels}, tmp_path / "expected.safetensors")
+    samples = atoll.load(run).generate(PROMPTS, **HOW)
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in samples.images]))
+    save_file({"latents": samples.latents, "pixels": pixels}, tmp_path / "expected.safetensors")
     command = [sys.executable, "-c", SAME_IN_A_NEW_PROCESS, str(exported), str(tmp_path / "expected.safetensors")]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("routing", ["top-1", "full", "nearest:top-2", "drawn", "sample-1", "top-2@0.5,top-1"])
-def test_the_folder_is_the_run(conditioned_run: Path, conditioned_export: Path, routing: str) -> None:
-    """Mixed objectives and sizes, any routing, any number of experts in memory: nothing that counts was lost."""
+def test_the_export_gives_the_latents_of_the_run(conditioned_run: Path, conditioned_export: Path, routing: str) -> None:
+    """With mixed objectives and sizes, any routing, and any number of experts in memory."""
     how = {**HOW, "routing": routing}
     labels = ["circle", 2, "square", "triangle"]
     expected = atoll.load(conditioned_run).generate(labels=labels, **how)
-    for resident in (None, 1):
-        model = atoll.load(conditioned_export, max_loaded_experts=resident)
+    for max_loaded_experts in (None, 1):
+        model = atoll.load(conditioned_export, max_loaded_experts=max_loaded_experts)
         assert torch.equal(model.generate(labels=labels, **how).latents, expected.latents)
-    own, theirs = (atoll.load(folder).ensemble.experts for folder in (conditioned_run, conditioned_export))
-    assert own == theirs
+    original, exported = (atoll.load(folder).ensemble.experts for folder in (conditioned_run, conditioned_export))
+    assert original == exported
 
 
-def test_the_folder_holds_tensors_and_text_alone(exported: Path) -> None:
+def test_the_folder_has_only_safetensors_and_text(exported: Path) -> None:
     files = [path for path in exported.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json", ".md"}
     assert not [path for path in files if path.suffix == ".json" and "site-packages" in path.read_text()]
@@ -74,10 +74,12 @@ def test_the_folder_holds_tensors_and_text_alone(exported: Path) -> None:
     assert {name for name, value in index.items() if name[0] != "_" and value[0]} == components
 
 
-def test_the_same_again_does_nothing_and_something_else_is_refused(conditioned_run: Path, tmp_path: Path) -> None:
+def test_exporting_again_changes_nothing_and_a_folder_with_other_content_is_an_error(
+    conditioned_run: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "out"
     first = export(conditioned_run, folder)
-    (folder / "README.md").write_text("a card that people have edited")
+    (folder / "README.md").write_text("an edited card")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert export(conditioned_run, folder).digest == first.digest
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
@@ -90,7 +92,7 @@ def test_the_same_again_does_nothing_and_something_else_is_refused(conditioned_r
         export(conditioned_run, tmp_path / "mine")
 
 
-def test_an_interrupted_export_is_refused_and_can_be_finished(conditioned_run: Path, tmp_path: Path) -> None:
+def test_an_interrupted_export_is_an_error_and_can_be_resumed(conditioned_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     whole = export(conditioned_run, folder)
     plan = {"kind": whole.kind, "version": whole.version, "made_from": whole.made_from}
@@ -102,8 +104,8 @@ def test_an_interrupted_export_is_refused_and_can_be_finished(conditioned_run: P
     assert export(conditioned_run, folder).digest == whole.digest
 
 
-def test_an_incomplete_run_is_not_exported(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", told=("label",))
+def test_exporting_an_incomplete_run_is_an_error(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", conditioning=("label",))
     shutil.rmtree(run / "experts" / "001")
     with pytest.raises(AtollError, match=r"no finished experts/001"):
         export(run, tmp_path / "out")
@@ -114,12 +116,14 @@ def test_an_incomplete_run_is_not_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["monolith", "student", "expert:1"])
-def test_dense_models(conditioned_run: Path, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exporting_one_network(
+    conditioned_run: Path, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "out"
     assert cli.main(["export", str(conditioned_run), str(folder), "--model", model, "--license", "mit", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["model"] == model
-    assert said["experts"] == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["model"] == model
+    assert printed["experts"] == 1
     assert not (folder / "router").exists()
     expected = atoll.load(conditioned_run, model).generate(labels=["circle"], **HOW).latents
     assert torch.equal(atoll.load(folder).generate(labels=["circle"], **HOW).latents, expected)
@@ -127,11 +131,11 @@ def test_dense_models(conditioned_run: Path, tmp_path: Path, model: str, capsys:
 
 
 def test_the_normalization_and_the_moments_of_the_data_are_exported(tmp_path: Path) -> None:
-    """Also of an expert that came from a release, in the class of diffusers that it was released in."""
+    """Also for an expert in the diffusers class of another release."""
     scaled = {"mean": [0.0] * 3, "std": [1 / 0.18215] * 3, "data_mean": [1.0, 0.2, -0.3], "data_std": [0.6, 0.8, 0.7]}
     released = {**CLASSES, "normalization": {"scaling_factor": 0.18215, "shift_factor": 0.0}}
     spaces = dict.fromkeys(range(2), scaled)
-    run = write_run(tmp_path / "run", ("ddpm", "ddpm"), (released, SMALL), told=("label",), spaces=spaces)
+    run = write_run(tmp_path / "run", ("ddpm", "ddpm"), (released, SMALL), conditioning=("label",), spaces=spaces)
     shutil.rmtree(run / "router")  # the spaces of router, monolith and student are per channel
     folder = tmp_path / "out"
     export(run, folder)
@@ -155,32 +159,32 @@ UNET = {
 
 
 @torch.no_grad()
-def test_experts_open_in_diffusers_where_the_class_is_the_same_network(tmp_path: Path) -> None:
-    """PixArt's projection of text, DiT's classes, and a UNet; and back as the very same weights."""
+def test_experts_load_in_diffusers_if_it_has_the_same_architecture(tmp_path: Path) -> None:
+    """A PixArt and a DiT expert give the same outputs in diffusers, and load back with the same weights."""
     x, time = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([999.0, 3.0])
     text = torch.randn(2, 5, 384, generator=torch.Generator().manual_seed(1))
-    told = {
+    cases = {
         "PixArtTransformer2DModel": (PIXART, "text", {"encoder_hidden_states": text}, Condition(text)),
         "DiTTransformer2DModel": (
             CLASSES, "label", {"class_labels": torch.tensor([0, 2])}, Condition(label=torch.tensor([0, 2]))
         ),
     }  # fmt: skip
-    for name, (network, part, given, condition) in told.items():
-        run = write_run(tmp_path / name, ("flow-matching",), (network,), told=(part,))
+    for name, (network, part, given, condition) in cases.items():
+        run = write_run(tmp_path / name, ("flow-matching",), (network,), conditioning=(part,))
         folder = tmp_path / f"{name} exported"
         export(run, folder, "expert:0")
         theirs = getattr(diffusers, name).from_pretrained(folder / "expert_0", low_cpu_mem_usage=False)
         ours = load_network(run / "experts/000/final")
-        answer = theirs.eval()(x, timestep=time, return_dict=False, **given)[0]
-        torch.testing.assert_close(answer, ours.eval()(x, time, condition), atol=2e-4, rtol=1e-4)
-        back = atoll.load(folder).ensemble.members[0].open().state_dict()
+        output = theirs.eval()(x, timestep=time, return_dict=False, **given)[0]
+        torch.testing.assert_close(output, ours.eval()(x, time, condition), atol=2e-4, rtol=1e-4)
+        back = atoll.load(folder).ensemble.references[0].open().state_dict()
         assert all(torch.equal(back[key], value) for key, value in ours.state_dict().items())
         assert back.keys() == ours.state_dict().keys()
 
 
 @torch.no_grad()
-def test_a_network_of_diffusers_stays_one(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", ("flow-matching", "ddpm"), told=("label",))
+def test_a_diffusers_unet_is_exported_as_a_diffusers_unet(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", ("flow-matching", "ddpm"), conditioning=("label",))
     shutil.rmtree(run / "experts/001")
     objective = {"objective": flow.objective("ddpm").spec, "bridge": {}}
     write_network(run, "experts/001", {**declared_by("experts/001", [1], UNET, ["label"], SPACE), **objective})
@@ -195,52 +199,57 @@ def test_a_network_of_diffusers_stays_one(tmp_path: Path) -> None:
     assert torch.equal(atoll.load(tmp_path / "out").generate(labels=[0, 1], **how).latents, expected)
 
 
-def test_folders_of_this_machine_are_not_told(tmp_path: Path) -> None:
+def test_paths_of_this_machine_are_not_exported(tmp_path: Path) -> None:
     from atoll.data import autoencoder
 
     run = write_run(tmp_path / "run", ("flow-matching",), ({**SMALL, "channels": 12, "out_channels": 12},), ("label",))
     declared = dict(Artifact(run, "experts/000/final").open(EXPERT).content)
-    place = tmp_path / "secret place" / "vae"
-    shutil.copytree(autoencoder.path(), place)
+    folder = tmp_path / "secret folder" / "vae"
+    shutil.copytree(autoencoder.path(), folder)
     final = run / "experts/000/final"
-    declared["latents"] = {"autoencoder": str(place), "weights": "w", "resolution": 64, "shape": [12, 8, 8]}
+    declared["latents"] = {"autoencoder": str(folder), "weights": "w", "resolution": 64, "shape": [12, 8, 8]}
     declared["statistics"] = {"mean": [0.0] * 12, "std": [1.0] * 12}
     (final / "manifest.json").unlink()
     artifact = Artifact(run, "experts/000/final")
     artifact.begin(EXPERT, {"job": "experts/000"})
     artifact.commit(declared)
     export(run, tmp_path / "out", "expert:0")
-    telling = [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".json", ".md")]
-    assert not [path for path in telling if "secret place" in path.read_text()]
+    texts = [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".json", ".md")]
+    assert not [path for path in texts if "secret folder" in path.read_text()]
     expected = atoll.load(run, "expert:0").generate(labels=[0, 1], **HOW)
-    shutil.rmtree(place)
-    made = atoll.load(tmp_path / "out").generate(labels=[0, 1], **HOW)
-    assert torch.equal(made.latents, expected.latents)
-    assert all(list(a.tobytes()) == list(b.tobytes()) for a, b in zip(made.images, expected.images, strict=True))
+    shutil.rmtree(folder)
+    samples = atoll.load(tmp_path / "out").generate(labels=[0, 1], **HOW)
+    assert torch.equal(samples.latents, expected.latents)
+    assert all(list(a.tobytes()) == list(b.tobytes()) for a, b in zip(samples.images, expected.images, strict=True))
 
 
 def test_the_card_has_data_clusters_compute_and_metrics(prepared: Path, conditioned_run: Path, tmp_path: Path) -> None:
     for part in ("data/ingest", "data/clusters"):
         shutil.copytree(prepared / part, tmp_path / part)
-    protocol = {"samples": 2048, "steps": 50, "extractor": "inception"}
-    figures = {"frechet": {"value": 12.345}, "kid": {"value": 0.00321}, "protocol": protocol}
+    protocol = {"num_images": 2048, "steps": 50, "extractor": "inception"}
+    metrics = {
+        "frechet": {"value": 12.345},
+        "kid": {"value": 0.00321},
+        "real_baseline": {"frechet": 1.5},
+        "protocol": protocol,
+    }
     models = [
-        {"model": "experts", "label": "experts top-2", "metrics": {"inception": figures}},
+        {"model": "experts", "label": "experts top-2", "metrics": {"inception": metrics}},
         {"model": "monolith", "label": "monolith", "metrics": {"inception": {"frechet": {"value": 99.0}}}},
     ]
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "evaluation" / "latest.json").write_text(json.dumps({"models": models}))
     experts = [Artifact(conditioned_run, f"experts/{k:03d}/final").read(EXPERT) for k in range(3)]
-    compute = ComputeSpec(samples=500_000, parameters=1, flops=32 * 10**16, seconds=7200.0)
+    compute = ComputeSpec(images=500_000, parameters=1, flops=32 * 10**16, seconds=7200.0)
     experts[0] = experts[0].model_copy(update={"compute": compute})
-    text = card(About(tmp_path, "islands", "experts", experts, None, None))
+    text = model_card(CardData(tmp_path, "islands", "experts", experts, None, None))
     sizes = Artifact(prepared, "data/clusters").read(CLUSTERS).sizes["train"]
     for number, size in enumerate(sizes):
         assert f"| {number} | {size:,} |" in text
     assert "| experts/000 | velocity, linear schedule | " in text
     assert "500,000 | 3.2e+17 | 7,200" in text
-    assert "| experts top-2 | inception | 2048 | 12.35 |" in text
+    assert "| experts top-2 | inception | 2048 | 12.35 | 1.50 |" in text
     assert '"steps": 50' in text
     assert "99.00" not in text
-    assert "has not said under which license" in text
+    assert "No license was declared for the weights" in text
     assert "label='circle', routing=\"top-2\"" in text

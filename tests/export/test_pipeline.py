@@ -1,4 +1,4 @@
-"""The pipeline class: what diffusers' users do with it."""
+"""The pipeline class, as users of diffusers call it."""
 
 import json
 from pathlib import Path
@@ -24,19 +24,19 @@ def pipe(conditioned_export: Path) -> AtollPipeline:
     return AtollPipeline.from_pretrained(conditioned_export)
 
 
-def test_its_defaults_are_those_of_the_ensemble(pipe: AtollPipeline, conditioned_run: Path) -> None:
+def test_the_defaults_are_those_of_the_sampler(pipe: AtollPipeline, conditioned_run: Path) -> None:
     expected = atoll.load(conditioned_run).generate(labels=LABELS, steps=3)
     assert torch.equal(pipe(label=LABELS, **FEW).images, expected.latents)
-    pictures = pipe(label=LABELS, num_inference_steps=3).images
-    assert [image.tobytes() for image in pictures] == [image.tobytes() for image in expected.images]
+    images = pipe(label=LABELS, num_inference_steps=3).images
+    assert [image.tobytes() for image in images] == [image.tobytes() for image in expected.images]
     again = pipe(label=LABELS, num_inference_steps=3, output_type="np", return_dict=False)[0]
     assert again.shape == (4, 8, 8, 3)
-    assert np.array_equal(np.round(again * 255).astype(np.uint8), np.stack([np.asarray(image) for image in pictures]))
+    assert np.array_equal(np.round(again * 255).astype(np.uint8), np.stack([np.asarray(image) for image in images]))
     assert pipe(label=LABELS, num_inference_steps=1, output_type="pt").images.shape == (4, 3, 8, 8)
     assert pipe(**FEW, num_images_per_prompt=2).images.shape == (2, 3, 8, 8)
 
 
-def test_every_setting_reaches_the_ensemble(pipe: AtollPipeline, conditioned_run: Path) -> None:
+def test_every_setting_reaches_the_sampler(pipe: AtollPipeline, conditioned_run: Path) -> None:
     how = {"guidance_interval": (0.2, 0.9), "rescale": 0.5, "solver": "heun", "shift": 2.0}
     expected = atoll.load(conditioned_run).generate(
         labels=LABELS, steps=3, guidance_scale=2.0, routing="full", seed=9, **how
@@ -48,9 +48,7 @@ def test_every_setting_reaches_the_ensemble(pipe: AtollPipeline, conditioned_run
     assert torch.equal(got.images, oracle.latents)
 
 
-def test_it_survives_saving_and_its_index_is_that_of_an_export(
-    pipe: AtollPipeline, conditioned_export: Path, tmp_path: Path
-) -> None:
+def test_a_saved_pipeline_equals_the_export(pipe: AtollPipeline, conditioned_export: Path, tmp_path: Path) -> None:
     pipe.save_pretrained(tmp_path / "again")
     saved, exported = (
         json.loads((folder / "model_index.json").read_text()) for folder in (tmp_path / "again", conditioned_export)
@@ -67,7 +65,7 @@ def test_it_survives_saving_and_its_index_is_that_of_an_export(
     atoll.load(tmp_path / "again")
 
 
-def test_components_make_another_pipeline(pipe: AtollPipeline) -> None:
+def test_a_pipeline_can_be_built_from_components(pipe: AtollPipeline) -> None:
     assert set(pipe.components) == {f"expert_{k}" for k in range(3)} | {
         "router", "vae", "text_encoder", "tokenizer", "scheduler",
     }  # fmt: skip
@@ -80,7 +78,7 @@ def test_components_make_another_pipeline(pipe: AtollPipeline) -> None:
         AtollPipeline(scheduler=pipe.scheduler)
 
 
-def test_an_expert_stands_by_itself(conditioned_export: Path, conditioned_run: Path) -> None:
+def test_an_expert_can_be_loaded_alone(conditioned_export: Path, conditioned_run: Path) -> None:
     expert = ExpertModel.from_pretrained(conditioned_export, subfolder="expert_1")
     assert expert.declaration() == atoll.load(conditioned_run).ensemble.experts[1]
     assert expert.density is not None
@@ -96,7 +94,7 @@ def test_the_scheduler_can_be_replaced(pipe: AtollPipeline, conditioned_run: Pat
     assert torch.equal(other(label=LABELS, **FEW).images, expected)
 
 
-def test_a_plain_euler_scheduler_makes_atolls_own_steps(pipe: AtollPipeline, conditioned_run: Path) -> None:
+def test_a_plain_euler_scheduler_uses_the_euler_solver_of_atoll(pipe: AtollPipeline, conditioned_run: Path) -> None:
     shifted = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     other = AtollPipeline(**{**pipe.components, "scheduler": shifted})
     expected = atoll.load(conditioned_run).generate(labels=LABELS, steps=3, shift=3.0).latents
@@ -105,12 +103,12 @@ def test_a_plain_euler_scheduler_makes_atolls_own_steps(pipe: AtollPipeline, con
     karras = diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
     other = AtollPipeline(**{**pipe.components, "scheduler": karras})
     assert not torch.equal(other(label=LABELS, **FEW).images, pipe(label=LABELS, **FEW).images)
-    with pytest.raises(AtollError, match="scheduler has a shift of its own"):
+    with pytest.raises(AtollError, match="scheduler of the pipeline already has a shift"):
         other(label=LABELS, shift=3.0, **FEW)
 
 
-def test_a_plain_scheduler_keeps_its_own_times_on_request(pipe: AtollPipeline, conditioned_run: Path) -> None:
-    """The loop of other diffusers pipelines over the same velocity gives the same latents."""
+def test_scheduler_times_uses_the_times_of_the_scheduler(pipe: AtollPipeline, conditioned_run: Path) -> None:
+    """The usual loop of diffusers over the same velocity gives the same latents."""
     ensemble, scheduler = atoll.load(conditioned_run), diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(FEW["num_inference_steps"])
     x = rng.normal((4, 3, 8, 8), seed=0, stream=NOISE_STREAM, first=0)
@@ -124,11 +122,11 @@ def test_a_plain_scheduler_keeps_its_own_times_on_request(pipe: AtollPipeline, c
     named = {"solver": "flow-euler", "scheduler_times": True}
     expected = ensemble.generate(labels=LABELS, steps=3, **named)
     torch.testing.assert_close(got, expected.latents, atol=1e-5, rtol=1e-5)
-    with pytest.raises(AtollError, match="scheduler_times needs a solver of diffusers"):
+    with pytest.raises(AtollError, match="scheduler_times needs a diffusers solver"):
         ensemble.generate(labels=LABELS, steps=3, scheduler_times=True)
 
 
-def test_a_generator_gives_the_seed_and_moves_on(pipe: AtollPipeline) -> None:
+def test_a_generator_draws_a_new_seed_for_each_call(pipe: AtollPipeline) -> None:
     first, second = torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
     one, two = (pipe(label=LABELS, generator=first, **FEW).images for _ in range(2))
     assert torch.equal(one, pipe(label=LABELS, generator=second, **FEW).images)
@@ -137,7 +135,7 @@ def test_a_generator_gives_the_seed_and_moves_on(pipe: AtollPipeline) -> None:
         pipe(label=LABELS, generator=[first, second], **FEW)
 
 
-def test_other_precision(conditioned_export: Path, pipe: AtollPipeline) -> None:
+def test_bfloat16_images_are_close_to_float32(conditioned_export: Path, pipe: AtollPipeline) -> None:
     half = AtollPipeline.from_pretrained(conditioned_export, dtype=torch.bfloat16)
     assert half.dtype == half.expert_2.dtype == half.router.dtype == torch.bfloat16
     expected = pipe(label=LABELS, routing="full", guidance_scale=1.0, **FEW).images
@@ -146,13 +144,13 @@ def test_other_precision(conditioned_export: Path, pipe: AtollPipeline) -> None:
     assert 0 < error < 0.1
 
 
-def test_what_it_cannot_do_is_said(pipe: AtollPipeline, exported: Path, tmp_path: Path) -> None:
+def test_unsupported_options_are_errors(pipe: AtollPipeline, exported: Path, tmp_path: Path) -> None:
     with pytest.raises(AtollError, match="pickles"):
         pipe.save_pretrained(tmp_path / "out", safe_serialization=False)
     with pytest.raises(AtollError, match="hf upload"):
         pipe.save_pretrained(tmp_path / "out", push_to_hub=True)
     with pytest.raises(AtollError, match=r"unknown output_type 'pill' \(did you mean 'pil'\?\)"):
         pipe(output_type="pill")
-    told_text = ExpertModel.from_pretrained(exported / "expert_0")
-    with pytest.raises(AtollError, match="no text_encoder, which its experts need"):
-        AtollPipeline(expert_0=told_text, scheduler=pipe.scheduler)("a red circle")
+    text_expert = ExpertModel.from_pretrained(exported / "expert_0")
+    with pytest.raises(AtollError, match="no text_encoder, but its experts need one"):
+        AtollPipeline(expert_0=text_expert, scheduler=pipe.scheduler)("a red circle")

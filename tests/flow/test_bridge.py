@@ -13,7 +13,7 @@ CONTINUOUS = ("linear", "cosine", "edm")
 
 
 def ideal_answer(mixture: flow.GaussianMixture, bridge: flow.Bridge, query: flow.Query) -> Tensor:
-    """What a perfect network of the bridge's kind answers; it undoes the schedule's input scaling first."""
+    """Return the output of an ideal network for the bridge, after undoing the input scale of the schedule."""
     state = query.state / broadcast(bridge.schedule.input_scale(query.time), query.state)
     time = query.time.clamp(1e-9, 1)
     return mixture.predict(state, time, bridge.prediction, schedule=bridge.schedule)
@@ -41,7 +41,7 @@ def test_ideal_experts_of_every_kind_give_the_same_velocity(name: str, predictio
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_schedules_that_reach_both_ends_are_exact_from_end_to_end(name: str) -> None:
+def test_schedules_that_reach_both_ends_are_exact_everywhere(name: str) -> None:
     assert flow.Bridge(flow.schedule(name), "epsilon").exact_range == (1e-4, 1 - 1e-4)
 
 
@@ -54,8 +54,8 @@ def test_the_bridge_from_an_arbitrary_table() -> None:
     assert (bridged(mixture, bridge, x, t) - mixture.velocity(x, t)).abs().max() <= 1e-4
 
 
-def test_beyond_a_table_the_answer_stays_close() -> None:
-    """DDPM's linear betas end at t = 0.0099 and t = 0.9937; outside, the expert is asked at its last step."""
+def test_beyond_a_table_the_velocity_stays_close() -> None:
+    """The linear betas of DDPM end at t = 0.0099 and t = 0.9937; outside, the expert is evaluated at its last step."""
     mixture, bridge = random_mixture(), flow.Bridge(flow.schedule("ddpm-linear"), "epsilon")
     low, high = bridge.exact_range
     assert (low, high) == pytest.approx((0.0099, 0.9937), abs=1e-4)
@@ -68,7 +68,7 @@ def test_beyond_a_table_the_answer_stays_close() -> None:
 
 
 def test_both_readings_of_the_published_conversion_are_biased_where_the_schedules_differ() -> None:
-    """The metrics of docs/flow.md; `python docs/figures/bridge_bias.py` draws them over t."""
+    """The metrics of benchmarks/README.md; `python docs/figures/bridge_bias.py` draws them over t."""
     mixture, cosine = random_mixture(), flow.schedule("cosine")
     t = torch.linspace(1e-3, 1 - 1e-3, 2000, dtype=FLOAT)
     x = noisy_states(mixture, t)
@@ -79,7 +79,7 @@ def test_both_readings_of_the_published_conversion_are_biased_where_the_schedule
     }
     assert relative["exact"].max() < 1e-9
     assert relative["published-linear"].mean() > 0.3
-    # The expert's own alpha and sigma recover x0 from the state that its network was given: less biased, not exact.
+    # With alpha and sigma of the expert's schedule, x0 is less biased, but not exact.
     assert 0.1 < relative["published-schedule"].mean() < 0.6 * relative["published-linear"].mean()
 
 
@@ -103,7 +103,7 @@ def test_the_published_conversion_follows_its_formula(mode: BridgeMode) -> None:
 @pytest.mark.parametrize(
     ("prediction", "low", "high"), [("epsilon", 0.999, 0.9999), ("score", 0.999, 0.9999), ("x0", 1e-4, 1e-3)]
 )
-def test_a_half_precision_output_is_regularized_at_its_own_resolution(
+def test_a_half_precision_output_is_regularized_at_its_resolution(
     prediction: Prediction, low: float, high: float, dtype: torch.dtype
 ) -> None:
     """Near an end the rounding error of bfloat16 becomes several times the velocity, unless it is regularized."""
@@ -118,13 +118,13 @@ def test_a_half_precision_output_is_regularized_at_its_own_resolution(
         assert velocity.dtype == torch.float32
         return float((velocity - truth).square().mean().sqrt() / truth.square().mean().sqrt())
 
-    assert error(output) < 0.9  # an error of the resolution may grow to order 1, the size of the data, and no further
-    if dtype == torch.bfloat16:  # the cost of a cast before the bridge
+    assert error(output) < 0.9  # an error of the resolution may grow to order 1, the scale of the data
+    if dtype == torch.bfloat16:  # a cast before the bridge would hide the rounding error
         assert error(output.float()) > 2.0
 
 
-def test_a_calibrated_expert_in_half_precision_is_shrunk_no_less() -> None:
-    """At t = 1 an epsilon expert known to be off by 5 % says nothing of x0, whatever it computes in."""
+def test_a_calibrated_expert_in_half_precision_is_still_shrunk() -> None:
+    """At t = 1, an epsilon expert with an error of 5 % carries no information about x0, in any precision."""
     bridge = flow.Bridge(flow.schedule("cosine"), "epsilon", x0_bound=None, prediction_error=0.05)
     x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))
     t, output = torch.ones(100), torch.ones_like(x)
@@ -135,8 +135,8 @@ def test_a_calibrated_expert_in_half_precision_is_shrunk_no_less() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_answer_blows_up_at_the_ends(name: str, prediction: Prediction, dtype: torch.dtype) -> None:
-    """A network that is off by a tenth everywhere still gives a velocity whose x0 is within the bound."""
+def test_the_velocity_is_finite_at_the_ends(name: str, prediction: Prediction, dtype: torch.dtype) -> None:
+    """A network with an error of 0.1 everywhere still gives a velocity whose x0 is within the bound."""
     bridge = flow.Bridge(flow.schedule(name), prediction, x0_bound=6.0)
     t = torch.tensor([0.0, 1e-7, 1e-4, 0.5, 1 - 1e-4, 1 - 1e-7, 1.0])
     x = torch.randn(7, 3, 4, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -159,7 +159,7 @@ def test_bounding_x0_keeps_the_pair_consistent_with_the_state() -> None:
     torch.testing.assert_close(0.1 * x0 + 0.9 * eps, x)
 
 
-def test_a_bound_as_wide_as_the_data_never_touches_an_ideal_expert() -> None:
+def test_a_bound_as_wide_as_the_data_does_not_change_an_ideal_expert() -> None:
     mixture = random_mixture()
     t = torch.linspace(1e-3, 1 - 1e-3, 1000, dtype=FLOAT)
     x = noisy_states(mixture, t)
@@ -170,8 +170,8 @@ def test_a_bound_as_wide_as_the_data_never_touches_an_ideal_expert() -> None:
     assert torch.equal(*results)
 
 
-def test_knowing_the_network_error_lowers_the_velocity_error_near_noise() -> None:
-    """Epsilon off by 2 % gives x0 off by 2 at t = 0.99; the Wiener factor trades that error for the data's mean."""
+def test_the_prediction_error_lowers_the_velocity_error_near_noise() -> None:
+    """An error of 2 % in eps is an error of 2 in x0 at t = 0.99, which the Wiener factor removes."""
     mixture = random_mixture()
     t = torch.full((4000,), 0.99, dtype=FLOAT)
     x = noisy_states(mixture, t)
@@ -188,7 +188,7 @@ def test_knowing_the_network_error_lowers_the_velocity_error_near_noise() -> Non
     assert errors[1] < 0.6 * errors[0]
 
 
-def test_wrap_makes_a_velocity_field_and_passes_conditions_on() -> None:
+def test_wrap_returns_a_velocity_field_with_conditions() -> None:
     seen = {}
 
     def network(state: Tensor, time: Tensor, **condition: object) -> Tensor:
@@ -212,7 +212,7 @@ def test_flow_matching_needs_no_bridge() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"prediction": "epslion"}, "unknown prediction 'epslion' .did you mean 'epsilon'"),
         ({"mode": "exakt"}, "unknown bridge mode 'exakt' .did you mean 'exact'"),
@@ -222,14 +222,14 @@ def test_flow_matching_needs_no_bridge() -> None:
         ({"prediction_error": -1.0}, "prediction_error >= 0"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_invalid_options_are_errors(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         flow.Bridge(**{"schedule": flow.schedule("cosine"), "prediction": "epsilon", **options})
 
 
-def test_wrong_shapes_are_refused() -> None:
+def test_wrong_shapes_are_errors() -> None:
     bridge = flow.Bridge(flow.schedule("cosine"), "epsilon")
-    with pytest.raises(ValueError, match="one shape"):
+    with pytest.raises(ValueError, match="equal shapes"):
         bridge.velocity(torch.zeros(2, 4), torch.zeros(2, 3), torch.zeros(2))
     with pytest.raises(ValueError, match=r"t must have shape \(2,\)"):
         bridge.query(torch.zeros(2, 3), torch.zeros(3))

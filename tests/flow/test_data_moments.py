@@ -1,4 +1,4 @@
-"""The bridge for data whose mean and standard deviation are not 0 and 1, against Gaussian data known in closed form."""
+"""The bridge for data whose mean and standard deviation are not 0 and 1, compared with exact Gaussian data."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from atoll import flow
 from atoll.core.names import Prediction
 
 SCALED = ScaledGaussian((1.06, -0.3, 0.0, 0.5), (0.60, 0.84, 0.7, 0.65))
-"""The range of mean and std that Stable Diffusion's latents have after multiplication by 0.18215."""
+"""The range of mean and std of Stable Diffusion latents after multiplication by 0.18215."""
 PREDICTIONS: list[Prediction] = ["epsilon", "x0", "v_prediction", "velocity", "score"]
 SCHEDULES = ["linear", "cosine", "ddpm-linear", "ddpm-scaled-linear", "edm"]
 
@@ -19,7 +19,7 @@ def moments(data: ScaledGaussian) -> dict[str, tuple[float, ...]]:
 
 
 def states(data: ScaledGaussian, t: Tensor, seed: int = 0) -> Tensor:
-    """Noisy data (times, channels, 3, 3) on the linear path."""
+    """Return noisy data (times, channels, 3, 3) on the linear path."""
     generator = torch.Generator().manual_seed(seed)
     shape = (len(t), len(data.mean), 3, 3)
     x0, eps = (torch.randn(shape, generator=generator, dtype=FLOAT) for _ in range(2))
@@ -28,7 +28,7 @@ def states(data: ScaledGaussian, t: Tensor, seed: int = 0) -> Tensor:
 
 
 def bridged(data: ScaledGaussian, bridge: flow.Bridge, x: Tensor, t: Tensor, error: float = 0.0) -> Tensor:
-    """The velocity over the bridge of the ideal network, disturbed by noise of this size."""
+    """Return the velocity of the ideal network through the bridge, with an output error of this size."""
     query = bridge.query(x, t)
     scale = bridge.schedule.input_scale(query.time)[:, None, None, None]
     c = bridge.schedule.at(query.time, x)
@@ -51,7 +51,7 @@ def test_ideal_experts_of_scaled_data_give_the_exact_velocity(name: str, predict
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("prediction", ["epsilon", "score"])
 def test_near_noise_x0_shrinks_to_the_mean_of_the_data(prediction: Prediction, dtype: torch.dtype) -> None:
-    """The prediction says nothing of x0 there, so E[x0] is all there is; the velocity must be eps minus that."""
+    """The prediction carries no information about x0 there, so the velocity must be eps - E[x0]."""
     t = torch.cat([torch.full((200,), 0.9999, dtype=FLOAT), torch.ones(200, dtype=FLOAT)])
     x = states(SCALED, t)
     options = {"schedule": flow.schedule("cosine"), "prediction": prediction, "prediction_error": 0.05}
@@ -67,8 +67,8 @@ def test_near_noise_x0_shrinks_to_the_mean_of_the_data(prediction: Prediction, d
 
 
 @pytest.mark.parametrize("time", [0.9, 0.97, 0.99])
-def test_the_wiener_factor_is_that_of_the_data(time: float) -> None:
-    """An epsilon network off by 5 %: the right mean and std beat 0 and 1 at every noise level, and no shrinkage."""
+def test_the_wiener_factor_uses_the_moments_of_the_data(time: float) -> None:
+    """For an epsilon network with an error of 5 %, the true mean and std beat 0 and 1, and beat no shrinkage."""
     t = torch.full((500,), time, dtype=FLOAT)
     x = states(SCALED, t)
     errors = []
@@ -79,8 +79,8 @@ def test_the_wiener_factor_is_that_of_the_data(time: float) -> None:
     assert errors[0] < 0.95 * min(errors[1:])
 
 
-def test_beyond_a_table_the_mean_of_the_data_stays() -> None:
-    """Stable Diffusion's table ends at t = 0.0283 and 0.936; outside, the expert is asked at its last step.
+def test_beyond_a_table_the_mean_of_the_data_is_kept() -> None:
+    """The table of Stable Diffusion ends at t = 0.0283 and 0.936; outside, the expert is evaluated at its last step.
 
     In the middle of the states, x = (1-t) m, the exact velocity is -m at every time. The data are latents as the
     autoencoder gives them.
@@ -95,7 +95,7 @@ def test_beyond_a_table_the_mean_of_the_data_stays() -> None:
 
 
 def test_the_bound_of_x0_is_around_the_mean_of_the_data() -> None:
-    """Data from 17 to 23: a bound of ±10 would cut all of it away, one of ten standard deviations nothing."""
+    """For data from 17 to 23, a bound of ±10 would clamp everything, and one of ten standard deviations nothing."""
     data = ScaledGaussian((20.0, 0.0), (0.6, 5.0))
     t = torch.linspace(0.01, 0.99, 300, dtype=FLOAT)
     x = states(data, t)
@@ -108,7 +108,7 @@ def test_the_bound_of_x0_is_around_the_mean_of_the_data() -> None:
     assert (x0 - data.wide(data.mean)).abs().amax((0, 2, 3)) == pytest.approx([6.0, 50.0])
 
 
-def test_one_number_is_one_for_every_channel() -> None:
+def test_one_number_applies_to_every_channel() -> None:
     data = ScaledGaussian((0.7, 0.7), (0.5, 0.5))
     t = torch.linspace(0, 1, 50, dtype=FLOAT)
     x = states(data, t)
@@ -117,7 +117,7 @@ def test_one_number_is_one_for_every_channel() -> None:
     torch.testing.assert_close(bridged(data, one, x, t), bridged(data, each, x, t))
 
 
-def test_moments_of_other_channels_are_refused() -> None:
+def test_a_wrong_number_of_channels_is_an_error() -> None:
     bridge = flow.Bridge(flow.schedule("cosine"), "epsilon", **moments(SCALED))
     with pytest.raises(ValueError, match=r"have 4 channels, got states \(2, 3, 8, 8\)"):
         bridge.query(torch.zeros(2, 3, 8, 8), torch.zeros(2))

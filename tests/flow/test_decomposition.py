@@ -1,4 +1,4 @@
-"""DDM's identity: the posterior-weighted sum of per-cluster flows is the global flow."""
+"""The decomposition of DDM: the posterior-weighted sum of per-cluster flows is the global flow."""
 
 import torch
 from oracles import FLOAT, dataset_flow, random_mixture
@@ -23,7 +23,7 @@ def test_weighted_cluster_flows_equal_the_global_flow() -> None:
     assert (combined - mixture.velocity(x, t)).abs().max() <= 1e-8
 
 
-def test_it_holds_for_a_finite_dataset() -> None:
+def test_the_decomposition_holds_for_a_finite_dataset() -> None:
     generator = torch.Generator().manual_seed(5)
     data = torch.randn(40, 4, generator=generator, dtype=FLOAT)
     for t in (1e-3, 0.1, 0.5, 0.9, 1 - 1e-3):
@@ -35,7 +35,7 @@ def test_it_holds_for_a_finite_dataset() -> None:
 
 
 def test_points_as_narrow_gaussians_give_the_dataset_flow() -> None:
-    """Ties the mixture oracle to DDM's own sum over data points."""
+    """Compare the mixture oracle with DDM's sum over data points."""
     generator = torch.Generator().manual_seed(6)
     data = torch.randn(20, 3, generator=generator, dtype=FLOAT)
     points = flow.GaussianMixture(torch.ones(20, dtype=FLOAT), data, 1e-12 * torch.eye(3, dtype=FLOAT).expand(20, 3, 3))

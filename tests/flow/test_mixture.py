@@ -33,13 +33,13 @@ def test_samples_have_the_mixture_moments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "covariances", "words"),
+    ("weights", "covariances", "message"),
     [
         (torch.ones(3), torch.eye(2).expand(2, 2, 2), "expected weights"),
         (torch.tensor([1.0, 0.0]), torch.eye(2).expand(2, 2, 2), "weights must be positive"),
         (torch.ones(2), torch.zeros(2, 2, 2), "positive definite"),
     ],
 )
-def test_impossible_mixtures_are_refused(weights: torch.Tensor, covariances: torch.Tensor, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_invalid_mixtures_are_errors(weights: torch.Tensor, covariances: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         flow.GaussianMixture(weights, torch.zeros(2, 2), covariances)

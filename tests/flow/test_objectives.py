@@ -21,19 +21,19 @@ def test_a_batch_is_a_function_of_seed_and_step(name: str) -> None:
         assert not torch.equal(first.t, other.t)
 
 
-def test_a_sample_gets_the_same_noise_in_any_batch() -> None:
-    """What makes two processes equal one: positions 64..127 as one batch of 64 or as two of 32."""
+def test_an_image_gets_the_same_noise_in_any_batch() -> None:
+    """Two processes must equal one: positions 64 to 127 as one batch of 64 or as two of 32."""
     objective = flow.objective("ddpm")
     whole = objective.corrupt(BATCH, seed=1, step=1)
     halves = [objective.corrupt(BATCH[i : i + 32], seed=1, position=64 + i) for i in (0, 32)]
-    assert torch.equal(whole.eps, torch.cat([half.eps for half in halves]))  # drawn sample by sample
+    assert torch.equal(whole.eps, torch.cat([half.eps for half in halves]))  # drawn image by image
     for name in flow.Noised._fields:
         torch.testing.assert_close(getattr(whole, name), torch.cat([getattr(half, name) for half in halves]))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_perfect_network_has_no_loss_and_its_bridge_gives_the_velocity(name: str) -> None:
-    """The target answered at the noised input, carried over the bridge, is eps - x0 of the same pair."""
+    """Convert the target at the noised input through the bridge; the result is eps - x0 of the same pair."""
     objective = flow.objective(name)
     x0 = BATCH.double()
     noised = objective.corrupt(x0, seed=0, t=torch.linspace(0.05, 0.95, 64, dtype=FLOAT))
@@ -56,7 +56,7 @@ def test_flow_matching_is_the_textbook_batch() -> None:
     torch.testing.assert_close(noised.timestep, 1000 * noised.t)
 
 
-def test_noise_and_times_are_distributed_as_they_say() -> None:
+def test_noise_and_times_have_the_declared_distributions() -> None:
     many = torch.zeros(20_000, 4)
     uniform = flow.objective("flow-matching").corrupt(many, seed=0)
     assert abs(uniform.eps.mean()) < 4.5 / 80_000**0.5
@@ -71,7 +71,7 @@ def test_noise_and_times_are_distributed_as_they_say() -> None:
     assert log_sigma.std().item() == pytest.approx(1.2, abs=0.04)
 
 
-def test_shift_moves_times_towards_noise() -> None:
+def test_shift_moves_times_toward_noise() -> None:
     plain, shifted = (flow.objective("flow-matching", time_shift=s).corrupt(BATCH, seed=0).t for s in (1.0, 3.0))
     torch.testing.assert_close(shifted, 3 * plain / (1 + 2 * plain))
 
@@ -91,10 +91,10 @@ def test_min_snr_weights_are_those_of_the_paper() -> None:
 @pytest.mark.parametrize("prediction", ["x0", "epsilon", "v_prediction", "velocity"])
 @pytest.mark.parametrize("other", ["velocity", "epsilon", "x0"])
 def test_as_weightings_measure_the_error_on_the_other_prediction(name: str, prediction: str, other: str) -> None:
-    """Weighted error of one prediction = plain error of the other, both made from the same wrong answer."""
+    """The weighted error of one prediction equals the plain error of the other, for the same wrong estimate."""
     objective = flow.objective(schedule=name, prediction=prediction, weighting=f"as-{other}")
     x0 = BATCH.double()
-    t = torch.linspace(0.1, 0.7, 64, dtype=FLOAT)  # where no weight reaches its cap
+    t = torch.linspace(0.1, 0.7, 64, dtype=FLOAT)  # where no weight reaches its maximum
     noised = objective.corrupt(x0, seed=0, t=t)
     wrong = noised.target + 0.1
     converted = flow.convert(wrong, noised.input, t, source=prediction, target=other, schedule=objective.schedule)
@@ -104,7 +104,7 @@ def test_as_weightings_measure_the_error_on_the_other_prediction(name: str, pred
 
 
 @pytest.mark.parametrize("weighting", ["constant", "min-snr", "as-x0"])
-def test_one_time_for_the_whole_batch_may_come_without_an_axis(weighting: str) -> None:
+def test_one_time_for_the_whole_batch_may_be_a_scalar(weighting: str) -> None:
     objective = flow.objective("ddpm", weighting=weighting)
     one, each = (objective.corrupt(BATCH, seed=0, t=t) for t in (torch.tensor(0.3), torch.full((64,), 0.3)))
     torch.testing.assert_close(objective.loss(BATCH, one), objective.loss(BATCH, each))
@@ -127,12 +127,12 @@ def test_an_objective_is_built_again_from_its_spec_through_json(name: str) -> No
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_configuration_speaks_of_the_same_objectives(name: str) -> None:
+def test_the_configuration_has_the_same_objectives(name: str) -> None:
     assert flow.objective(**NAMED_OBJECTIVES[name].model_dump()) == flow.objective(name)
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: flow.objective("flow-maching"), "did you mean 'flow-matching'"),
         (lambda: flow.objective(predicton="x0"), "did you mean 'prediction'"),
@@ -149,6 +149,6 @@ def test_the_configuration_speaks_of_the_same_objectives(name: str) -> None:
         ),
     ],
 )
-def test_bad_input_is_refused(call: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_invalid_input_is_an_error(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()

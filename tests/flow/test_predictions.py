@@ -24,7 +24,7 @@ shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(lambda inner: (
 def test_every_pair_converts_both_ways(
     name: str, source: Prediction, target: Prediction, shape: tuple[int, ...], times: list[float], seed: int
 ) -> None:
-    """Against values made from x0 and eps by definition, and back again; over 2-D to 5-D tensors."""
+    """Compare with values computed from x0 and eps by definition, in both directions, for 2-D to 5-D tensors."""
     schedule, generator = SCHEDULE_OBJECTS[name], torch.Generator().manual_seed(seed)
     x0, eps = (torch.randn(shape, generator=generator, dtype=FLOAT) for _ in range(2))
     t = torch.tensor(times, dtype=FLOAT)
@@ -47,8 +47,8 @@ def test_definitions_on_the_linear_path() -> None:
     )
 
 
-def test_times_broadcast_by_sample_and_never_by_the_last_dimension() -> None:
-    """A square batch (3, 3, 3, 3) is where a wrong broadcast would go unnoticed by shapes."""
+def test_times_broadcast_over_the_first_dimension() -> None:
+    """In a batch of shape (3, 3, 3, 3), a wrong broadcast would not raise an error."""
     x0, eps = torch.randn(2, 3, 3, 3, 3, dtype=FLOAT).unbind(0)
     t = torch.tensor([0.1, 0.5, 0.9], dtype=FLOAT)
     for name, schedule in SCHEDULE_OBJECTS.items():
@@ -66,7 +66,7 @@ def test_times_broadcast_by_sample_and_never_by_the_last_dimension() -> None:
 def test_the_ends_are_finite_and_keep_the_dtype(
     name: str, source: Prediction, target: Prediction, dtype: torch.dtype
 ) -> None:
-    """At t = 0 and t = 1, where an alpha or sigma is 0, rounding of the input is not amplified beyond order 1."""
+    """At t = 0 and t = 1, where alpha or sigma is 0, rounding errors of the input are amplified to order 1 at most."""
     schedule = SCHEDULE_OBJECTS[name]
     generator = torch.Generator().manual_seed(0)
     x0, eps = (torch.randn(4, 64, generator=generator).to(dtype) for _ in range(2))
@@ -91,7 +91,7 @@ def test_the_ends_are_finite_and_keep_the_dtype(
 @pytest.mark.parametrize("source", PREDICTIONS)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_pair_is_always_consistent_with_the_state(name: str, source: Prediction, dtype: torch.dtype) -> None:
-    """alpha x0 + sigma eps = x, even for a prediction that contradicts x at the ends."""
+    """The identity alpha x0 + sigma eps = x holds even for a prediction that contradicts x at the ends."""
     schedule = SCHEDULE_OBJECTS[name]
     generator = torch.Generator().manual_seed(1)
     x, output = (torch.randn(5, 32, generator=generator).to(dtype) for _ in range(2))
@@ -103,7 +103,7 @@ def test_the_pair_is_always_consistent_with_the_state(name: str, source: Predict
     assert (error / terms).max() <= 4 * torch.finfo(dtype).eps
 
 
-def test_bad_input_is_refused_with_what_was_expected() -> None:
+def test_invalid_input_is_an_error() -> None:
     x = torch.zeros(4, 3)
     good = torch.full((4,), 0.5)
     cases = [
@@ -129,14 +129,14 @@ def test_bad_input_is_refused_with_what_was_expected() -> None:
             lambda: flow.convert(x, x, torch.tensor([1, 0, 1, 0]), source="x0", target="epsilon", schedule=flow.LINEAR),
             "floating point",
         ),
-        (lambda: flow.convert(x[:2], x, good, source="x0", target="epsilon", schedule=flow.LINEAR), "one shape"),
+        (lambda: flow.convert(x[:2], x, good, source="x0", target="epsilon", schedule=flow.LINEAR), "equal shapes"),
         (lambda: flow.convert(x, x, good, source="x_0", target="epsilon", schedule=flow.LINEAR), "did you mean 'x0'"),
         (
             lambda: flow.convert(x, x, good, source="x0", target="velcity", schedule=flow.LINEAR),
             "did you mean 'velocity'",
         ),
-        (lambda: flow.LINEAR.add_noise(x, x[:, :2], good), "one shape"),
+        (lambda: flow.LINEAR.add_noise(x, x[:, :2], good), "equal shapes"),
     ]
-    for call, words in cases:
-        with pytest.raises(ValueError, match=words):
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
             call()

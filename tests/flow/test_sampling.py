@@ -1,4 +1,4 @@
-"""Sampling a mixture through experts of different objectives, and showing that the check can fail."""
+"""Sample a mixture with experts of different objectives, and show that the check can fail."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SAMPLES, STEPS = 20_000, 100
 
 
 def ensemble(mixture: flow.GaussianMixture, mode: str) -> flow.solvers.VelocityField:
-    """Cluster k's ideal expert under objective k, weighed by the ideal router."""
+    """Return the velocity of the ideal experts, one objective per cluster, weighted by the ideal router."""
     experts, bridges = [], []
     for k, name in enumerate(OBJECTIVES):
         objective = flow.objective(name)
@@ -31,7 +31,7 @@ def ensemble(mixture: flow.GaussianMixture, mode: str) -> flow.solvers.VelocityF
 
 
 def check_reproduces(mixture: flow.GaussianMixture, x: Tensor) -> None:
-    """Weights, means and covariances of every cluster within 4.5 standard errors of the sample."""
+    """Check weights, means and covariances of every cluster within 4.5 standard errors."""
     nearest = torch.cdist(x, mixture.means).argmin(1)
     for k, weight in enumerate(mixture.weights):
         mine = x[nearest == k]
@@ -65,7 +65,7 @@ def test_mixed_objectives_reproduce_the_mixture_through_the_exact_bridge() -> No
 
 
 @pytest.mark.parametrize("mode", ["published-linear", "published-schedule"])
-def test_neither_reading_of_the_published_conversion_does(mode: str) -> None:
+def test_neither_reading_of_the_published_conversion_reproduces_it(mode: str) -> None:
     mixture, x = sample(mode)
     with pytest.raises(AssertionError, match="is off by"):
         check_reproduces(mixture, x)

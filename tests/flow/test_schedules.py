@@ -28,7 +28,7 @@ def test_derivatives_are_those_of_autograd(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_log_snr_falls_matches_its_definition_and_is_inverted(name: str) -> None:
+def test_log_snr_falls_and_matches_its_definition_and_inverse(name: str) -> None:
     schedule = flow.schedule(name)
     log_snr = schedule.log_snr(INNER)
     assert (log_snr.diff() < 0).all()
@@ -45,14 +45,14 @@ def test_log_snr_beyond_the_range_gives_the_nearest_end(name: str) -> None:
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 @pytest.mark.parametrize("dtype", [torch.float32, FLOAT])
 def test_continuous_schedules_are_exact_at_the_ends(name: str, dtype: torch.dtype) -> None:
-    """Zeros are exact on every processor; a sine of pi/2 may be one rounding below 1."""
+    """Zeros are exact on every processor; the sine of pi/2 may be rounded to just below 1."""
     schedule, ends = flow.schedule(name), torch.tensor([0.0, 1.0], dtype=dtype)
     rounding = {"rtol": torch.finfo(dtype).eps, "atol": 0.0}
     torch.testing.assert_close(schedule.alpha(ends), torch.tensor([1.0, 0.0], dtype=dtype), **rounding)
     torch.testing.assert_close(schedule.sigma(ends), torch.tensor([0.0, 1.0], dtype=dtype), **rounding)
 
 
-def test_edm_covers_its_sigmas() -> None:
+def test_edm_covers_its_range_of_sigmas() -> None:
     schedule = flow.schedule("edm")
     t = torch.tensor([0.0, 0.5, 1.0], dtype=FLOAT)
     middle = ((0.002 ** (1 / 7) + 80 ** (1 / 7)) / 2) ** 7
@@ -61,7 +61,7 @@ def test_edm_covers_its_sigmas() -> None:
 
 
 @pytest.mark.parametrize("name", DIFFUSERS)
-def test_tables_are_those_of_diffusers(name: str) -> None:
+def test_tables_equal_those_of_diffusers(name: str) -> None:
     ours = torch.tensor(flow.schedule(name).alphas_cumprod, dtype=FLOAT)
     theirs = diffusers_twin(name).alphas_cumprod.double()
     # diffusers multiplies a thousand factors in float32.
@@ -69,7 +69,7 @@ def test_tables_are_those_of_diffusers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DIFFUSERS)
-def test_add_noise_and_v_prediction_are_those_of_diffusers(name: str) -> None:
+def test_add_noise_and_v_prediction_equal_those_of_diffusers(name: str) -> None:
     twin = diffusers_twin(name)
     schedule = flow.DiscreteSchedule(tuple(twin.alphas_cumprod.tolist()))
     generator = torch.Generator().manual_seed(0)
@@ -102,7 +102,7 @@ def test_a_custom_table_is_built_again_from_its_spec() -> None:
     assert again.log_snr(torch.tensor(0.25, dtype=FLOAT)).item() == pytest.approx((math.log(9) + 0.0) / 2)
 
 
-def test_half_precision_times_are_lifted_to_float32() -> None:
+def test_half_precision_times_are_converted_to_float32() -> None:
     c = flow.schedule("cosine").at(torch.tensor([0.5], dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.bfloat16))
     assert c.alpha.dtype == torch.float32
     assert c.alpha.item() == pytest.approx(math.sqrt(0.5))
@@ -115,7 +115,7 @@ def test_one_time_for_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: flow.DiscreteSchedule((0.9, 0.95, 0.1)), "must fall at every step, but step 1 has 0.95 after 0.9"),
         (lambda: flow.DiscreteSchedule((1.0, 0.5)), "strictly between 0 and 1"),
@@ -128,6 +128,6 @@ def test_one_time_for_the_whole_batch() -> None:
         (lambda: flow.schedule("linear", sigma_min=1.0), "schedule 'linear'"),
     ],
 )
-def test_impossible_schedules_are_refused(call: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_invalid_schedules_are_errors(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()

@@ -13,7 +13,7 @@ NOISE = torch.randn(500, 2, generator=torch.Generator().manual_seed(0), dtype=FL
 
 
 def exact_end() -> torch.Tensor:
-    """The true end of the flow, by far more steps than any solver under test takes."""
+    """Return the exact end of the flow, computed with far more steps than any tested solver."""
     return flow.solve(MIXTURE.velocity, NOISE, steps=2000, solver="heun")
 
 
@@ -41,8 +41,8 @@ def test_higher_order_solvers_beat_euler_at_equal_steps(solver: str) -> None:
     assert error(solver, 40) < error("euler", 40)
 
 
-class Asked(list[float]):
-    """A velocity that notes the times it is asked at."""
+class RecordedTimes(list[float]):
+    """A zero velocity field that records its times."""
 
     def __call__(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         self.append(t[0].item())
@@ -50,8 +50,8 @@ class Asked(list[float]):
 
 
 @pytest.mark.parametrize(("solver", "bound"), [("unipc", 1e-4), ("dpm++", 1e-3)])
-def test_multistep_solvers_ask_at_the_times_they_step_by(solver: str, bound: float) -> None:
-    """Times cut to whole timesteps leave an error of about 0.002 at any number of steps."""
+def test_multistep_solvers_evaluate_at_the_times_of_their_steps(solver: str, bound: float) -> None:
+    """Times truncated to integer timesteps would leave an error of about 0.002 at any number of steps."""
     assert error(solver, 160) < bound
 
 
@@ -63,9 +63,9 @@ def test_first_timesteps_may_coincide(solver: str, steps: int, shift: float) -> 
 @pytest.mark.parametrize("solver", ["flow-euler", "flow-heun"])
 @pytest.mark.parametrize("shift", [1.0, 3.0, 12.0])
 def test_the_shift_is_applied_once(solver: str, shift: float) -> None:
-    asked = Asked()
-    flow.solve(asked, NOISE, steps=20, solver=solver, shift=shift)
-    assert list(dict.fromkeys(asked)) == pytest.approx(flow.solver_times(20, shift)[:-1], abs=1e-6)
+    recorded = RecordedTimes()
+    flow.solve(recorded, NOISE, steps=20, solver=solver, shift=shift)
+    assert list(dict.fromkeys(recorded)) == pytest.approx(flow.solver_times(20, shift)[:-1], abs=1e-6)
 
 
 def test_flow_heun_converges_like_heun_at_a_large_shift() -> None:
@@ -81,17 +81,17 @@ def test_flow_heun_converges_like_heun_at_a_large_shift() -> None:
     ],
     ids=["flow sigmas of Karras", "sigmas that are no times", "no sigmas"],
 )
-def test_a_scheduler_with_settings_of_its_own_keeps_its_times(scheduler: Any) -> None:
+def test_a_scheduler_with_other_settings_keeps_its_times(scheduler: Any) -> None:
     scheduler.set_timesteps(10)
     own = scheduler.timesteps / 1000
-    asked = Asked()
-    flow.run_scheduler(scheduler, asked, NOISE.float(), steps=10)
-    assert asked == pytest.approx(own.tolist(), abs=1e-6)
+    recorded = RecordedTimes()
+    flow.run_scheduler(scheduler, recorded, NOISE.float(), steps=10)
+    assert recorded == pytest.approx(own.tolist(), abs=1e-6)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_euler_is_the_step_of_diffusers(shift: float) -> None:
-    """Same times, same step, same sign of velocity as FlowMatchEulerDiscreteScheduler.step."""
+def test_euler_equals_the_step_of_diffusers(shift: float) -> None:
+    """The times, the step and the sign of the velocity equal those of FlowMatchEulerDiscreteScheduler.step."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
     sigmas = flow.solver_times(25)[:-1]
     scheduler.set_timesteps(sigmas=sigmas)
@@ -107,25 +107,25 @@ def test_euler_is_the_step_of_diffusers(shift: float) -> None:
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 @pytest.mark.parametrize("solver", ["flow-euler", "flow-heun"])
-def test_a_plain_flow_scheduler_can_keep_its_own_times(solver: str, shift: float) -> None:
-    """The loop that diffusers pipelines run, step by step: the same times and the same samples."""
+def test_a_plain_flow_scheduler_can_keep_its_times(solver: str, shift: float) -> None:
+    """Compare with the loop of diffusers pipelines: the same times and the same samples."""
     scheduler = flow.diffusers_scheduler(solver, shift)
     scheduler.set_timesteps(20)
     x = NOISE.float()
     for timestep in scheduler.timesteps:
         t = torch.full((len(x),), float(timestep) / 1000, dtype=FLOAT)
         x = scheduler.step(MIXTURE.velocity(x.double(), t).float(), timestep, x, return_dict=False)[0]
-    asked = Asked()
-    flow.solve(asked, NOISE.float(), steps=20, solver=solver, shift=shift, scheduler_times=True)
-    assert asked == pytest.approx((scheduler.timesteps / 1000).tolist(), abs=1e-6)
-    assert asked != pytest.approx(flow.solver_times(20, shift)[: len(asked)], abs=1e-4)
+    recorded = RecordedTimes()
+    flow.solve(recorded, NOISE.float(), steps=20, solver=solver, shift=shift, scheduler_times=True)
+    assert recorded == pytest.approx((scheduler.timesteps / 1000).tolist(), abs=1e-6)
+    assert recorded != pytest.approx(flow.solver_times(20, shift)[: len(recorded)], abs=1e-4)
     field = lambda x, t: MIXTURE.velocity(x.double(), t.double()).float()  # noqa: E731
     ours = flow.solve(field, NOISE.float(), steps=20, solver=solver, shift=shift, scheduler_times=True)
     torch.testing.assert_close(ours, x, rtol=1e-4, atol=1e-4)
 
 
-def test_atolls_own_solvers_have_no_scheduler_times() -> None:
-    with pytest.raises(ValueError, match="needs a solver of diffusers, such as flow-euler"):
+def test_euler_and_heun_have_no_scheduler_times() -> None:
+    with pytest.raises(ValueError, match="needs a diffusers solver such as flow-euler"):
         flow.solve(MIXTURE.velocity, NOISE, solver="heun", scheduler_times=True)
 
 
@@ -137,7 +137,7 @@ def test_solver_times() -> None:
         flow.solver_times(0)
 
 
-def test_unknown_solvers_are_refused() -> None:
+def test_unknown_solvers_are_errors() -> None:
     with pytest.raises(ValueError, match=r"unknown solver 'dpm\+' .did you mean 'dpm\+\+'"):
         flow.solve(MIXTURE.velocity, NOISE, solver="dpm+")
     with pytest.raises(ValueError, match="unknown diffusers solver"):

@@ -1,4 +1,4 @@
-"""A real S3 server: Ceph's, with one monitor, one store in memory and one gateway, on loopback."""
+"""Run the S3 server of Ceph on loopback: one monitor, one in-memory object store and one gateway."""
 
 import contextlib
 import os
@@ -46,8 +46,8 @@ rgw frontends = beast endpoint=127.0.0.1:{rgw}
 PROGRAMS = ("ceph-mon", "ceph-osd", "ceph-mgr", "radosgw", "radosgw-admin", "monmaptool", "ceph")
 
 
-def obstacle() -> str | None:
-    """Why it cannot be started here, if so."""
+def missing_requirement() -> str | None:
+    """Return the reason why Ceph cannot be started here, or None."""
     if os.geteuid() != 0:
         return "CEPH IS NOT TESTED: its daemons need root"
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -56,7 +56,7 @@ def obstacle() -> str | None:
 
 @contextlib.contextmanager
 def ceph() -> Iterator[str]:
-    """The server in processes of its own; its address. It takes the same credentials as moto."""
+    """Run the server in child processes; yield its address. It accepts the same credentials as moto."""
     with tempfile.TemporaryDirectory(prefix="ceph") as scratch, contextlib.ExitStack() as running:
         folder, fsid, ports = Path(scratch), str(uuid4()), {"mon": free_port(), "rgw": free_port()}
         conf = folder / "ceph.conf"
@@ -86,16 +86,16 @@ def ceph() -> Iterator[str]:
         do("radosgw-admin", "user", "create", "--uid", "test", "--display-name", "test", "--access-key", *keys)
         start("radosgw", "-n", "client.rgw")
         address = f"http://127.0.0.1:{ports['rgw']}"
-        _until_it_answers(address)
+        _wait_for_gateway(address)
         yield address
 
 
-def _until_it_answers(address: str) -> None:
+def _wait_for_gateway(address: str) -> None:
     deadline = time.monotonic() + 120
     while True:
         try:
             urllib.request.urlopen(address, timeout=5).read()
             return
         except OSError:
-            assert time.monotonic() < deadline, "Ceph's gateway does not answer"
+            assert time.monotonic() < deadline, "Ceph's gateway does not respond"
             time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Stores of every kind, and runs to share."""
+"""Fixtures: stores of every kind, and runs to share."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import yaml
 from atoll.core import config
 from atoll.islands.store import Store
 from atoll.train import resolve_job, train_job
-from islands.ceph import ceph, obstacle
+from islands.ceph import ceph, missing_requirement
 from islands.servers import CREDENTIALS, moto, new_bucket
 from train.conftest import merge, new_run
 from train.workers import TINY
@@ -30,7 +30,7 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a fresh place in S3, reached through the environment as anyone would."""
+    """The URL of an empty bucket; the environment has the address of the server, as it would for a user."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
     return new_bucket(s3)
 
@@ -38,7 +38,7 @@ def bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture(scope="session")
 def gateway() -> Iterator[str]:
     """The address of Ceph's S3 gateway."""
-    if reason := obstacle():
+    if reason := missing_requirement():
         pytest.skip(reason)
     os.environ.update(CREDENTIALS)
     with ceph() as address:
@@ -47,18 +47,18 @@ def gateway() -> Iterator[str]:
 
 @pytest.fixture
 def ceph_bucket(gateway: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a fresh place in Ceph."""
+    """The URL of an empty bucket in Ceph."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", gateway)
     return new_bucket(gateway)
 
 
 ONE_CLUSTER = [pytest.mark.slow, pytest.mark.xdist_group("ceph")]
-"""All tests of Ceph in one worker (`--dist loadgroup`): two clusters at once do not start in time on two cores."""
+"""Run all tests of Ceph in one worker (`--dist loadgroup`): two clusters at once start too slowly on two cores."""
 
 
 @pytest.fixture(params=["file", "memory", "s3", pytest.param("ceph", marks=ONE_CLUSTER)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A fresh place of every kind."""
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty store, of every kind."""
     if request.param in ("s3", "ceph"):
         url: str = request.getfixturevalue("bucket" if request.param == "s3" else "ceph_bucket")
         return url
@@ -66,8 +66,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def store(place: str) -> Store:
-    return Store.open(place)
+def store(store_url: str) -> Store:
+    return Store.open(store_url)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Hostile files: weights that are none, names that climb out, headers that lie. Each spoils one thing of an offer."""
+"""Hostile files: weights that are not safetensors, names outside the folder, false headers."""
 
 import hashlib
 import io
@@ -25,26 +25,26 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 @dataclass
 class Offer:
-    """A contribution in the making: files by name, and everything the manifest will say."""
+    """A contribution before it is written: its files by name, and the content of its manifest."""
 
     files: dict[str, bytes]
     kind: str
     made_from: dict[str, Any]
     content: dict[str, Any]
     listing: dict[str, FileEntry] = field(default_factory=dict)
-    """Entries of the manifest that are not those of the files."""
+    """Entries of the manifest that differ from the files."""
     raw: Callable[[bytes], bytes] = lambda data: data
-    """The last change, to the manifest's very bytes."""
+    """Changes the bytes of the manifest at the end."""
     signer: Signer | None = None
     signed_name: str = NAME
     objects: dict[str, bytes] = field(default_factory=dict)
-    """Bytes in the store that are not those of the files."""
+    """Objects in the store that differ from the files."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return load(self.files[WEIGHTS])
 
     def put(self, store: Store) -> str:
-        """Write all of it into a store, as someone who keeps to no protocol; the digest of the manifest."""
+        """Write everything into a store without following the protocol; return the digest of the manifest."""
         entries = {name: FileEntry(len(data), hashlib.sha256(data).hexdigest()) for name, data in self.files.items()}
         manifest = Manifest(self.kind, self.made_from, self.content, {**entries, **self.listing})
         for name, data in self.files.items():
@@ -59,7 +59,7 @@ class Offer:
         return digest
 
 
-# Each changes one thing.
+# Each function below corrupts one thing.
 
 
 def header(tensors: dict[str, Any], data: bytes, length: int | None = None) -> bytes:
@@ -104,7 +104,7 @@ def tar_that_climbs_out(offer: Offer) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         archive.addfile(tarfile.TarInfo("../../../../tmp/atoll-was-here"))
-    offer.files["average-x.tar"] = buffer.getvalue()
+    offer.files["ema-x.tar"] = buffer.getvalue()
 
 
 def name_that_climbs_out(offer: Offer) -> None:
@@ -116,7 +116,7 @@ def absolute_name(offer: Offer) -> None:
 
 
 def backslash_name(offer: Offer) -> None:
-    offer.files["..\\average-x.safetensors"] = save({})
+    offer.files["..\\ema-x.safetensors"] = save({})
 
 
 def hidden_name(offer: Offer) -> None:
@@ -189,7 +189,7 @@ def other_dtype(offer: Offer) -> None:
 
 
 def integers_for_weights(offer: Offer) -> None:
-    """As many bytes as floats, but the bits of whole numbers."""
+    """The size of the tensor stays the same; its bits are integers."""
     reheaded(offer, lambda head, names: head[names[0]].update(dtype="I32"))
 
 
@@ -215,43 +215,43 @@ def not_a_number(offer: Offer) -> None:
     offer.files[WEIGHTS] = save(tensors)
 
 
-def infinite_average(offer: Offer) -> None:
-    offer.files["average-short.safetensors"] = save({name: t / 0 for name, t in list(offer.tensors().items())[:1]})
+def infinite_ema(offer: Offer) -> None:
+    offer.files["ema-short.safetensors"] = save({name: t / 0 for name, t in list(offer.tensors().items())[:1]})
 
 
 def random_weights(offer: Offer) -> None:
-    chance = torch.Generator().manual_seed(0)
-    offer.files[WEIGHTS] = save({k: torch.randn(v.shape, generator=chance) for k, v in offer.tensors().items()})
+    rng = torch.Generator().manual_seed(0)
+    offer.files[WEIGHTS] = save({k: torch.randn(v.shape, generator=rng) for k, v in offer.tensors().items()})
 
 
 FILES: dict[Callable[[Offer], None], str] = {
     renamed_pickle: "not a safetensors file",
     torch_file_renamed: "not a safetensors file",
     zip_bomb: "not a safetensors file",
-    tar_that_climbs_out: "average-x.tar is no file of an expert",
+    tar_that_climbs_out: "ema-x.tar is not a file of an expert",
     name_that_climbs_out: "only letters, digits",
     absolute_name: "only letters, digits",
     backslash_name: "only letters, digits",
     hidden_name: "only letters, digits",
     two_names_in_one: "upper and lower case",
-    extra_file: "setup.py is no file of an expert",
+    extra_file: "setup.py is not a file of an expert",
     huge_header: "its header would have",
     header_longer_than_the_file: "its header would have",
     empty_weights: "not a safetensors file",
     overlapping_tensors: "gap or overlap",
     offsets_out_of_the_file: "gap or overlap",
-    negative_offsets: "no numbers of elements and bytes",
+    negative_offsets: "not lists of valid integers",
     trailing_data: "the file has",
-    tensor_twice: "is there twice",
+    tensor_twice: "appears twice",
     shape_of_billions: r"takes \d+ bytes; expected",
     unknown_dtype: "has dtype 'PICKLE'",
     other_dtype: "is F16 .*; expected .*F32",
     integers_for_weights: "is I32 .*; expected .*F32",
     wrong_shape: r"is F32 \[\d+\]; expected",
     tensor_missing: "has no tensor",
-    tensor_too_many: "has a tensor 'backdoor' that the network does not have",
-    not_a_number: "numbers that are not finite",
-    infinite_average: "numbers that are not finite",
-    random_weights: "the bar is 50",
+    tensor_too_many: "has a tensor 'backdoor' that the declared network lacks",
+    not_a_number: "values that are not finite",
+    infinite_ema: "values that are not finite",
+    random_weights: "the limit is 50",
 }
-"""What is wrong, and the reason that must be given."""
+"""Each corruption with the reason that the refusal must give."""

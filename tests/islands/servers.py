@@ -1,4 +1,4 @@
-"""Real servers on loopback: moto's S3, one that ignores conditions, and a proxy that logs and cuts."""
+"""Servers on loopback: S3 by moto, one that ignores conditional writes, and a proxy that cuts connections."""
 
 import contextlib
 import os
@@ -17,11 +17,11 @@ import boto3
 from botocore.config import Config
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
-CREDENTIALS["AWS_DEFAULT_REGION"] = CREDENTIALS["AWS_REGION"]  # as boto3 calls it
+CREDENTIALS["AWS_DEFAULT_REGION"] = CREDENTIALS["AWS_REGION"]  # the name that boto3 reads
 
 
 def access() -> dict[str, str]:
-    """The settings of the environment that lead to the server, for processes that do not inherit them."""
+    """Return the environment variables of the S3 client, for processes that do not inherit them."""
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def moto() -> Iterator[str]:
-    """moto's S3 server in a process of its own; its address."""
+    """Run the S3 server of moto in a child process; yield its address."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -46,7 +46,7 @@ def moto() -> Iterator[str]:
                 break
             except OSError:
                 assert server.poll() is None, "moto did not start"
-                assert time.monotonic() < deadline, "moto does not answer"
+                assert time.monotonic() < deadline, "moto does not respond"
                 time.sleep(0.05)
         yield address
     finally:
@@ -55,28 +55,28 @@ def moto() -> Iterator[str]:
 
 
 def new_bucket(address: str) -> str:
-    """A fresh bucket; its URL."""
+    """Create a bucket and return a URL in it."""
     name = f"run-{uuid4().hex[:12]}"
     boto3.client("s3", endpoint_url=address, config=Config(s3={"addressing_style": "path"})).create_bucket(Bucket=name)
     return f"s3://{name}/shared"
 
 
-class Forgetful(BaseHTTPRequestHandler):
-    """Enough of S3 to write, read and delete whole objects. It does not look at If-None-Match."""
+class ServerWithoutConditions(BaseHTTPRequestHandler):
+    """Enough of S3 to write, read and delete objects. It ignores the header If-None-Match."""
 
     objects: dict[str, bytes]
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.objects[self.path] = body
-        self._answer(200, b"", ETag='"e"')
+        self._respond(200, b"", ETag='"e"')
 
     def do_GET(self) -> None:
         if self.path in self.objects:
             modified = "Sun, 01 Nov 2026 00:00:00 GMT"
-            self._answer(200, self.objects[self.path], ETag='"e"', **{"Last-Modified": modified})
+            self._respond(200, self.objects[self.path], ETag='"e"', **{"Last-Modified": modified})
         else:
-            self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            self._respond(404, b"<Error><Code>NoSuchKey</Code></Error>")
 
     def do_POST(self) -> None:
         """Delete several objects."""
@@ -85,9 +85,9 @@ class Forgetful(BaseHTTPRequestHandler):
         for key in keys:
             self.objects.pop(f"{self.path.split('?')[0]}/{key}", None)
         done = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
-        self._answer(200, f"<DeleteResult>{done}</DeleteResult>".encode())
+        self._respond(200, f"<DeleteResult>{done}</DeleteResult>".encode())
 
-    def _answer(self, code: int, body: bytes, **headers: str) -> None:
+    def _respond(self, code: int, body: bytes, **headers: str) -> None:
         self.send_response(code)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
@@ -99,9 +99,9 @@ class Forgetful(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def forgetful() -> Iterator[str]:
-    """A server that takes every write."""
-    handler = type("Handler", (Forgetful,), {"objects": {}})
+def server_without_conditions() -> Iterator[str]:
+    """Run a server that accepts every write; yield its address."""
+    handler = type("Handler", (ServerWithoutConditions,), {"objects": {}})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -112,7 +112,7 @@ def forgetful() -> Iterator[str]:
 
 
 class Proxy:
-    """Passes bytes on to a server, writes down every request line, and cuts connections when told.
+    """A proxy that forwards bytes to a server, records every request line, and cuts connections on demand.
 
     `cut_up` and `cut_down` are numbers of bytes after which a connection is cut, once for each number given.
     """

@@ -1,4 +1,4 @@
-"""Links in a shared folder: none is followed, whatever is done with the keys behind it."""
+"""Symbolic links in a shared folder are never followed."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ import pytest
 from atoll.core.errors import AtollError
 from atoll.core.untrusted import Refused
 from atoll.islands.folder import Folder
-from atoll.islands.leases import Lease, key_of, look
+from atoll.islands.leases import Lease, get_lease, key_of
 from atoll.islands.remote_run import push
 from atoll.islands.status import status
 from atoll.islands.store import Store
@@ -30,7 +30,7 @@ BELOW = {
     "at the files": f"experts/001/checkpoints/{ATTEMPT}/sha256",
     "at the object": KEY,
 }
-"""Which part of a key is a link."""
+"""The part of a key that is a link."""
 ACTS: dict[str, Callable[[Store], object]] = {
     "read": lambda store: store.read(KEY),
     "stream": lambda store: list(store.stream(KEY, 0, 4)),
@@ -42,7 +42,7 @@ ACTS: dict[str, Callable[[Store], object]] = {
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """Files of the user that have nothing to do with the store, laid out as a checkpoint would be."""
+    """Unrelated files of the user, with the same names as the parts of a checkpoint's key."""
     for part in BELOW.values():
         file = tmp_path / "outside" / part / "mine.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def linked(tmp_path: Path, part: str, target: Path) -> Store:
-    """A store in which one part of the key is a link."""
+    """Return a store in which one part of the key is a link."""
     link = tmp_path / "store" / part
     link.parent.mkdir(parents=True)
     link.symlink_to(target)
@@ -85,7 +85,7 @@ def test_nothing_behind_a_link_is_listed_or_created(where: str, tmp_path: Path, 
         assert store.entries(prefix) == []
     assert [entry.key for entry in store.entries("")] == ["plain"]
     if part == KEY:
-        assert not store.create(KEY, b"mine"), "not even with the very words that are behind it"
+        assert not store.create(KEY, b"mine"), "not even with equal content behind the link"
     else:
         with pytest.raises(Refused, match="symbolic link"):
             store.create(KEY, b"mine")
@@ -106,12 +106,12 @@ def test_dangling_links_and_loops_are_refused(part: str, target: str, tmp_path: 
 
 
 def test_the_folder_itself_may_be_reached_through_links(tmp_path: Path) -> None:
-    """Where a store is, is its user's choice."""
+    """The path of a store is the choice of its user."""
     (tmp_path / "disk" / "shared").mkdir(parents=True)
     (tmp_path / "home").symlink_to("disk")
     (tmp_path / "run").symlink_to("home/shared")
-    for place in (tmp_path / "run", f"file://{tmp_path}/run", tmp_path / "home" / "shared"):
-        store = Store.open(place)
+    for store_url in (tmp_path / "run", f"file://{tmp_path}/run", tmp_path / "home" / "shared"):
+        store = Store.open(store_url)
         store.write("a/b", b"x")
         assert store.path == tmp_path / "disk" / "shared"
         assert [entry.key for entry in store.entries("a")] == ["a/b"]
@@ -129,26 +129,26 @@ def test_keys_that_leave_the_folder_are_refused(key: str, tmp_path: Path) -> Non
     assert content(tmp_path) == {"x": "mine"}
 
 
-def test_what_is_neither_file_nor_folder_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_named_pipe_does_not_block(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     os.mkfifo(tmp_path / "a" / "pipe")
     store = Store.open(tmp_path)
     assert store.read("a/pipe") is None
     assert store.entry("a/pipe") is None
     assert store.entries("a") == []
-    with pytest.raises(Refused, match="is no file"), Folder.open(tmp_path).opened("a/pipe"):
+    with pytest.raises(Refused, match="is not a regular file"), Folder.open(tmp_path).opened("a/pipe"):
         pass
 
 
-def test_folders_without_end_are_not_walked(tmp_path: Path) -> None:
+def test_very_deep_folders_are_not_listed(tmp_path: Path) -> None:
     deep = tmp_path / "store" / "/".join(["a"] * 200)
     deep.mkdir(parents=True)
     (deep / "x").write_text("x")
     assert Store.open(tmp_path / "store").entries("") == []
 
 
-def test_a_folder_that_becomes_a_link_between_two_looks_is_not_followed(tmp_path: Path) -> None:
-    """Another process exchanges a folder and a link to the user's files as fast as it can."""
+def test_a_folder_that_is_replaced_by_a_link_is_not_followed(tmp_path: Path) -> None:
+    """A thread keeps swapping a folder and a link to the files of the user."""
     mine, shared = tmp_path / "mine", tmp_path / "store" / "a"
     mine.mkdir()
     (mine / "b").write_text("mine")
@@ -165,7 +165,7 @@ def test_a_folder_that_becomes_a_link_between_two_looks_is_not_followed(tmp_path
                 shared.unlink,
                 shared.mkdir,
             ):
-                with suppress(OSError):  # the store makes the folder, too
+                with suppress(OSError):  # the store creates the folder at the same time
                     act()
 
     thread = threading.Thread(target=exchange)
@@ -193,25 +193,25 @@ def test_two_writers_of_one_key_have_one_winner(tmp_path: Path) -> None:
         thread.join()
     assert len(wins) == 1
     assert store.read("a") == b"%d" % wins[0]
-    assert [path.name for path in tmp_path.iterdir()] == ["a"], "no scratch is left"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"], "a temporary file remains"
 
 
-def test_half_written_objects_of_other_programs_are_not_listed(tmp_path: Path) -> None:
+def test_partial_writes_of_other_programs_are_not_listed(tmp_path: Path) -> None:
     for name in ("a", "a#1", "a#12345", "a#b"):
         (tmp_path / name).write_text("x")
     assert [entry.key for entry in Store.open(tmp_path).entries("")] == ["a", "a#b"]
 
 
 def test_a_file_url_of_another_host_is_refused() -> None:
-    with pytest.raises(AtollError, match="is on the host 'elsewhere'"):
+    with pytest.raises(AtollError, match="names the host 'elsewhere'"):
         Store.open("file://elsewhere/tmp/x")
 
 
-# Whole workers
+# Complete workers
 
 
 def test_a_worker_does_not_delete_behind_a_link(new_run: Copy, tmp_path: Path) -> None:
-    """The attack of the review: the checkpoints of an expert are a link to files of the worker's own user."""
+    """A known attack: the checkpoints of an expert are a link to files of the user who runs the worker."""
     mine = tmp_path / "mine"
     for name in (f"{ATTEMPT}/sha256/{DIGEST}", "thesis.txt", f"{ATTEMPT}/notes.txt"):
         (mine / name).parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +226,7 @@ def test_a_worker_does_not_delete_behind_a_link(new_run: Copy, tmp_path: Path) -
     assert (shared / "experts" / "001" / "final" / "manifest.json").is_file()
 
 
-def test_a_link_in_the_place_of_one_expert_does_not_stop_the_others(
+def test_a_link_instead_of_one_expert_does_not_stop_the_others(
     new_run: Copy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared = tmp_path / "shared"
@@ -240,18 +240,18 @@ def test_a_link_in_the_place_of_one_expert_does_not_stop_the_others(
     assert states["experts/000"][0] == "failed"
     assert "experts/000 is a symbolic link" in states["experts/000"][1]
     worker.run()
-    assert "experts/000 is passed over" in capsys.readouterr().out
+    assert "experts/000 is skipped" in capsys.readouterr().out
 
 
-def test_a_lease_that_is_a_link_counts_as_no_record(tmp_path: Path) -> None:
+def test_a_lease_that_is_a_link_is_ignored(tmp_path: Path) -> None:
     store, secret = Store.open(tmp_path / "shared"), tmp_path / "secret"
-    first = Lease.take(Store.open(tmp_path / "elsewhere"), "experts/000", 60, holder="mallory")
+    first = Lease.acquire(Store.open(tmp_path / "elsewhere"), "experts/000", 60, holder="mallory")
     assert first is not None
     shutil.copy(tmp_path / "elsewhere" / key_of("experts/000", 0), secret)
     link = tmp_path / "shared" / key_of("experts/000", 0)
     link.parent.mkdir(parents=True)
     link.symlink_to(secret)
-    assert look(store, "experts/000") is None
-    lease = Lease.take(store, "experts/000", 60, holder="ann")
+    assert get_lease(store, "experts/000") is None
+    lease = Lease.acquire(store, "experts/000", 60, holder="ann")
     assert lease is not None
     assert lease.record.epoch == 1

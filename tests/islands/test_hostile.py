@@ -1,4 +1,4 @@
-"""Contributions that must not come in: each is refused with its reason, and nothing of it is left."""
+"""Hostile contributions: each is refused with a reason, and none of its files remains."""
 
 import json
 import shutil
@@ -25,8 +25,8 @@ from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
 from atoll.islands.transfer import fetch, read_manifest
 from atoll.train import resolve_job, train_job
-from islands.hostile_claims import CLAIMS
 from islands.hostile_files import FILES, NAME, WEIGHTS, Offer, not_a_number
+from islands.hostile_manifests import CLAIMS
 from shapes import write_run
 from train.workers import TINY
 
@@ -45,7 +45,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Signer:
 
 @pytest.fixture
 def shared(reference: Path, tmp_path: Path) -> Store:
-    """A store with the run's data and no expert."""
+    """A store with the shards of a run and no expert."""
     run = tmp_path / "run"
     shutil.copytree(reference / "data", run / "data")
     shutil.copy(reference / "atoll.yaml", run / "atoll.yaml")
@@ -56,7 +56,7 @@ def shared(reference: Path, tmp_path: Path) -> Store:
 
 @pytest.fixture
 def offer(reference: Path, ann: Signer) -> Offer:
-    """A contribution in which nothing is wrong."""
+    """A valid contribution."""
     artifact = Artifact(reference, NAME)
     manifest = artifact.open(EXPERT)
     files = {name: artifact.path(name).read_bytes() for name in manifest.files}
@@ -68,25 +68,25 @@ assert len(HOSTILE) >= 25
 
 
 @pytest.mark.parametrize(
-    ("classes", "says"),
+    ("classes", "message"),
     [
         ([3.0, 4.0], None),
         ([1e6, 1.0], "images with a class; there are"),
         ([-1.0, 2.0], "classes is not positive"),
-        ([1.0, 1.0, 1.0], "does not hold the density"),
-        (None, "does not hold the density"),
+        ([1.0, 1.0, 1.0], "does not hold a density"),
+        (None, "does not hold a density"),
     ],
 )
-def test_classes_of_a_density_are_those_of_the_data(
-    reference: Path, tmp_path: Path, classes: list[float] | None, says: str | None
+def test_the_classes_of_a_density_must_match_the_data(
+    reference: Path, tmp_path: Path, classes: list[float] | None, message: str | None
 ) -> None:
     shards = Artifact(reference, f"data/shards/cluster_{NAME.split('/')[1]}").open(SHARDS)
     labelled = replace(shards, content={**shards.content, "labels": ["circle", "square"]})
-    offered = Contribution(0, Artifact(reference, NAME).open(EXPERT), labelled, Policy())
+    contribution = Contribution(0, Artifact(reference, NAME).open(EXPERT), labelled, Policy())
     tensors, file = load_file(reference / NAME / DENSITY_FILE), tmp_path / DENSITY_FILE
     save_file(tensors | ({} if classes is None else {"classes": torch.tensor(classes)}), file)
-    with pytest.raises(Refused, match=says) if says else nullcontext():
-        _check_density(offered, safetensors_header(file), file)
+    with pytest.raises(Refused, match=message) if message else nullcontext():
+        _check_density(contribution, safetensors_header(file), file)
 
 
 @pytest.fixture
@@ -100,16 +100,16 @@ def policy(ann: Signer) -> Policy:
     )
 
 
-def test_a_good_contribution_is_let_in(shared: Store, offer: Offer, policy: Policy, tmp_path: Path) -> None:
+def test_a_valid_contribution_is_admitted(shared: Store, offer: Offer, policy: Policy, tmp_path: Path) -> None:
     digest = offer.put(shared)
     artifact = review(shared, 1, digest, policy=policy, quarantine=tmp_path / "quarantine")
     assert artifact.open(EXPERT, verify=True).digest == digest
 
 
-def test_the_claim_of_an_expert_on_scaled_latents_is_measured_with_the_moments_of_its_data(
+def test_the_held_out_loss_of_an_expert_on_scaled_latents_is_measured_with_the_moments_of_its_data(
     shapes: Path, tmp_path: Path
 ) -> None:
-    """Its bridge shrinks to the mean of the data; without it the measured error would not be the one claimed."""
+    """Its bridge shrinks toward the mean of the data; without the mean, another loss would be measured."""
     run, one = tmp_path / "run", {"clusters": {"count": 1}, "text": {"encoder": "none"}}
     changes = {**TINY, **one, "latents": {"normalization": "scale"}, "experts": {"default": "ddpm"}}
     config = write_run(run, shapes, **changes)
@@ -121,20 +121,20 @@ def test_the_claim_of_an_expert_on_scaled_latents_is_measured_with_the_moments_o
     assert artifact.open(EXPERT).content["statistics"]["data_mean"][0] > 0.3
 
 
-@pytest.mark.parametrize("spoil", HOSTILE, ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("corrupt", HOSTILE, ids=lambda corrupt: corrupt.__name__)
 def test_a_hostile_contribution_is_refused(
-    spoil: Callable[[Offer], None], shared: Store, offer: Offer, policy: Policy, tmp_path: Path
+    corrupt: Callable[[Offer], None], shared: Store, offer: Offer, policy: Policy, tmp_path: Path
 ) -> None:
-    spoil(offer)
+    corrupt(offer)
     digest = offer.put(shared)
-    with pytest.raises(Refused, match=HOSTILE[spoil]):
+    with pytest.raises(Refused, match=HOSTILE[corrupt]):
         review(shared, 1, digest, policy=policy, quarantine=tmp_path / "quarantine")
     assert not (tmp_path / "quarantine").exists()
     assert not Path("/tmp/atoll-was-here").exists()
     assert not list(tmp_path.glob("*escaped*"))
 
 
-def test_a_strangers_signature_counts_nothing(
+def test_a_signature_with_an_unlisted_key_is_refused(
     shared: Store, offer: Offer, policy: Policy, stranger: Signer, tmp_path: Path
 ) -> None:
     offer.signer = stranger
@@ -142,10 +142,10 @@ def test_a_strangers_signature_counts_nothing(
         review(shared, 1, offer.put(shared), policy=policy, quarantine=tmp_path / "quarantine")
 
 
-def test_the_run_samples_with_what_is_good(
+def test_a_run_with_a_refused_expert_samples_with_the_others(
     reference: Path, offer: Offer, policy: Policy, ann: Signer, tmp_path: Path
 ) -> None:
-    """Two good experts and one that is hostile: the two come in, the third does not, and the model paints."""
+    """Two valid experts are pulled, a hostile third one is refused, and the model samples with two."""
     run = tmp_path / "run"
     shutil.copytree(reference, run)
     shutil.rmtree(run / "experts/001")
@@ -158,7 +158,7 @@ def test_the_run_samples_with_what_is_good(
     assert verdicts["experts/000"] == verdicts["experts/002"] == "fetched"
     assert verdicts["experts/001"].startswith("refused: ")
     notice = json.loads((tmp_path / "model/quarantine/experts-001.json").read_text())
-    assert "numbers that are not finite" in notice["reason"]
+    assert "values that are not finite" in notice["reason"]
     assert not (tmp_path / "model/experts/001").exists()
     model = atoll.load(tmp_path / "model", routing="nearest")
     assert model.missing == ("experts/001",)
@@ -168,7 +168,7 @@ def test_the_run_samples_with_what_is_good(
 def test_a_local_symlink_is_not_followed_out_of_an_artifact(
     shared: Store, offer: Offer, policy: Policy, tmp_path: Path
 ) -> None:
-    """Stores have no links; a link planted where a download goes is replaced, not written through."""
+    """A link at the target path of a download is replaced, not followed."""
     offer.put(shared)
     manifest = read_manifest(shared, NAME)
     assert manifest is not None

@@ -1,4 +1,4 @@
-"""Lease records that strangers wrote: a malformed one counts as no record, and none of them deletes anything."""
+"""Lease records written by strangers: malformed ones are ignored, and none can cause a deletion."""
 
 import json
 import threading
@@ -15,8 +15,8 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import CHECKPOINT
 from atoll.core.signing import Signer
 from atoll.islands import leases
-from atoll.islands.checkpoint_publisher import Reporter, is_checkpoint_key
-from atoll.islands.leases import KEPT, MAX_WHY, Lease, key_of, look, survey
+from atoll.islands.checkpoint_publisher import CheckpointPublisher, is_checkpoint_key
+from atoll.islands.leases import KEPT_EPOCHS, MAX_WHY, Lease, get_lease, key_of, list_leases
 from atoll.islands.remote_run import push
 from atoll.islands.status import status
 from atoll.islands.store import Store
@@ -28,7 +28,7 @@ JOB, OTHER = "experts/001", "experts/002"
 ATTEMPT, DIGEST = "0123456789abcdef", "1" * 64
 GOOD: dict[str, Any] = {
     "epoch": 0, "state": "released", "holder": "mallory", "nonce": "0" * 32, "issued": 0.0, "duration": 60.0,
-    "images": 8, "total": 160, "rate": 1.0, "choice": {}, "checkpoint": f"{JOB}/checkpoints/{ATTEMPT}@{DIGEST}",
+    "images": 8, "total": 160, "rate": 1.0, "overrides": {}, "checkpoint": f"{JOB}/checkpoints/{ATTEMPT}@{DIGEST}",
     "manifest": None, "why": "", "failures": 0,
 }  # fmt: skip
 POINTERS: list[Any] = [
@@ -42,15 +42,16 @@ POINTERS: list[Any] = [
     f"experts/\uff10\uff10\uff11/checkpoints/{ATTEMPT}@{DIGEST}", f"experts/00\u0661/checkpoints/{ATTEMPT}@{DIGEST}",
     "a" * 4000, "@" * 4000, "experts/" * 500, 5, True, [], {}, [f"{JOB}/checkpoints/{ATTEMPT}@{DIGEST}"],
 ]  # fmt: skip
-"""Values of `checkpoint` that are no name of a checkpoint of this job."""
+"""Invalid values of `checkpoint`: not the name of a checkpoint of this job."""
 FIELDS: list[dict[str, Any]] = [
     {"epoch": 7}, {"epoch": -1}, {"epoch": "0"}, {"epoch": True}, {"epoch": 10**30}, {"state": "mine"}, {"state": None},
     {"holder": "a" * 201}, {"holder": 5}, {"nonce": ""}, {"nonce": "../" * 10}, {"nonce": "0" * 31 + "/"},
     {"nonce": "0" * 32 + "\n"}, {"issued": "now"}, {"duration": 0}, {"duration": 1e9}, {"duration": "60"},
     {"images": -1}, {"images": 1.5}, {"images": 1 << 60}, {"total": "160"}, {"rate": -1.0}, {"rate": 1e300},
-    {"choice": {"island.setup": "[rm -r .]"}}, {"choice": {"data.source": "/"}}, {"choice": {"train.ema.../x": "1"}},
-    {"choice": {"train.a.b.c.d": "1"}}, {"choice": {"train.lr": 1}}, {"choice": {"train.lr": "\x1b[2J"}},
-    {"choice": {"train.lr": "1" * 4100}}, {"choice": {f"train.a{n}": "1" for n in range(65)}}, {"choice": []},
+    {"overrides": {"island.setup": "[rm -r .]"}}, {"overrides": {"data.source": "/"}},
+    {"overrides": {"train.ema.../x": "1"}},
+    {"overrides": {"train.a.b.c.d": "1"}}, {"overrides": {"train.lr": 1}}, {"overrides": {"train.lr": "\x1b[2J"}},
+    {"overrides": {"train.lr": "1" * 4100}}, {"overrides": {f"train.a{n}": "1" for n in range(65)}}, {"overrides": []},
     {"manifest": "../x"}, {"manifest": "0" * 63}, {"manifest": "0" * 64 + "\n"}, {"manifest": 5},
     {"why": "a" * (MAX_WHY + 1)}, {"failures": -1}, {"unknown": 1},
 ]  # fmt: skip
@@ -64,7 +65,7 @@ MALFORMED += [json.dumps({**GOOD, **change}).encode() for change in FIELDS] + RA
 
 
 def short(value: object) -> str:
-    """A name for a case, of readable length."""
+    """Return a short test id."""
     return repr(value)[-50:]
 
 
@@ -74,34 +75,34 @@ def store() -> Store:
 
 
 def taken(store: Store, job: str = JOB) -> Lease:
-    lease = Lease.take(store, job, 60, holder="ann")
+    lease = Lease.acquire(store, job, 60, holder="ann")
     assert lease is not None
     return lease
 
 
-def test_the_record_that_is_varied_is_well_formed(store: Store) -> None:
+def test_the_unmodified_record_is_well_formed(store: Store) -> None:
     store.write(key_of(JOB, 0), json.dumps(GOOD).encode())
     assert taken(store).record.checkpoint == GOOD["checkpoint"]
 
 
 @pytest.mark.parametrize("data", MALFORMED, ids=short)
-def test_a_malformed_record_counts_as_no_record(store: Store, data: bytes) -> None:
+def test_a_malformed_record_is_ignored(store: Store, data: bytes) -> None:
     store.write(key_of(JOB, 0), data)
-    assert survey(store) == {}
+    assert list_leases(store) == {}
     lease = taken(store)
-    assert (lease.record.epoch, lease.record.checkpoint, lease.record.choice) == (1, None, {})
-    seen = look(store, JOB)
-    assert seen is not None
-    assert seen.record == lease.record
+    assert (lease.record.epoch, lease.record.checkpoint, lease.record.overrides) == (1, None, {})
+    lease_status = get_lease(store, JOB)
+    assert lease_status is not None
+    assert lease_status.record == lease.record
 
 
 @pytest.mark.parametrize("data", RAW, ids=short)
-def test_a_holder_goes_on_above_a_malformed_record(store: Store, data: bytes) -> None:
-    """Also past several, and past one far above; others keep seeing the newest well-formed record."""
+def test_a_holder_renews_above_a_malformed_record(store: Store, data: bytes) -> None:
+    """Skip several malformed records, and one with a far higher epoch; other workers still find the well-formed one."""
     lease = taken(store)
     for epoch in (1, 2, 4, 999_999):
         store.write(key_of(JOB, epoch), data)
-    assert Lease.take(store, JOB, 60, holder="bob") is None, "it is held"
+    assert Lease.acquire(store, JOB, 60, holder="bob") is None, "it is held"
     lease.renew(images=5)
     assert lease.record.epoch == 3
     lease.renew(images=6)
@@ -110,15 +111,15 @@ def test_a_holder_goes_on_above_a_malformed_record(store: Store, data: bytes) ->
     assert taken(store).record.images == 6
 
 
-def test_whoever_was_overtaken_is_still_stopped_above_malformed_records(store: Store) -> None:
+def test_a_takeover_above_malformed_records_stops_the_old_holder(store: Store) -> None:
     sleeper = taken(store)
     store.write(key_of(JOB, 1), b"x")
-    other = Lease.take(store, JOB, 60, holder="bob", state=("held",))
+    other = Lease.acquire(store, JOB, 60, holder="bob", state=("held",))
     assert other is not None
     for act in (sleeper.renew, lambda: sleeper.end("done")):
         with pytest.raises(leases.LeaseLost):
             act()
-    for _ in range(KEPT + 3):
+    for _ in range(KEPT_EPOCHS + 3):
         other.renew()
     with pytest.raises(leases.LeaseLost):
         sleeper.renew()
@@ -132,43 +133,43 @@ def test_keys_that_are_not_those_of_leases_are_ignored(store: Store, key: str) -
     store.write(f"leases/{key}/000000", b"x")
     lease = taken(store)
     lease.renew()
-    assert set(survey(store)) == {JOB}
+    assert set(list_leases(store)) == {JOB}
     assert lease.record.epoch == 1
 
 
 def test_a_well_formed_record_at_the_last_epoch_blocks_its_own_job_only(store: Store) -> None:
     store.write(key_of(JOB, 999_999), json.dumps({**GOOD, "epoch": 999_999}).encode())
-    assert Lease.take(store, JOB, 60, holder="ann") is None
+    assert Lease.acquire(store, JOB, 60, holder="ann") is None
     assert taken(store, OTHER).record.epoch == 0
 
 
-def test_the_longest_record_of_ones_own_is_read_back(store: Store) -> None:
+def test_the_longest_valid_record_can_be_read(store: Store) -> None:
     wide = "\U0001f3dd"  # four bytes in UTF-8
-    lease = Lease.take(store, JOB, 60, holder=wide * 200, choice={"train.ema": wide * 1000})
+    lease = Lease.acquire(store, JOB, 60, holder=wide * 200, overrides={"train.ema": wide * 1000})
     assert lease is not None
     lease.end("failed", why=wide * 5000, failures=1)
-    seen = look(store, JOB)
-    assert seen is not None
-    assert seen.record == lease.record
-    assert seen.record.why == wide * MAX_WHY
+    lease_status = get_lease(store, JOB)
+    assert lease_status is not None
+    assert lease_status.record == lease.record
+    assert lease_status.record.why == wide * MAX_WHY
 
 
-@pytest.mark.parametrize("choice", [{"train.lr": "1" * 5000}, {"island.setup": "x"}, {"train.lr": "a\nb"}])
-def test_what_nobody_could_read_is_not_written(store: Store, choice: dict[str, str]) -> None:
-    with pytest.raises(AtollError, match="cannot be written into a lease: choice"):
-        Lease.take(store, JOB, 60, holder="ann", choice=choice)
+@pytest.mark.parametrize("overrides", [{"train.lr": "1" * 5000}, {"island.setup": "x"}, {"train.lr": "a\nb"}])
+def test_an_invalid_record_is_not_written(store: Store, overrides: dict[str, str]) -> None:
+    with pytest.raises(AtollError, match="cannot be written into a lease: overrides"):
+        Lease.acquire(store, JOB, 60, holder="ann", overrides=overrides)
     assert store.entries("leases") == []
 
 
 # What a worker deletes
 
 
-def published(run: Path, samples: int) -> Artifact:
-    """A checkpoint on disk, as training would have saved it."""
-    artifact = Artifact(run, f"{JOB}/checkpoints/{samples:012d}")
+def published(run: Path, images: int) -> Artifact:
+    """Write a checkpoint as training would save it."""
+    artifact = Artifact(run, f"{JOB}/checkpoints/{images:012d}")
     artifact.begin(CHECKPOINT, {})
-    artifact.write("state.bin", bytes([samples]))
-    artifact.commit({"images": samples, "seconds": 0.0})
+    artifact.write("state.bin", bytes([images]))
+    artifact.commit({"images": images, "seconds": 0.0})
     return artifact
 
 
@@ -177,7 +178,7 @@ def keys_of(store: Store) -> set[str]:
 
 
 def bystanders(store: Store) -> set[str]:
-    """Objects of every kind, also of attempts at this and another job that are not this worker's."""
+    """Write objects of every kind that the worker must not delete; return their keys."""
     names = [f"{job}/checkpoints/{ATTEMPT}" for job in (JOB, OTHER)] + [f"{job}/final" for job in (JOB, OTHER)]
     keys = [f"{name}/{part}" for name in names for part in (f"sha256/{DIGEST}", f"manifests/{DIGEST}.json")]
     keys += ["x", "x/y", "@x", f"data/shards/cluster_000/sha256/{DIGEST}", f"{JOB}/checkpoints/notes.txt"]
@@ -187,13 +188,13 @@ def bystanders(store: Store) -> set[str]:
 
 
 @pytest.mark.parametrize("pointer", [*POINTERS, GOOD["checkpoint"], None], ids=short)
-def test_a_record_names_nothing_that_is_deleted(store: Store, new_run: Copy, pointer: Any) -> None:
-    """Also a well-formed pointer: what this worker neither wrote nor resumed from, it does not delete."""
+def test_no_record_can_cause_a_deletion(store: Store, new_run: Copy, pointer: Any) -> None:
+    """A worker deletes only keys that it wrote or resumed from, even if the pointer is well-formed."""
     kept = bystanders(store)
     store.write(key_of(JOB, 0), json.dumps({**GOOD, "checkpoint": pointer}).encode())
     run = new_run(only=[])
     lease = taken(store)
-    reporter = Reporter(
+    publisher = CheckpointPublisher(
         store,
         lease,
         resolve_job(run, config.load(run), "expert", expert=1),
@@ -201,19 +202,19 @@ def test_a_record_names_nothing_that_is_deleted(store: Store, new_run: Copy, poi
         every=0.0,
         stop=threading.Event(),
     )
-    for samples in (8, 16, 24):
-        reporter._waiting = published(run, samples)
-        reporter._send()
-        assert reporter._upload is not None
-        reporter._upload.result()
-    reporter.close()
+    for images in (8, 16, 24):
+        publisher._waiting = published(run, images)
+        publisher._send()
+        assert publisher._upload is not None
+        publisher._upload.result()
+    publisher.close()
     assert kept <= keys_of(store)
     own = keys_of(store) - kept
     assert {key.split("/")[3] for key in own} == {lease.record.nonce[:16]}
     assert len(own) == 2, "one file and its manifest: older checkpoints of this worker are gone"
     pointer_now = lease.record.checkpoint
     assert pointer_now is not None
-    assert pointer_now.startswith(reporter.name)
+    assert pointer_now.startswith(publisher.name)
 
 
 def worker_on(store: Store, new_run: Copy, tmp_path: Path, name: str) -> Worker:
@@ -222,12 +223,12 @@ def worker_on(store: Store, new_run: Copy, tmp_path: Path, name: str) -> Worker:
         run = new_run()
         (run / "policy.json").write_bytes(to_json({"publishers": {"ann": ann.public}}))
         push(run, store)
-    how: dict[str, Any] = {"signer": ann, "duration": 60.0, "publish_every": 0.0, "name": name}
-    return open_worker(store.url, tmp_path / name, **how)
+    options: dict[str, Any] = {"signer": ann, "duration": 60.0, "publish_every": 0.0, "name": name}
+    return open_worker(store.url, tmp_path / name, **options)
 
 
-def test_a_worker_deletes_no_more_than_the_checkpoints_of_its_job(store: Store, new_run: Copy, tmp_path: Path) -> None:
-    """The attack of the review, whole: it emptied a store under a policy, from 46 objects to 7."""
+def test_a_worker_deletes_only_the_checkpoints_of_its_job(store: Store, new_run: Copy, tmp_path: Path) -> None:
+    """A known attack: this record once made a worker delete 39 of 46 objects of a store with a policy."""
     worker = worker_on(store, new_run, tmp_path, "ann")
     store.write(key_of(JOB, 0), json.dumps({**GOOD, "checkpoint": "@x"}).encode())
     kept = keys_of(store) | {key for key in bystanders(store) if not is_checkpoint_key(key, JOB)}
@@ -237,33 +238,33 @@ def test_a_worker_deletes_no_more_than_the_checkpoints_of_its_job(store: Store, 
     assert next(line for line in status(store) if line.job == JOB).state == "done"
 
 
-def test_the_checkpoint_that_was_resumed_from_is_removed_and_no_other(
+def test_only_the_checkpoint_that_was_resumed_from_is_deleted(
     store: Store, new_run: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = worker_on(store, new_run, tmp_path, "first")
     kept = bystanders(store)
-    saved: Callable[[Reporter, Artifact], None] = Reporter.saved
+    on_checkpoint: Callable[[CheckpointPublisher, Artifact], None] = CheckpointPublisher.on_checkpoint
 
-    def leave(self: Reporter, checkpoint: Artifact) -> None:
-        saved(self, checkpoint)
+    def leave(self: CheckpointPublisher, checkpoint: Artifact) -> None:
+        on_checkpoint(self, checkpoint)
         self.stop.set()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Reporter, "saved", leave)
+        patch.setattr(CheckpointPublisher, "on_checkpoint", leave)
         assert first.run(expert=1) == 0
-        seen = look(store, JOB)
-        assert seen is not None
-        assert seen.record.checkpoint is not None
-        handed_over = seen.record.checkpoint.split("@")[0]
+        lease_status = get_lease(store, JOB)
+        assert lease_status is not None
+        assert lease_status.record.checkpoint is not None
+        handed_over = lease_status.record.checkpoint.split("@")[0]
         assert store.entries(handed_over)
         second = worker_on(store, new_run, tmp_path, "second")
         assert second.run(expert=1) == 0
     assert store.entries(handed_over) == [], "the second worker's checkpoint contains its progress"
     assert kept <= keys_of(store)
-    seen = look(store, JOB)
-    assert seen is not None
-    assert seen.record.checkpoint is not None
-    assert store.entries(seen.record.checkpoint.split("@")[0])
+    lease_status = get_lease(store, JOB)
+    assert lease_status is not None
+    assert lease_status.record.checkpoint is not None
+    assert store.entries(lease_status.record.checkpoint.split("@")[0])
 
 
 @pytest.mark.parametrize(

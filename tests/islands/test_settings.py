@@ -1,4 +1,4 @@
-"""Settings of a shared run: what leaves a machine, and what is refused when it comes from a store."""
+"""Settings of a shared run: which of them are shared, and which are refused when they come from a store."""
 
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from atoll import cli
 from atoll.core import config
 from atoll.core.config_sections import Island
 from atoll.core.errors import AtollError
+from atoll.core.presets import PRESETS
+from atoll.core.untrusted import Refused
 from atoll.islands.remote_run import open_config, pull, push
 from atoll.islands.shared_settings import SHARED, read_shared, shared_part
 from atoll.islands.store import Store
-from atoll.islands.worker import open_worker
+from atoll.islands.worker import check_overrides, open_worker
 from train.conftest import Copy, merge
 
 MACHINE = {
@@ -30,7 +32,7 @@ def store() -> Store:
     return Store.open(f"memory://{uuid4().hex}")
 
 
-def test_settings_of_the_machine_stay_on_the_machine(
+def test_settings_of_the_machine_are_not_shared(
     new_run: Copy, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = new_run(**MACHINE)
@@ -50,7 +52,7 @@ def test_settings_of_the_machine_stay_on_the_machine(
 def test_a_pulled_run_keeps_the_island_of_its_machine(new_run: Copy, tmp_path: Path, store: Store) -> None:
     owner = new_run("owner", **MACHINE)
     push(owner, store)
-    assert open_config(store, owner)[0].island.setup == ["touch /tmp/owned"], "the owner's own folder"
+    assert open_config(store, owner)[0].island.setup == ["touch /tmp/owned"], "the folder of the owner"
     folder = tmp_path / "elsewhere"
     pull(store, folder)
     values = yaml.safe_load((folder / "atoll.yaml").read_text())
@@ -66,7 +68,7 @@ def test_a_shared_setting_must_not_change(new_run: Copy, tmp_path: Path, store: 
     changed = yaml.safe_load(store.read("atoll.yaml") or b"")
     changed["train"]["lr"] = 0.5
     store.write("atoll.yaml", yaml.safe_dump(changed).encode())
-    with pytest.raises(AtollError, match=r"atoll.yaml is not what it was"):
+    with pytest.raises(AtollError, match=r"atoll.yaml has changed since"):
         open_config(store, folder)
 
 
@@ -89,47 +91,47 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"latents": {"autoencoder": "a/b/c"}}, "expected a name, not a path"),
     ({"text": {"encoder": "~/secret"}}, "text.encoder is '~/secret'; expected a name, not a path"),
     ({"features": {"model": ["x"]}}, "features.model is .*expected a name, not a path"),
-    ({"clusters": {"count": 10**9}}, "clusters.count is 1000000000; at most 4,096"),
-    ({"train": {"total_images": 10**18}}, "train.total_images is .*at most"),
-    ({"train": {"batch_size": 10**9}}, "train.batch_size is .*at most 1,048,576"),
-    ({"train": {"ema": {f"e{n}": 1.0 for n in range(9)}}}, "train.ema has .* entries; at most 8"),
-    ({"networks": {"default": {"depth": 10**6}}}, "depth is 1000000; at most 512"),
-    ({"networks": {"default": {"width": 2**20}}}, "width is 1048576; at most 65536"),
-    ({"router": {"network": {"depth": 10**6}}}, "depth is 1000000; at most 512"),
-    ({"text": {"max_tokens": 10**9}}, "text.max_tokens is 1000000000; at most"),
-    ({"preset": "x" * 70_000}, "has 7.*bytes; at most 65,536 are read"),
+    ({"clusters": {"count": 10**9}}, "clusters.count is 1000000000; the limit for a shared run is 4,096"),
+    ({"train": {"total_images": 10**18}}, "train.total_images is .*the limit for"),
+    ({"train": {"batch_size": 10**9}}, "train.batch_size is .*the limit for a shared run is 1,048,576"),
+    ({"train": {"ema": {f"e{n}": 1.0 for n in range(9)}}}, "train.ema has .* entries; the limit for a shared run is 8"),
+    ({"networks": {"default": {"depth": 10**6}}}, "depth is 1000000; the limit is 512"),
+    ({"networks": {"default": {"width": 2**20}}}, "width is 1048576; the limit is 65536"),
+    ({"router": {"network": {"depth": 10**6}}}, "depth is 1000000; the limit is 512"),
+    ({"text": {"max_tokens": 10**9}}, "text.max_tokens is 1000000000; the limit"),
+    ({"preset": "x" * 70_000}, "has 7.*bytes; the limit is 65,536"),
     ({"setup": "rm"}, "sets 'setup', which belongs to a machine"),
     ({"train": {"unknown": 1}}, "sets train.unknown, which belongs to a machine"),
 ]
 
 
-@pytest.mark.parametrize(("planted", "words"), HOSTILE)
-def test_a_hostile_run_changes_nothing_on_the_machine_that_joins(
-    planted: dict[str, Any], words: str, new_run: Copy, tmp_path: Path, store: Store
+@pytest.mark.parametrize(("hostile_settings", "message"), HOSTILE)
+def test_hostile_settings_are_refused_before_anything_is_written(
+    hostile_settings: dict[str, Any], message: str, new_run: Copy, tmp_path: Path, store: Store
 ) -> None:
     push(new_run(), store)
-    values = merge(yaml.safe_load(store.read("atoll.yaml") or b""), planted)
+    values = merge(yaml.safe_load(store.read("atoll.yaml") or b""), hostile_settings)
     store.write("atoll.yaml", yaml.safe_dump(values).encode())
     folder = tmp_path / "victim"
     for verb in (lambda: open_worker(store.url, folder, signer=None), lambda: pull(store, folder)):
-        with pytest.raises(AtollError, match=words):
+        with pytest.raises(AtollError, match=message):
             verb()
     assert not folder.exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
-        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "it has an alias"),
-        ("preset: &x hello\ntrain: {seed: *x}\n", "it has an alias"),
-        ("- 1\n", "not a table of settings"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "it contains an alias"),
+        ("preset: &x hello\ntrain: {seed: *x}\n", "it contains an alias"),
+        ("- 1\n", "not a mapping of settings"),
         ("1: 2\n", "sets '1', which belongs to a machine"),
-        ("preset: !!python/object/apply:os.system ['true']\n", "not readable as YAML"),
-        ("\xff", "not readable as YAML"),
+        ("preset: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
+        ("\xff", "not valid YAML"),
     ],
 )
-def test_a_file_that_is_no_plain_table_is_refused(text: str, words: str) -> None:
-    with pytest.raises(AtollError, match=words):
+def test_a_file_that_is_not_a_plain_mapping_is_refused(text: str, message: str) -> None:
+    with pytest.raises(AtollError, match=message):
         read_shared(text.encode("latin-1"), "the store")
 
 
@@ -141,7 +143,7 @@ SHARED_COUNT = 69
 
 
 def test_a_new_setting_is_shared_only_after_a_decision() -> None:
-    """Fail when a key is added: it belongs either to a machine (`LOCAL`) or to the shared run (count it)."""
+    """Fail when a key is added: decide whether it belongs to a machine (`LOCAL`) or to the shared run."""
     fields = config.Config.model_fields
     keys = {
         f"{name}.{key}" if name not in ("experts", "networks", "preset", "island") else name
@@ -156,16 +158,36 @@ def test_a_new_setting_is_shared_only_after_a_decision() -> None:
     assert len(shared) == SHARED_COUNT, sorted(shared)
 
 
-def test_what_is_shared_is_read_back_unchanged(new_run: Copy) -> None:
+def test_shared_settings_survive_a_round_trip(new_run: Copy) -> None:
     own = config.load(new_run())
     read = read_shared(shared_part(own), "the store")
     assert shared_part(read) == shared_part(own)
 
 
-def test_a_pulled_run_runs_no_shell_of_its_owner(
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_settings_of_every_preset_can_be_shared(preset: str) -> None:
+    settings = config.resolve(PRESETS[preset])
+    assert shared_part(read_shared(shared_part(settings), "store")) == shared_part(settings)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("train.samples", "train.total_images"), ("data.held_out", "data.val_fraction")]
+)
+def test_a_renamed_setting_of_a_store_is_refused_with_its_new_name(old: str, new: str) -> None:
+    section, key = old.split(".")
+    with pytest.raises(Refused, match=f"{old} is now {new}"):
+        read_shared(yaml.safe_dump({section: {key: 1}}).encode(), "store")
+
+
+def test_a_renamed_setting_of_a_contributor_is_an_error_with_its_new_name() -> None:
+    with pytest.raises(AtollError, match=r"--train.samples is now --train.total_images"):
+        check_overrides({"train.samples": "5"})
+
+
+def test_a_pulled_run_runs_no_shell_commands_of_its_owner(
     new_run: Copy, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`launch --on slurm` of a pulled run writes scripts without the owner's lines."""
+    """`launch --on slurm` of a pulled run writes scripts without the shell lines of the owner."""
     push(new_run(**MACHINE), store)
     folder = tmp_path / "pulled"
     pull(store, folder, shards=True)

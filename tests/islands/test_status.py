@@ -1,4 +1,4 @@
-"""What is told of a run while it trains."""
+"""The status of a run while it trains."""
 
 import subprocess
 import sys
@@ -10,20 +10,22 @@ from train.conftest import Copy
 from train.workers import finish
 
 
-def test_a_job_in_a_folder_is_measured_by_its_own_length(new_run: Copy) -> None:
-    """The router and the monolith train for other numbers of samples than the experts."""
+def test_the_total_of_a_job_is_that_of_its_metrics(new_run: Copy) -> None:
+    """The router trains on another number of images than the experts."""
     run = new_run(train={"total_images": 64}, router={"total_images": 96})
     assert finish(run, "--router") == 0
-    (run / "router/final/manifest.json").rename(run / "router/manifest.json")  # as if it were still at work
+    (run / "router/final/manifest.json").rename(run / "router/manifest.json")  # as if it were still training
     line = next(line for line in status(Store.open(run)) if line.job == "router")
     assert (line.images, line.total) == (96, 96)
 
 
-def test_watching_through_a_pipe_tells_every_look(new_run: Copy, tmp_path: Path) -> None:
+def test_watching_through_a_pipe_prints_every_refresh(new_run: Copy, tmp_path: Path) -> None:
     run = new_run()
     command = [sys.executable, "-m", "atoll.cli", "status", str(run), "--watch", "--every", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         assert process.stdout is not None
-        looks = [line for line, _ in zip((line for line in process.stdout if "router" in line), range(2), strict=False)]
+        refreshes = [
+            line for line, _ in zip((line for line in process.stdout if "router" in line), range(2), strict=False)
+        ]
         process.terminate()
-    assert len(looks) == 2
+    assert len(refreshes) == 2

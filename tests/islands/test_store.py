@@ -1,4 +1,4 @@
-"""The store contract: on a file system, in memory, and on a real S3 server."""
+"""The guarantees of a store: on a file system, in memory, and on real S3 servers."""
 
 import hashlib
 import shutil
@@ -15,7 +15,7 @@ from atoll.core.untrusted import Refused
 from atoll.islands import transfer
 from atoll.islands.store import Store
 from atoll.islands.transfer import fetch, parts_of, publish, read_manifest, upload
-from islands.servers import forgetful, proxy
+from islands.servers import proxy, server_without_conditions
 
 
 def make(run: Path, name: str = "data/shards/cluster_000", sizes: tuple[int, ...] = (10, 0, 3_000_000)) -> Artifact:
@@ -42,7 +42,7 @@ def test_keys_are_created_once(store: Store) -> None:
     store.probe()
     assert store.create("a/b", b"first")
     assert not store.create("a/b", b"second")
-    assert store.create("a/b", b"first"), "the same words again are no conflict"
+    assert store.create("a/b", b"first"), "writing equal content is not a conflict"
     assert store.read("a/b") == b"first"
     assert store.read("a/c") is None
     assert store.entry("a/c") is None
@@ -55,11 +55,11 @@ def test_keys_are_created_once(store: Store) -> None:
 
 def test_an_object_that_is_too_large_is_not_read(store: Store) -> None:
     store.write("a", bytes(1001))
-    with pytest.raises(AtollError, match="1,001 bytes; at most 1,000"):
+    with pytest.raises(AtollError, match="1,001 bytes; the limit is 1,000"):
         store.read("a", 1000)
 
 
-def test_the_stores_clock_goes_with_its_objects(store: Store) -> None:
+def test_the_clock_of_the_store_matches_modification_times(store: Store) -> None:
     before = store.now()
     store.write("a", b"")
     entry = store.entry("a")
@@ -67,24 +67,24 @@ def test_the_stores_clock_goes_with_its_objects(store: Store) -> None:
     assert -1.5 < entry.modified - before < 10
 
 
-def test_a_store_that_ignores_conditions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that answers every conditional write with 200, as several S3 imitations do."""
-    with forgetful() as address:
+def test_a_store_that_ignores_conditional_writes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server accepts every conditional write with status 200, like several S3 clones."""
+    with server_without_conditions() as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "test")
-        with pytest.raises(AtollError, match="overwrites a key that it was asked to create only if absent"):
+        with pytest.raises(AtollError, match="ignores conditional writes"):
             Store.open("s3://bucket/run").probe()
 
 
-def test_an_unknown_kind_of_place_is_refused() -> None:
+def test_an_unknown_url_scheme_is_refused() -> None:
     with pytest.raises(AtollError, match="gopher://x: cannot be opened"):
         Store.open("gopher://x")
 
 
 def test_an_artifact_makes_the_round_trip(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parts, so that the large file travels in pieces; what is there is not sent again."""
-    monkeypatch.setattr(transfer, "PART", 1 << 20)
+    """Small parts divide the large file; stored objects are not sent again."""
+    monkeypatch.setattr(transfer, "PART_BYTES", 1 << 20)
     source = make(tmp_path / "a")
     publish(store, source, manifest_of(source))
     assert len(store.entries(f"{source.name}/sha256")) == 2 + 3
@@ -100,10 +100,10 @@ def test_an_artifact_makes_the_round_trip(store: Store, tmp_path: Path, monkeypa
     fetch(store, source.name, manifest, target=target)
 
 
-def test_other_content_cannot_take_a_published_name(store: Store, tmp_path: Path) -> None:
+def test_a_published_name_cannot_get_other_content(store: Store, tmp_path: Path) -> None:
     first, second = make(tmp_path / "a"), make(tmp_path / "b", sizes=(11,))
     publish(store, first, manifest_of(first))
-    with pytest.raises(AtollError, match="published before with other content"):
+    with pytest.raises(AtollError, match="already published with different content"):
         publish(store, second, manifest_of(second))
     manifest = read_manifest(store, first.name)
     assert manifest is not None
@@ -112,7 +112,7 @@ def test_other_content_cannot_take_a_published_name(store: Store, tmp_path: Path
     assert content(Artifact(tmp_path / "c", first.name)) == content(first)
 
 
-def test_what_is_damaged_in_the_store_does_not_come_in(store: Store, tmp_path: Path) -> None:
+def test_a_damaged_object_is_refused(store: Store, tmp_path: Path) -> None:
     source = make(tmp_path / "a")
     manifest = manifest_of(source)
     publish(store, source, manifest)
@@ -121,7 +121,7 @@ def test_what_is_damaged_in_the_store_does_not_come_in(store: Store, tmp_path: P
     data[1000] ^= 1
     store.write(part.key, bytes(data))
     target = Artifact(tmp_path / "b", source.name)
-    with pytest.raises(Refused, match=r"file-2.bin is not what its manifest says \(its SHA-256 differs\)"):
+    with pytest.raises(Refused, match=r"file-2.bin does not match its manifest \(its SHA-256 differs\)"):
         fetch(store, source.name, manifest, target=target)
     assert target.manifest() is None
     assert not target.path("file-2.bin").exists()
@@ -130,25 +130,25 @@ def test_what_is_damaged_in_the_store_does_not_come_in(store: Store, tmp_path: P
     assert content(target) == content(source)
 
 
-def test_an_object_that_is_missing_or_short_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "pause", lambda _: 0)
+def test_a_missing_or_short_object_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "backoff", lambda _: 0)
     store, source = Store.open(f"memory://{uuid4().hex}"), make(tmp_path / "a")
     manifest = manifest_of(source)
     publish(store, source, manifest)
     key = parts_of(source.name, manifest.files["file-2.bin"])[0].key
     store.write(key, b"short")
-    with pytest.raises(AtollError, match="has 5 bytes; its manifest says 3,000,000"):
+    with pytest.raises(AtollError, match="has 5 bytes; its manifest lists 3,000,000"):
         fetch(store, source.name, manifest, target=Artifact(tmp_path / "b", source.name))
     store.delete([key])
     with pytest.raises(Refused, match="is missing though a manifest lists it"):
         fetch(store, source.name, manifest, target=Artifact(tmp_path / "c", source.name))
 
 
-def test_cuts_in_an_upload_leave_nothing_half_visible(
+def test_an_interrupted_upload_leaves_no_partial_object(
     s3: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every connection is cut after 100 kB: it fails, and nothing is there but whole objects. Then it is finished."""
-    monkeypatch.setattr(transfer, "PART", 1 << 20)
+    """Cut every connection after 100 kB: the upload fails and leaves only complete objects. A later upload finishes."""
+    monkeypatch.setattr(transfer, "PART_BYTES", 1 << 20)
     monkeypatch.setattr("atoll.islands.store.ATTEMPTS", 1)
     source = make(tmp_path / "a", sizes=(50_000, 3_000_000))
     manifest = manifest_of(source)
@@ -156,7 +156,7 @@ def test_cuts_in_an_upload_leave_nothing_half_visible(
         monkeypatch.setenv("AWS_ENDPOINT_URL", line.address)
         store = Store.open(bucket)
         line.cut_up = [100_000] * 1000
-        with pytest.raises(AtollError, match="does not answer"):
+        with pytest.raises(AtollError, match="does not respond"):
             publish(store, source, manifest)
         assert line.cuts >= 3
         line.cut_up = []
@@ -166,14 +166,14 @@ def test_cuts_in_an_upload_leave_nothing_half_visible(
         assert len(there) < len(sizes)
         assert read_manifest(store, source.name) is None
         before = line.up
-        line.cut_up = [700_000, 300_000]  # some cuts more: the retries finish it
+        line.cut_up = [700_000, 300_000]  # two more cuts, which the retries survive
         publish(store, source, manifest)
         assert line.up - before < 1.5 * 3_050_000
         fetch(store, source.name, manifest, target=Artifact(tmp_path / "b", source.name))
     assert content(Artifact(tmp_path / "b", source.name)) == content(source)
 
 
-def test_cuts_in_a_download_leave_nothing_half_visible_and_cost_little(
+def test_an_interrupted_download_leaves_no_partial_file_and_resumes(
     s3: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make(tmp_path / "a", sizes=(4_000_000,))
@@ -182,23 +182,23 @@ def test_cuts_in_a_download_leave_nothing_half_visible_and_cost_little(
     target = Artifact(tmp_path / "b", source.name)
     with proxy(s3) as line:
         monkeypatch.setenv("AWS_ENDPOINT_URL", line.address)
-        monkeypatch.setattr("atoll.islands.store._RETRIES", {"max_retries": 0})
+        monkeypatch.setattr("atoll.islands.store._RETRY_CONFIG", {"max_retries": 0})
         monkeypatch.setattr(transfer, "ATTEMPTS", 2)
-        monkeypatch.setattr(transfer, "pause", lambda _: 0)
+        monkeypatch.setattr(transfer, "backoff", lambda _: 0)
         store = Store.open(bucket)
         line.cut_down = [1_500_000, *[0] * 50]
-        with pytest.raises(AtollError, match="of 4,000,000 bytes came"):
+        with pytest.raises(AtollError, match="of 4,000,000 bytes"):
             fetch(store, source.name, manifest, target=target)
         assert target.manifest() is None
         assert not target.path("file-0.bin").exists()
         line.cut_down = [1_000_000]
         fetch(store, source.name, manifest, target=target)
         assert line.cuts >= 3
-        assert line.down < 1.2 * 4_000_000, "a download goes on where it was cut"
+        assert line.down < 1.2 * 4_000_000, "a download must resume where it was cut"
     assert content(target) == content(source)
 
 
-def test_bytes_moved_are_those_of_the_artifact(
+def test_little_more_than_the_artifact_is_transferred(
     s3: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make(tmp_path / "a", sizes=(2_000_000, 2_000_000, 500_000))
@@ -221,7 +221,7 @@ def test_a_part_of_an_artifact_can_be_fetched(store: Store, tmp_path: Path) -> N
     assert target.open(SHARDS, verify=True).content == {"rows": 1}
 
 
-def test_an_upload_alone_counts_for_nothing(store: Store, tmp_path: Path) -> None:
+def test_an_upload_without_commit_is_not_visible(store: Store, tmp_path: Path) -> None:
     source = make(tmp_path / "a")
     upload(store, source, manifest_of(source), name=source.name)
     assert read_manifest(store, source.name) is None

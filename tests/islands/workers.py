@@ -1,4 +1,4 @@
-"""`atoll` in processes of their own, which can be killed, with their own environment."""
+"""Run `atoll` commands in child processes that can be killed, each with its environment."""
 
 import contextlib
 import multiprocessing
@@ -24,13 +24,13 @@ def _work(arguments: list[str], environment: dict[str, str], log: str) -> None:
 
 
 def start(log: Path, environment: dict[str, str], *arguments: str) -> multiprocessing.Process:
-    """An `atoll` command; what it says goes to `log`."""
+    """Start an `atoll` command; its output goes to `log`."""
     process = _context.Process(target=_work, args=(list(arguments), environment, str(log)))
     process.start()
     return process
 
 
 def end(process: multiprocessing.Process, log: Path, seconds: float = 300, code: int = 0) -> None:
-    """Wait for a command that must end with this code."""
+    """Wait for a command; check its exit code."""
     process.join(seconds)
     assert process.exitcode == code, f"exit code {process.exitcode}:\n{log.read_text()}"

@@ -1,4 +1,4 @@
-"""The launchers as the contract sees them: start a launch, kill a job, take a job's machine away."""
+"""Test drivers of the launchers: start a launch, and preempt the machine of a job."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ MAIN = "import sys; from atoll.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 class Local:
-    """Processes of this machine, two at a time."""
+    """Two parallel processes on this machine."""
 
     options = ("--on", "local", "--max-parallel", "2")
 
@@ -44,13 +44,13 @@ class Local:
 
     @contextmanager
     def preempted(self, run: Path, step: str) -> Iterator[None]:
-        """Whoever owns a machine asks its processes to leave it with SIGTERM."""
+        """Send SIGTERM to the attempt, as the owner of a machine would."""
         os.kill(attempts(run, step)[0], signal.SIGTERM)
         yield
 
 
 class Slurm(Local):
-    """Two nodes of one core each; a job in a better partition takes a node away."""
+    """Two nodes of one core each; a job in a partition of higher priority preempts a node."""
 
     options = ("--on", "slurm", "--wait")
 
@@ -75,11 +75,11 @@ class Slurm(Local):
 
     def job_of(self, run: Path, step: str) -> str:
         words = Path(f"/proc/{attempts(run, step)[0]}/environ").read_bytes().decode().split("\0")
-        return next(word.split("=slurm-")[1] for word in words if word.startswith("ATOLL_TICKET="))
+        return next(word.split("=slurm-")[1] for word in words if word.startswith("ATOLL_SUBMISSION="))
 
 
 class Ray(Local):
-    """A head and two nodes of one core each; a node dies and another one comes."""
+    """A head and two nodes of one core each; a node dies and is replaced."""
 
     options = ("--on", "ray", "--wait")
 
@@ -104,13 +104,13 @@ class Ray(Local):
 
     @contextmanager
     def preempted(self, run: Path, step: str) -> Iterator[None]:
-        """The raylet of the node that a job is on dies."""
+        """Kill the raylet of the node that runs a job."""
         self.cluster.remove_node(self.nodes.pop(self._address_of(run, step)), allow_graceful=False)
         yield
         self.nodes["127.0.0.5"] = self._add("127.0.0.5")
 
     def _address_of(self, run: Path, step: str) -> str:
-        """The node whose raylet started the worker that made the attempt: its command line names the node's address."""
+        """Return the address of the node that runs the attempt, from the command line of its raylet."""
         worker = psutil.Process(attempts(run, step)[0]).parent()
         words = " ".join(worker.parent().cmdline())
         return next(address for address in self.nodes if f"={address}" in words)
@@ -120,7 +120,7 @@ ENGINES = {"local": Local, "slurm": Slurm, "ray": Ray}
 
 
 def attempts(run: Path, step: str) -> list[int]:
-    """The processes that hold the lease of a step, on this machine."""
+    """Return the supervisor processes of a step on this machine."""
     return [
         number for number, words in processes() if "atoll.launch.supervisor" in words and step in words
         and str(run) in words
@@ -128,7 +128,7 @@ def attempts(run: Path, step: str) -> list[int]:
 
 
 def trainers(run: Path, step: str) -> list[int]:
-    """The processes that work on a step."""
+    """Return all processes of a step."""
     return [number for number, _ in processes() if f"ATOLL_STEP={run}:{step}" in environment_of(number)]
 
 
@@ -153,24 +153,24 @@ def processes() -> Iterator[tuple[int, list[str]]]:
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        # srun, too, has the whole command among its words; a Python comes first in that of an attempt.
+        # The command line of srun contains the whole command, too; that of an attempt begins with Python.
         if "python" in Path(words[0]).name:
             yield int(folder.name), words
 
 
 class Watch(threading.Thread):
-    """Looks at a run all the time: which checkpoints and results were written, and how often."""
+    """Watch a run continuously: which checkpoints and results were written, and how often."""
 
     def __init__(self, run: Path) -> None:
         super().__init__(daemon=True)
-        self.run_folder, self.over = run, threading.Event()
-        self.seen: dict[str, set[tuple[int, int]]] = {}
+        self.run_folder, self.stopped = run, threading.Event()
+        self.versions: dict[str, set[tuple[int, int]]] = {}
 
     def run(self) -> None:
-        while not self.over.wait(0.01):
-            self.look()
+        while not self.stopped.wait(0.01):
+            self.scan()
 
-    def look(self) -> None:
+    def scan(self) -> None:
         for pattern in ("experts/*/checkpoints/*/manifest.json", "experts/*/final/manifest.json"):
             for path in self.run_folder.glob(pattern):
                 try:
@@ -178,27 +178,29 @@ class Watch(threading.Thread):
                 except FileNotFoundError:
                     continue
                 name = path.parent.relative_to(self.run_folder).as_posix()
-                self.seen.setdefault(name, set()).add((found.st_ino, found.st_mtime_ns))
+                self.versions.setdefault(name, set()).add((found.st_ino, found.st_mtime_ns))
 
     def checkpoints(self, step: str) -> list[int]:
-        return sorted(int(name.split("/")[-1]) for name in list(self.seen) if name.startswith(f"{step}/checkpoints/"))
+        return sorted(
+            int(name.split("/")[-1]) for name in list(self.versions) if name.startswith(f"{step}/checkpoints/")
+        )
 
     def __enter__(self) -> "Watch":
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.over.set()
+        self.stopped.set()
         self.join()
-        self.look()
+        self.scan()
 
 
 def wait_until(condition: object, process: subprocess.Popen[str], what: str, seconds: float = 180) -> None:
-    """Wait for something that a launch shall bring about."""
+    """Wait for an effect of a launch; fail if the launch fails first."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() in (None, 0), process.stderr.read() if process.stderr else ""
-        assert time.monotonic() < deadline, f"{what}: it never happened"
+        assert time.monotonic() < deadline, f"{what}: timeout"
         time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""A real Slurm cluster on this machine: two nodes of one core, a partition that preempts the other."""
+"""Run a real Slurm cluster on this machine: two nodes of one core, and a partition that preempts the other."""
 
 import os
 import shutil
@@ -51,8 +51,8 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=60 State=UP
 """
 
 
-def obstacle() -> str | None:
-    """Why no cluster can be started here, if so."""
+def missing_requirement() -> str | None:
+    """Return the reason why no cluster can be started here, or None."""
     if os.geteuid() != 0:
         return "SLURM IS NOT TESTED: its daemons need root"
     absent = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name) is None]
@@ -60,10 +60,12 @@ def obstacle() -> str | None:
 
 
 class Cluster:
-    """Daemons in the foreground, so that they end with us."""
+    """Daemons as foreground child processes."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # a short name: the path of a socket has 108 letters
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="slurm-")
+        )  # short, because the path of a socket has at most 108 characters
         self.conf = self.folder / "slurm.conf"
         self.daemons: list[subprocess.Popen[bytes]] = []
 
@@ -85,18 +87,18 @@ class Cluster:
         self._daemon("slurmctld", "-D", "-c", "-f", str(self.conf))
         for node in ("n1", "n2"):
             self._daemon("slurmd", "-D", "-N", node, "-f", str(self.conf))
-        wait_for(lambda: self.ask("sinfo", "--noheader", "--format=%D %T") == "2 idle", "two idle nodes")
+        wait_for(lambda: self.first_line_of("sinfo", "--noheader", "--format=%D %T") == "2 idle", "two idle nodes")
 
     def _daemon(self, *command: str) -> None:
         with (self.folder / "daemons.txt").open("a") as log:
             self.daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
 
-    def ask(self, *command: str) -> str:
-        answer = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
-        return answer.stdout.strip().splitlines()[0] if answer.stdout.strip() else answer.stderr
+    def first_line_of(self, *command: str) -> str:
+        result = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        return result.stdout.strip().splitlines()[0] if result.stdout.strip() else result.stderr
 
     def node_of(self, job: str) -> str:
-        return self.ask("squeue", "--noheader", "--states=RUNNING", f"--jobs={job}", "--format=%N")
+        return self.first_line_of("squeue", "--noheader", "--states=RUNNING", f"--jobs={job}", "--format=%N")
 
     def stop(self) -> None:
         subprocess.run(["scancel", "--user=root"], env=self.environment, check=False)
@@ -121,5 +123,5 @@ def free_ports(count: int) -> list[int]:
 def wait_for(condition: object, what: str, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: it never happened"
+        assert time.monotonic() < deadline, f"{what}: timeout"
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The demo: what it plans, that it goes on where it was, and, slowly, all of it."""
+"""The demo: its plan, its resumption, and (slow) a complete run."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from atoll.launch import demo
 from atoll.launch.base import logs_of
 from atoll.launch.launch import names_of
 from atoll.launch.local import images_seen
-from atoll.launch.plan import Step, Wish, missing_groups
+from atoll.launch.plan import LaunchRequest, Step, missing_groups
 from atoll.train.cost import image_cost
 from atoll.train.spec import TrainSpec, resolve_job
 from train.conftest import merge
@@ -38,8 +38,8 @@ def run(prepared: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_minutes_scale_the_samples() -> None:
-    usual, longer = demo.scaled(demo.MINUTES), demo.scaled(2 * demo.MINUTES - demo.AROUND)
+def test_minutes_scale_the_number_of_images() -> None:
+    usual, longer = demo.scaled(demo.MINUTES), demo.scaled(2 * demo.MINUTES - demo.OVERHEAD_MINUTES)
     assert longer.train.total_images == 2 * usual.train.total_images
     assert longer.router.total_images == 2 * (usual.router.total_images or 0)
     assert longer.monolith.total_images == 2 * (usual.monolith.total_images or 0)
@@ -47,7 +47,7 @@ def test_minutes_scale_the_samples() -> None:
     sections = {"train": usual.train, "router": usual.router, "monolith": usual.monolith}
     assert longer.model_copy(update=sections) == usual
     with pytest.raises(AtollError, match="no time for training"):
-        demo.scaled(demo.AROUND)
+        demo.scaled(demo.OVERHEAD_MINUTES)
 
 
 @pytest.mark.parametrize("minutes", [demo.MINUTES, 7.3])
@@ -66,26 +66,26 @@ def test_the_plan_has_a_ddpm_expert_and_a_monolith_of_equal_flops(minutes: float
     assert flops(resolve_job(tmp_path, config, "monolith")) == sum(spent)
 
 
-def test_the_prompts_are_captions_of_the_data_and_three_of_them_unseen() -> None:
+def test_the_prompts_are_captions_and_three_of_them_are_held_out() -> None:
     data = demo.scaled(demo.MINUTES).data
-    source = EmojiSource(data.source.removeprefix("emoji:"), Options(held_out=data.val_fraction))
-    split = {sample.caption: sample.split for sample in source.samples()}
+    source = EmojiSource(data.source.removeprefix("emoji:"), Options(val_fraction=data.val_fraction))
+    split = {image.caption: image.split for image in source.images()}
     assert [split[prompt] for prompt in demo.PROMPTS] == ["train"] * 9 + ["held-out"] * 3
 
 
 def test_the_last_line_offers_the_studio() -> None:
-    assert "atoll serve runs/x " in demo.farewell(Path("runs/x"), Path("report.html"), 60).splitlines()[-1]
+    assert "atoll serve runs/x " in demo.next_steps(Path("runs/x"), Path("report.html"), 60).splitlines()[-1]
 
 
-def test_settings_that_are_there_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = demo.settle(tmp_path, 10)
+def test_existing_settings_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = demo.load_or_write_config(tmp_path, 10)
     assert first == demo.scaled(10) == load(tmp_path)
-    assert demo.settle(tmp_path, 20) == first
+    assert demo.load_or_write_config(tmp_path, 20) == first
     assert "--minutes is ignored" in capsys.readouterr().out
     assert cli.main(["demo", "--run", str(tmp_path), "--train.lr", "1"]) == 2
 
 
-def test_half_written_metrics_are_read_up_to_their_last_whole_line(tmp_path: Path) -> None:
+def test_partly_written_metrics_are_read_up_to_the_last_complete_line(tmp_path: Path) -> None:
     step = Step("experts/000", 0, (), 100)
     assert images_seen(tmp_path, step) == 0
     (tmp_path / "experts/000").mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_half_written_metrics_are_read_up_to_their_last_whole_line(tmp_path: Pat
 
 
 def missing(run: Path) -> list[str]:
-    return names_of(missing_groups(run, load(run), Wish(("experts", "router", "monolith"))))
+    return names_of(missing_groups(run, load(run), LaunchRequest(("experts", "router", "monolith"))))
 
 
 def finished(run: Path, *jobs: str) -> None:
@@ -105,7 +105,7 @@ def finished(run: Path, *jobs: str) -> None:
         Artifact(run, layout.final(job)).commit({})
 
 
-def test_training_does_what_is_missing_and_a_failure_shows_the_end_of_its_log(
+def test_only_unfinished_jobs_are_trained_and_a_failure_prints_the_end_of_its_log(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     finished(run, "experts/000", "experts/002", "monolith")
@@ -119,11 +119,11 @@ def test_training_does_what_is_missing_and_a_failure_shows_the_end_of_its_log(
     next((run / "data/shards/cluster_002").glob("*.safetensors")).unlink()
     with pytest.raises(AtollError, match="not finished: experts/002;"):
         demo.train(run, load(run))
-    assert "is missing though the manifest lists it" in capfd.readouterr().err
+    assert "is missing although the manifest lists it" in capfd.readouterr().err
 
 
-def test_a_stopped_demo_lets_its_networks_save(run: Path) -> None:
-    """SIGTERM while networks train: they save, and training continues from there."""
+def test_a_stopped_demo_saves_checkpoints(run: Path) -> None:
+    """After SIGTERM during training, the networks save checkpoints."""
     finished(run, "experts/001", "experts/002", "router", "monolith")
     code = "from pathlib import Path; from atoll.core.config import load; from atoll.launch import demo; "
     code += f"run = Path({str(run)!r}); demo.train(run, load(run))"
@@ -133,8 +133,8 @@ def test_a_stopped_demo_lets_its_networks_save(run: Path) -> None:
     while images_seen(run, Step("experts/000", 0, (), 400_000)) < 200 and process.poll() is None:
         time.sleep(0.1)
     process.terminate()
-    assert "the same command continues" in process.communicate(timeout=60)[1]
-    assert "stopped at" in (logs_of(run) / "experts/000.log").read_text()
+    assert "run the same command again to resume" in process.communicate(timeout=60)[1]
+    assert "interrupted and saved at" in (logs_of(run) / "experts/000.log").read_text()
     assert list((run / "experts/000/checkpoints").iterdir())
     assert missing(run) == ["experts/000"]
 
@@ -146,11 +146,11 @@ def test_the_whole_demo_at_a_small_scale(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder = tmp_path / "run"
     assert cli.main(["demo", "--minutes", "4.1", "--run", str(folder)]) == 0
-    said = capfd.readouterr()
-    assert str(folder / "report.html") in said.out
-    assert "atoll sample" in said.out
+    output = capfd.readouterr()
+    assert str(folder / "report.html") in output.out
+    assert "atoll sample" in output.out
     assert missing(folder) == []
-    started = re.findall(r"^(\S+): started for ([\d,]+) images", said.err, re.MULTILINE)
+    started = re.findall(r"^(\S+): started for ([\d,]+) images", output.err, re.MULTILINE)
     assert started[0][0] == "monolith"
     assert started[-1][0] == "router"
     page = (folder / "report.html").read_text(encoding="utf-8")

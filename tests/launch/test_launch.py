@@ -1,4 +1,4 @@
-"""The contract of all launchers, on real ones: whatever happens to jobs, all finish, and as if nothing had happened."""
+"""The guarantees of all launchers, on real ones: killed and preempted jobs finish with the same results."""
 
 import json
 import os
@@ -25,7 +25,7 @@ LONGER = {"train": {"total_images": 960, "save_every": 64, "keep_last": 99, "log
 
 @pytest.fixture(scope="module", params=["local", "slurm", pytest.param("ray", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Local]:
-    if request.param == "slurm" and (reason := slurm.obstacle()):
+    if request.param == "slurm" and (reason := slurm.missing_requirement()):
         pytest.skip(reason)
     if request.param == "ray":
         pytest.importorskip("ray", reason="RAY IS NOT TESTED: pip install 'atoll[ray]'")
@@ -46,13 +46,13 @@ def copy_run(prepared: Path, run: Path, **changes: Any) -> Path:
 
 @pytest.fixture
 def new_run(prepared: Path, tmp_path: Path) -> Run:
-    """Make copies of the prepared run, with jobs long enough to be disturbed."""
+    """Make copies of the prepared run, with jobs long enough to be interrupted."""
     return lambda name="run", **changes: copy_run(prepared, tmp_path / name, **changes)
 
 
 @pytest.fixture(scope="module")
 def plain(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All experts trained one after the other on one machine, by nothing but `atoll train`."""
+    """A run with all experts trained one after another with `atoll train`."""
     run = copy_run(prepared, tmp_path_factory.mktemp("plain") / "run")
     for expert in range(3):
         assert finish(run, "--expert", str(expert)) == 0
@@ -73,9 +73,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     return {path.relative_to(folder).as_posix(): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
-def test_killed_and_preempted_experts_finish_as_if_nothing_had_happened(
-    engine: Local, new_run: Run, plain: Path
-) -> None:
+def test_killed_and_preempted_experts_finish_with_equal_weights(engine: Local, new_run: Run, plain: Path) -> None:
     run = new_run()
     with Watch(run) as watch:
         launch = engine.launch(run, "--jobs", "experts")
@@ -95,29 +93,27 @@ def test_killed_and_preempted_experts_finish_as_if_nothing_had_happened(
     for expert in range(3):
         step = f"experts/{expert:03d}"
         assert_same_weights(plain / step / "final", run / step / "final")
-        assert len(watch.seen[f"{step}/final"]) == 1, "exactly one manifest"
-        twice = {name for name, times in watch.seen.items() if name.startswith(step) and len(times) > 1}
+        assert len(watch.versions[f"{step}/final"]) == 1, "exactly one manifest"
+        twice = {name for name, times in watch.versions.items() if name.startswith(step) and len(times) > 1}
         assert not twice, f"written again, so not resumed from the last checkpoint: {twice}"
         losses = [{line["images"]: line["loss"] for line in metrics(folder, step)} for folder in (plain, run)]
-        # A job that is told to stop writes one line more, in the middle of the one that would have followed.
+        # A job that receives a stop signal writes an additional line of metrics. Expert 1 was preempted.
         assert losses[0] == losses[1] or expert == 1
         starts = re.findall(r"attempt at \S+?(?:, from ([\d,]+) images)?\n", log_of(run, step))
         assert len(starts) == (1 if expert == 2 else 2), log_of(run, step)
         if expert < 2:
-            assert int(starts[1].replace(",", "")) >= 64, "from its last checkpoint"
-    assert json.loads(out)["submitted"] == [], "what is queued or running is not submitted twice"
+            assert int(starts[1].replace(",", "")) >= 64, "it must resume from its last checkpoint"
+    assert json.loads(out)["submitted"] == [], "a queued or running job must not be submitted again"
 
     before = snapshot(run / "experts")
     code, out, err = ended(engine.launch(run, "--jobs", "experts", "--json"))
     assert code == 0, err
-    assert json.loads(out) == {"submitted": [], "under_way": {}, "later": {}}
+    assert json.loads(out) == {"submitted": [], "running": {}, "blocked": {}}
     assert snapshot(run / "experts") == before
 
 
-def test_a_job_that_cannot_succeed_fails_in_the_end_and_holds_up_only_what_needs_it(
-    engine: Local, new_run: Run
-) -> None:
-    """Expert 1 has lost a shard: it is refused, with its reason. The others finish, the student does not start."""
+def test_a_job_that_cannot_succeed_blocks_only_its_dependents(engine: Local, new_run: Run) -> None:
+    """A shard of expert 1 is missing, so it fails. The other experts finish, and the student does not start."""
     run = new_run(train={"total_images": 16})
     next((run / "data/shards/cluster_001").glob("*.safetensors")).unlink()
     code, _, err = ended(engine.launch(run, "--jobs", "experts", "student"))
@@ -125,13 +121,13 @@ def test_a_job_that_cannot_succeed_fails_in_the_end_and_holds_up_only_what_needs
     assert "not finished: experts/001, student" in err
     finals = sorted(path.parent.parent.name for path in run.glob("experts/*/final/manifest.json"))
     assert finals == ["000", "002"]
-    assert "is missing though the manifest lists it" in log_of(run, "experts/001")
-    assert log_of(run, "experts/001").count("attempt at") == 1, "what was refused is not tried again"
+    assert "is missing although the manifest lists it" in log_of(run, "experts/001")
+    assert log_of(run, "experts/001").count("attempt at") == 1, "invalid input must not be repeated"
     assert not (run / "launch/logs/student.log").exists()
 
 
-def test_several_processes_of_an_island_train_one_expert_together(engine: Local, new_run: Run, plain: Path) -> None:
-    """Local: two processes of one node. Slurm, Ray: one process on each of two nodes."""
+def test_several_processes_of_an_island_train_one_expert(engine: Local, new_run: Run, plain: Path) -> None:
+    """Local: two processes on one node. Slurm and Ray: one process on each of two nodes."""
     run = new_run(train={"total_images": 160})
     straight = new_run("straight", train={"total_images": 160})
     assert finish(straight, "--expert", "0") == 0

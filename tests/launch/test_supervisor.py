@@ -1,4 +1,4 @@
-"""One attempt at a step: its lease, its exit codes, how often it is made again, and what it leaves behind."""
+"""One attempt at a step: its lease, exit codes, retries and orphan processes."""
 
 import os
 import signal
@@ -8,63 +8,71 @@ from pathlib import Path
 
 import pytest
 
-from atoll.islands.leases import Lease, Seen, look
+from atoll.islands.leases import Lease, LeaseStatus, get_lease
 from atoll.islands.store import Store
-from atoll.launch.base import AGAIN
-from atoll.launch.supervisor import holder, is_over, saved_images
+from atoll.launch.base import RETRY_CODE
+from atoll.launch.supervisor import holder, is_dead, saved_images
 from launch.engines import trainers
 from launch.slurm import wait_for
 
 STEP = "experts/000"
 
 
-def start(run: Path, code: str, ticket: str = "test-1", retries: int = 2, lease: float = 60) -> subprocess.Popen[str]:
-    """An attempt whose command is a few lines of Python."""
+def start(
+    run: Path, code: str, submission: str = "test-1", retries: int = 2, lease: float = 60
+) -> subprocess.Popen[str]:
+    """Start an attempt whose command is a few lines of Python."""
     command = [sys.executable, "-m", "atoll.launch.supervisor", "--run", str(run), "--step", STEP]
     command += ["--retries", str(retries), "--lease", str(lease), "--", sys.executable, "-c", code]
-    environment = {**os.environ, "ATOLL_TICKET": ticket}
+    environment = {**os.environ, "ATOLL_SUBMISSION": submission}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def attempt(run: Path, code: str, **how: object) -> int:
-    process = start(run, code, **how)
+def attempt(run: Path, code: str, **options: object) -> int:
+    process = start(run, code, **options)
     process.communicate(timeout=60)
     return process.returncode
 
 
 def state(run: Path) -> str:
-    seen = look(Store.open(run), STEP)
-    return seen.record.state if seen else "none"
+    lease_status = get_lease(Store.open(run), STEP)
+    return lease_status.record.state if lease_status else "none"
 
 
-def checkpoint(run: Path, samples: int) -> None:
-    folder = run / STEP / "checkpoints" / f"{samples:012d}"
+def checkpoint(run: Path, images: int) -> None:
+    folder = run / STEP / "checkpoints" / f"{images:012d}"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
 
 
-@pytest.mark.parametrize(("code", "answer", "ends"), [(0, 0, "done"), (75, 75, "released"), (2, 2, "failed")])
-def test_exit_codes_and_the_lease_after_them(tmp_path: Path, code: int, answer: int, ends: str) -> None:
-    assert attempt(tmp_path, f"raise SystemExit({code})") == answer
-    assert state(tmp_path) == ends
+@pytest.mark.parametrize(
+    ("code", "expected_code", "expected_state"), [(0, 0, "done"), (75, 75, "released"), (2, 2, "failed")]
+)
+def test_exit_codes_and_the_lease_after_them(
+    tmp_path: Path, code: int, expected_code: int, expected_state: str
+) -> None:
+    assert attempt(tmp_path, f"raise SystemExit({code})") == expected_code
+    assert state(tmp_path) == expected_state
 
 
-def test_a_crash_is_tried_again_until_it_happens_too_often_in_a_row(tmp_path: Path) -> None:
-    assert [attempt(tmp_path, "raise SystemExit(9)") for _ in range(3)] == [AGAIN, AGAIN, 9]
+def test_a_crash_is_repeated_until_the_limit_of_retries(tmp_path: Path) -> None:
+    assert [attempt(tmp_path, "raise SystemExit(9)") for _ in range(3)] == [RETRY_CODE, RETRY_CODE, 9]
     assert state(tmp_path) == "failed"
-    assert "experts/000.log" in look(Store.open(tmp_path), STEP).record.why
-    assert attempt(tmp_path, "raise SystemExit(9)", ticket="test-2") == AGAIN, "a new launch counts anew"
+    assert "experts/000.log" in get_lease(Store.open(tmp_path), STEP).record.why
+    assert attempt(tmp_path, "raise SystemExit(9)", submission="test-2") == RETRY_CODE, (
+        "a new launch must count from zero"
+    )
 
 
-def test_a_job_that_gets_further_is_always_tried_again(tmp_path: Path) -> None:
-    for samples in range(100, 600, 100):
-        checkpoint(tmp_path, samples)
-        assert attempt(tmp_path, "raise SystemExit(9)", retries=1) == AGAIN
+def test_a_job_that_makes_progress_is_always_repeated(tmp_path: Path) -> None:
+    for images in range(100, 600, 100):
+        checkpoint(tmp_path, images)
+        assert attempt(tmp_path, "raise SystemExit(9)", retries=1) == RETRY_CODE
     assert saved_images(tmp_path, STEP) == 500
     assert attempt(tmp_path, "raise SystemExit(9)", retries=1) == 9
 
 
-def test_attempts_killed_without_a_word_count_too(tmp_path: Path) -> None:
+def test_killed_attempts_count_as_failures(tmp_path: Path) -> None:
     log = tmp_path / "launch/logs/experts/000.log"
     for number in (1, 2):
         process = start(tmp_path, "import time; time.sleep(60)", retries=1)
@@ -72,12 +80,12 @@ def test_attempts_killed_without_a_word_count_too(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert attempt(tmp_path, "pass", retries=1) == 1
-    assert "died 2 times without getting further" in log.read_text()
+    assert "failed 2 times without progress" in log.read_text()
     wait_for(lambda: not trainers(tmp_path, STEP), "they are gone")
 
 
-def test_whoever_has_the_lease_ends_what_a_dead_attempt_left_running(tmp_path: Path) -> None:
-    """As a killed torchrun does: its workers are in sessions of their own and go on."""
+def test_the_holder_of_the_lease_kills_orphan_processes(tmp_path: Path) -> None:
+    """A killed torchrun leaves orphans: its workers have their own sessions and continue."""
     orphans = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
     orphans += "start_new_session=True); time.sleep(60)"
     first = start(tmp_path, orphans)
@@ -89,29 +97,29 @@ def test_whoever_has_the_lease_ends_what_a_dead_attempt_left_running(tmp_path: P
     wait_for(lambda: not trainers(tmp_path, STEP), "they are gone")
 
 
-def test_two_attempts_at_one_step_take_turns(tmp_path: Path) -> None:
+def test_two_attempts_at_one_step_run_one_after_another(tmp_path: Path) -> None:
     note = f"import time; f = open({str(tmp_path / 'notes')!r}, 'a'); f.write('in\\n'); f.flush(); time.sleep(1.5); "
     note += "f.write('out\\n')"
     first = start(tmp_path, note)
     wait_for(lambda: trainers(tmp_path, STEP), "the first runs")
-    second = start(tmp_path, note, ticket="test-2")
+    second = start(tmp_path, note, submission="test-2")
     assert first.wait(60) == second.wait(60) == 0
     assert (tmp_path / "notes").read_text().split() == ["in", "out", "in", "out"]
 
 
-def test_an_attempt_whose_lease_is_taken_stops_and_leaves_the_rest_to_the_new_holder(tmp_path: Path) -> None:
+def test_an_attempt_that_loses_its_lease_stops(tmp_path: Path) -> None:
     process = start(tmp_path, "import time; time.sleep(60)", lease=6)
     wait_for(lambda: trainers(tmp_path, STEP), "it runs")
     store = Store.open(tmp_path)
-    # Its next renewal, a third of the lease's length away, finds the next key taken.
-    wait_for(lambda: Lease.take(store, STEP, 60, holder="another", state=("held",)), "the lease is taken")
-    assert process.wait(50) == AGAIN, "long before the command would have ended"
+    # Its next renewal comes after a third of the duration and finds the next key taken.
+    wait_for(lambda: Lease.acquire(store, STEP, 60, holder="another", state=("held",)), "the lease is taken")
+    assert process.wait(50) == RETRY_CODE, "it must stop before the command would end"
     assert not trainers(tmp_path, STEP)
-    assert look(store, STEP).record.holder == "another"
+    assert get_lease(store, STEP).record.holder == "another"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_reaches_the_job_and_asks_for_another_attempt(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_the_job_and_requests_another_attempt(tmp_path: Path, number: signal.Signals) -> None:
     saves = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('ready', flush=True)"
     )
@@ -119,30 +127,30 @@ def test_a_signal_reaches_the_job_and_asks_for_another_attempt(tmp_path: Path, n
     log = tmp_path / "launch/logs/experts/000.log"
     wait_for(lambda: log.exists() and "ready" in log.read_text(), "it runs")
     process.send_signal(number)
-    assert process.wait(30) == AGAIN
+    assert process.wait(30) == RETRY_CODE
     assert state(tmp_path) == "released"
 
 
-def test_a_job_that_is_told_to_stop_while_it_starts_is_not_counted_as_dead(tmp_path: Path) -> None:
+def test_a_job_that_is_stopped_while_it_starts_is_not_counted_as_failed(tmp_path: Path) -> None:
     for _ in range(3):
         process = start(tmp_path, "import time; time.sleep(60)", retries=0)
         wait_for(lambda: trainers(tmp_path, STEP), "it runs")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == AGAIN
+        assert process.wait(30) == RETRY_CODE
     assert attempt(tmp_path, "pass", retries=0) == 0
 
 
-def test_the_holder_of_a_lease_is_told_apart_by_machine_and_process(tmp_path: Path) -> None:
-    words = holder("ticket").split(" ")
+def test_the_holder_of_a_lease_names_machine_and_process(tmp_path: Path) -> None:
+    words = holder("submission").split(" ")
     assert words[0].endswith(f":{os.getpid()}")
     assert len(words) == 3
 
 
-def test_an_attempt_of_our_ticket_elsewhere_is_dead_once_it_is_silent_too(tmp_path: Path) -> None:
-    lease = Lease.take(Store.open(tmp_path), STEP, 60, holder="elsewhere:1 ticket 12345678")
+def test_an_attempt_of_this_submission_elsewhere_is_dead_only_after_half_of_its_lease(tmp_path: Path) -> None:
+    lease = Lease.acquire(Store.open(tmp_path), STEP, 60, holder="elsewhere:1 submission 12345678")
     assert lease is not None
-    cut_off, silent = Seen(lease.record, age=29), Seen(lease.record, age=31)
-    assert [is_over(seen, "ticket") for seen in (cut_off, silent)] == [False, True]
-    assert not is_over(silent, "another ticket")
-    here = lease.record.model_copy(update={"holder": holder("ticket")})
-    assert not is_over(Seen(here, age=31), "ticket"), "it is this very process"
+    fresh, stale = LeaseStatus(lease.record, age=29), LeaseStatus(lease.record, age=31)
+    assert [is_dead(lease_status, "submission") for lease_status in (fresh, stale)] == [False, True]
+    assert not is_dead(stale, "another submission")
+    own_record = lease.record.model_copy(update={"holder": holder("submission")})
+    assert not is_dead(LeaseStatus(own_record, age=31), "submission"), "this process is alive"

@@ -1,4 +1,4 @@
-"""Wrong tensors at the public entry points end in a sentence that names the tensor and the shape expected."""
+"""Wrong tensors at public functions raise errors that name the tensor and the expected shape."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,23 +34,23 @@ def unet() -> torch.nn.Module:
 
 @pytest.mark.parametrize("make", [expert, router])
 @pytest.mark.parametrize(
-    ("shape", "times", "words"),
+    ("shape", "times", "message"),
     [
         ((2, 4, 8, 8), (2,), r"shape \(2, 4, 8, 8\), expected \(batch, 3, height, width\)"),
         ((3, 8, 8), (1,), r"shape \(3, 8, 8\), expected \(batch, 3, height, width\)"),
         ((2, 3, 7, 8), (2,), "multiples of the patch, 2"),
-        ((2, 3, 8, 8), (3,), r"times of shape \(3,\), expected \(2,\) or one time"),
+        ((2, 3, 8, 8), (3,), r"timesteps of shape \(3,\), expected \(2,\) or one timestep"),
     ],
 )
-def test_images_and_times_of_a_wrong_shape_are_refused(
-    make: Callable[[], torch.nn.Module], shape: tuple[int, ...], times: tuple[int, ...], words: str
+def test_images_and_timesteps_of_a_wrong_shape_are_errors(
+    make: Callable[[], torch.nn.Module], shape: tuple[int, ...], times: tuple[int, ...], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         make()(torch.zeros(shape), torch.zeros(times))
 
 
 @pytest.mark.parametrize(
-    ("parts", "words"),
+    ("parts", "message"),
     [
         ({"text": torch.zeros(2, 12)}, r"text must be floating point of shape \(batch, length, width\)"),
         ({"text": torch.zeros(2, 3, 12, dtype=torch.int64)}, "text must be floating point .*got torch.int64"),
@@ -65,22 +65,22 @@ def test_images_and_times_of_a_wrong_shape_are_refused(
         ({"label": torch.zeros(2)}, r"label must be integers of shape \(batch,\), got torch.float32"),
         ({"label": torch.zeros(2, 1, dtype=torch.int64)}, "label must be integers"),
         ({"pooled": torch.zeros(6)}, "pooled must be floating point"),
-        ({"pooled": torch.zeros(2, 6), "label": torch.zeros(3, dtype=torch.int64)}, "one batch size, got .*3"),
+        ({"pooled": torch.zeros(2, 6), "label": torch.zeros(3, dtype=torch.int64)}, "the same batch size, got .*3"),
         ({"dropped": torch.zeros(2)}, "dropped must be bool"),
     ],
 )
-def test_conditioning_of_a_wrong_shape_or_dtype_is_refused(parts: dict[str, torch.Tensor], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_conditioning_of_a_wrong_shape_or_dtype_is_an_error(parts: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Condition(**parts)
 
 
 @pytest.mark.parametrize("make", [expert, router, unet])
 @pytest.mark.parametrize("dropped", [None, torch.tensor([False, True])])
-def test_labels_out_of_range_are_refused(make: Callable[[], torch.nn.Module], dropped: torch.Tensor | None) -> None:
-    network, x, time = make(), torch.zeros(2, 3, 8, 8), torch.zeros(2)
+def test_labels_out_of_range_are_errors(make: Callable[[], torch.nn.Module], dropped: torch.Tensor | None) -> None:
+    network, x, timestep = make(), torch.zeros(2, 3, 8, 8), torch.zeros(2)
 
     def predict(*label: int) -> torch.Tensor:
-        output: torch.Tensor = network(x, time, Condition(label=torch.tensor(label), dropped=dropped))
+        output: torch.Tensor = network(x, timestep, Condition(label=torch.tensor(label), dropped=dropped))
         return output
 
     assert predict(-1, 0).shape == predict(5, 4).shape
@@ -92,20 +92,20 @@ def test_labels_out_of_range_are_refused(make: Callable[[], torch.nn.Module], dr
 
 @pytest.mark.parametrize("make", [expert, router])
 @pytest.mark.parametrize(
-    ("parts", "words"),
+    ("parts", "message"),
     [
         ({"pooled": torch.zeros(2, 7)}, "pooled has width 7, expected 6"),
         ({"label": torch.zeros(3, dtype=torch.int64)}, "the condition has 3 rows for a batch of 2 images"),
     ],
 )
-def test_conditioning_of_another_batch_or_encoder_is_refused(
-    make: Callable[[], torch.nn.Module], parts: dict[str, Any], words: str
+def test_conditioning_of_another_batch_size_or_encoder_is_an_error(
+    make: Callable[[], torch.nn.Module], parts: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         make()(torch.zeros(2, 3, 8, 8), torch.zeros(2), Condition(**parts))
 
 
-def test_text_of_another_width_is_refused() -> None:
+def test_text_of_another_width_is_an_error() -> None:
     with pytest.raises(ValueError, match="text has width 11, expected 12"):
         expert()(torch.zeros(2, 3, 8, 8), torch.zeros(2), Condition(text=torch.zeros(2, 3, 11)))
 
@@ -116,6 +116,6 @@ def density() -> Density:
 
 
 @pytest.mark.parametrize(("shape", "times"), [((2, 4, 2, 2), (2,)), ((2, 3, 2, 2), (3,)), ((12,), (1,))])
-def test_a_density_refuses_states_of_another_shape(shape: tuple[int, ...], times: tuple[int, ...]) -> None:
+def test_states_of_another_shape_than_the_density_are_errors(shape: tuple[int, ...], times: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="the density is of 12 values"):
         density().log_density(torch.zeros(shape), torch.full(times, 0.5))

@@ -10,7 +10,7 @@ TINY = {"width": 48, "depth": 3, "heads": 2, "size": 16}
 
 
 def awake(network, seed=0):
-    """A network whose every weight matters: the papers start many of them at zero."""
+    """Return a network with random weights, because the initialization sets many of them to zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -35,7 +35,7 @@ def inputs(batch=3, seed=1, size=16):
     ],
     ids=["text, AdaLN-Single", "text, AdaLN-Zero", "the original DiT"],
 )
-def test_parameters_of_xl2_are_the_published_ones(changes, parameters):
+def test_the_number_of_parameters_of_xl2_is_the_published_one(changes, parameters):
     with torch.device("meta"):
         assert count_parameters(DiT(DiTConfig.named("DiT-XL/2", **changes))) == parameters
 
@@ -50,69 +50,73 @@ def test_named_sizes():
     assert DiTConfig.from_dict(config.to_dict()) == config
 
 
-def test_a_new_network_answers_zero_and_ignores_text():
-    x, time, condition = inputs()
+def test_a_new_network_predicts_zero_and_ignores_text():
+    x, timestep, condition = inputs()
     network = DiT(DiTConfig(**TINY, text_width=20))
-    assert network(x, time, condition).abs().max() == 0
+    assert network(x, timestep, condition).abs().max() == 0
     torch.nn.init.normal_(network.final.linear.weight)
-    torch.testing.assert_close(network(x, time, condition), network(x, time))
+    torch.testing.assert_close(network(x, timestep, condition), network(x, timestep))
     zero = DiT(DiTConfig(**TINY, modulation="zero"))
     tokens = zero.patch(patchify(x, 2)) + zero.positions
-    torch.testing.assert_close(zero.features(x, time), tokens)  # AdaLN-Zero blocks start as the identity
+    torch.testing.assert_close(zero.features(x, timestep), tokens)  # AdaLN-Zero blocks start as the identity
 
 
 def test_the_mask_hides_tokens_and_the_condition_matters():
-    x, time, condition = inputs()
+    x, timestep, condition = inputs()
     network = awake(DiT(DiTConfig(**TINY, text_width=20, num_classes=5)))
-    answer = network(x, time, condition)
+    output = network(x, timestep, condition)
     hidden = torch.where(condition.text_mask[..., None], condition.text, 99.0)
     changed = Condition(hidden, condition.text_mask, label=condition.label)
-    torch.testing.assert_close(network(x, time, changed), answer)
-    alone = network(x[1:2], time[1:2], Condition(condition.text[1:2, :3], label=condition.label[1:2]))
-    torch.testing.assert_close(alone, answer[1:2], atol=1e-5, rtol=1e-4)
-    assert not network(x, time, Condition(condition.text, label=condition.label)).allclose(answer, atol=1e-3)
-    assert not network(x, time, Condition(condition.text, condition.text_mask)).allclose(answer, atol=1e-3)
+    torch.testing.assert_close(network(x, timestep, changed), output)
+    alone = network(x[1:2], timestep[1:2], Condition(condition.text[1:2, :3], label=condition.label[1:2]))
+    torch.testing.assert_close(alone, output[1:2], atol=1e-5, rtol=1e-4)
+    assert not network(x, timestep, Condition(condition.text, label=condition.label)).allclose(output, atol=1e-3)
+    assert not network(x, timestep, Condition(condition.text, condition.text_mask)).allclose(output, atol=1e-3)
 
 
-def test_dropped_samples_see_the_learned_null_condition():
-    x, time, condition = inputs()
+def test_dropped_images_get_the_learned_null_condition():
+    x, timestep, condition = inputs()
     network = awake(DiT(DiTConfig(**TINY, text_width=20, num_classes=5, pooled_width=6)))
     condition = Condition(condition.text, condition.text_mask, torch.randn(3, 6), condition.label)
-    kept, nothing = network(x, time, condition), network(x, time)
-    some = network(x, time, condition.drop(torch.tensor([True, False, True])))
+    kept, nothing = network(x, timestep, condition), network(x, timestep)
+    some = network(x, timestep, condition.drop(torch.tensor([True, False, True])))
     torch.testing.assert_close(some[1], kept[1])
     torch.testing.assert_close(some[[0, 2]], nothing[[0, 2]], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(network(x, time, condition.unconditional()), nothing, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(network(x, timestep, condition.unconditional()), nothing, atol=1e-5, rtol=1e-4)
     nothing.sum().backward()
     assert network.null_text.grad.abs().max() > 0
 
 
 @pytest.mark.parametrize("tokens", [3, 7, 9])
 @torch.no_grad()
-def test_a_null_caption_is_a_text_of_its_own_length(tokens):
-    """The texts have 7 tokens, of which a mask hides some; a dropped one has all of the null caption's."""
-    x, time, condition = inputs()
+def test_a_null_caption_keeps_its_length(tokens):
+    """The texts have 7 tokens, some of them masked; a dropped text has all tokens of the null caption."""
+    x, timestep, condition = inputs()
     network = awake(DiT(DiTConfig(**TINY, text_width=20, null_tokens=tokens)))
     caption = Condition(network.null_text.expand(3, tokens, 20))
-    nothing, dropped = network(x, time, caption), torch.tensor([True, False, True])
-    torch.testing.assert_close(network(x, time), nothing, atol=1e-5, rtol=1e-4)
+    nothing, dropped = network(x, timestep, caption), torch.tensor([True, False, True])
+    torch.testing.assert_close(network(x, timestep), nothing, atol=1e-5, rtol=1e-4)
     for text in (Condition(condition.text, condition.text_mask), Condition(condition.text)):
-        expected = torch.where(dropped[:, None, None, None], nothing, network(x, time, text))
-        torch.testing.assert_close(network(x, time, text.drop(dropped)), expected, atol=1e-5, rtol=1e-4)
+        expected = torch.where(dropped[:, None, None, None], nothing, network(x, timestep, text))
+        torch.testing.assert_close(network(x, timestep, text.drop(dropped)), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_guided_and_unguided_halves_in_one_batch():
-    x, time, condition = inputs()
+def test_conditional_and_unconditional_halves_in_one_batch():
+    x, timestep, condition = inputs()
     network = awake(DiT(DiTConfig(**TINY, text_width=20)))
     condition = Condition(condition.text, condition.text_mask)
-    both = network(torch.cat([x, x]), torch.cat([time, time]), concatenate([condition, condition.unconditional()]))
-    torch.testing.assert_close(both, torch.cat([network(x, time, condition), network(x, time)]), atol=1e-5, rtol=1e-4)
+    both = network(
+        torch.cat([x, x]), torch.cat([timestep, timestep]), concatenate([condition, condition.unconditional()])
+    )
+    torch.testing.assert_close(
+        both, torch.cat([network(x, timestep, condition), network(x, timestep)]), atol=1e-5, rtol=1e-4
+    )
     with pytest.raises(ValueError, match="unconditional"):
         concatenate([condition, Condition()])
 
 
 @pytest.mark.parametrize("modulation", ["single", "zero"])
-def test_prepared_condition_and_shared_time_give_the_same_answer(modulation):
+def test_a_prepared_condition_and_a_shared_timestep_give_the_same_output(modulation):
     x, _, condition = inputs()
     network = awake(DiT(DiTConfig(**TINY, text_width=20, num_classes=5, modulation=modulation, qk_norm=True)))
     expected = network(x, torch.full((3,), 321.0), condition)
@@ -126,26 +130,26 @@ def test_prepared_condition_and_shared_time_give_the_same_answer(modulation):
     )
 
 
-def test_some_samples_of_a_prepared_condition_without_labels():
-    """The null class is one row for the whole batch, and stays it."""
+def test_some_images_of_a_prepared_condition_without_labels():
+    """The null class is one row for the whole batch, also after indexing."""
     x, _, condition = inputs()
     network = awake(DiT(DiTConfig(**TINY, text_width=20, num_classes=5)))
-    prepared, time = network.prepare(Condition(condition.text, condition.text_mask)), torch.tensor(321.0)
-    expected = network(x, time, prepared)
+    prepared, timestep = network.prepare(Condition(condition.text, condition.text_mask)), torch.tensor(321.0)
+    expected = network(x, timestep, prepared)
     for some in (slice(1, None), torch.tensor([2, 0])):
-        torch.testing.assert_close(network(x[some], time, prepared[some]), expected[some], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(network(x[some], timestep, prepared[some]), expected[some], atol=1e-5, rtol=1e-4)
     nothing = network.prepare(None)
-    torch.testing.assert_close(network(x[1:], time, nothing[1:]), network(x, time)[1:], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(network(x[1:], timestep, nothing[1:]), network(x, timestep)[1:], atol=1e-5, rtol=1e-4)
 
 
 def test_checkpointing_gives_the_same_gradients():
-    x, time, condition = inputs()
+    x, timestep, condition = inputs()
     network = awake(DiT(DiTConfig(**TINY, text_width=20, num_classes=5)))
     gradients = []
     for checkpointing in (False, True):
         network.checkpointing = checkpointing
         network.zero_grad()
-        network(x, time, condition).square().sum().backward()
+        network(x, timestep, condition).square().sum().backward()
         gradients.append([parameter.grad.clone() for parameter in network.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(recomputed, plain)
@@ -162,7 +166,7 @@ def test_other_resolutions_stretch_the_positions():
         network(torch.randn(2, 3, 16, 16), torch.tensor(5.0))
 
 
-def test_patches_go_and_come_back():
+def test_unpatchify_inverts_patchify():
     images = torch.randn(2, 3, 8, 12)
     tokens = patchify(images, 4)
     conv = torch.nn.Conv2d(3, 5, 4, 4)
@@ -182,39 +186,39 @@ def test_time_features_are_cosines_then_sines():
     assert float(last) == pytest.approx(torch.tensor(0.1).sin().item(), rel=1e-5)
 
 
-def test_the_time_table_is_another_clock():
+def test_the_time_table_maps_timesteps():
     x, _, _ = inputs()
     network = awake(DiT(DiTConfig(**TINY, time_table=True)))
     plain = DiT(DiTConfig(**TINY))
     plain.load_state_dict({key: value for key, value in network.state_dict().items() if key != "time_table"})
-    time = torch.tensor([0.0, 250.5, 1000.0])
-    torch.testing.assert_close(network(x, time), plain(x, time))
+    timestep = torch.tensor([0.0, 250.5, 1000.0])
+    torch.testing.assert_close(network(x, timestep), plain(x, timestep))
     network.time_table.copy_(torch.arange(1001.0) ** 2 / 1000)
     torch.testing.assert_close(
-        network(x, time), plain(x, torch.tensor([0.0, (62.5 + 63.001) / 2, 1000.0])), atol=1e-4, rtol=1e-4
+        network(x, timestep), plain(x, torch.tensor([0.0, (62.5 + 63.001) / 2, 1000.0])), atol=1e-4, rtol=1e-4
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @torch.no_grad()
-def test_the_clock_stays_exact_in_every_precision(dtype):
-    x, time, _ = inputs()
+def test_the_time_table_stays_exact_in_every_precision(dtype):
+    x, timestep, _ = inputs()
     network = awake(DiT(DiTConfig(**TINY, time_table=True)))
     network.time_table.copy_(time_table("snr"))
-    clock, exact = network._clock(time), network(x, time)
+    clock, exact = network._embedded_timestep(timestep), network(x, timestep)
     cast = network.to(dtype)
     assert cast.time_table.equal(time_table("snr"))
-    assert cast._clock(time).equal(clock)
-    answer = cast(x.to(dtype), time)
-    assert answer.dtype == dtype
-    assert float((answer.float() - exact).norm() / exact.norm()) < 0.1
+    assert cast._embedded_timestep(timestep).equal(clock)
+    output = cast(x.to(dtype), timestep)
+    assert output.dtype == dtype
+    assert float((output.float() - exact).norm() / exact.norm()) < 0.1
     with torch.device("meta"):
         empty = DiT(DiTConfig(**TINY, time_table=True)).to(dtype)
     assert empty.time_table.is_meta
     assert empty.to_empty(device="cpu").time_table.dtype == torch.float32
 
 
-def test_meta_device_then_init_is_complete():
+def test_init_weights_is_complete_after_the_meta_device():
     with torch.device("meta"):
         network = DiT(DiTConfig(**TINY, text_width=20, num_classes=5, pooled_width=6, time_table=True, qk_norm=True))
     network.to_empty(device="cpu")
@@ -237,22 +241,22 @@ def test_save_and_load(tmp_path):
 
 @torch.no_grad()
 def test_half_precision_and_autocast_stay_close():
-    x, time, condition = inputs()
+    x, timestep, condition = inputs()
     network = awake(DiT(DiTConfig(**TINY, text_width=20)))
-    exact = network(x, time, condition)
+    exact = network(x, timestep, condition)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = network(x, time, condition)
+        mixed = network(x, timestep, condition)
     assert float((mixed.float() - exact).norm() / exact.norm()) < 0.05
-    half = network.bfloat16()(x.bfloat16(), time, condition)
+    half = network.bfloat16()(x.bfloat16(), timestep, condition)
     assert half.dtype == torch.bfloat16
     assert float((half.float() - exact).norm() / exact.norm()) < 0.1
 
 
 def test_the_whole_network_compiles_as_one_graph():
-    x, time, condition = inputs()
+    x, timestep, condition = inputs()
     network = awake(DiT(DiTConfig(**TINY, text_width=20, num_classes=5)))
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, time, condition), network(x, time, condition), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(compiled(x, timestep, condition), network(x, timestep, condition), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -261,7 +265,7 @@ def test_a_full_size_xl2_runs():
     torch.nn.init.normal_(network.final.linear.weight, std=0.02)
     x = torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        answer = network(x, torch.tensor([500.0]), Condition(torch.randn(1, 77, 768)))
-    assert answer.shape == x.shape
-    assert bool(answer.isfinite().all())
-    assert answer.std() > 0.01
+        output = network(x, torch.tensor([500.0]), Condition(torch.randn(1, 77, 768)))
+    assert output.shape == x.shape
+    assert bool(output.isfinite().all())
+    assert output.std() > 0.01

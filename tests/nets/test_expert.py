@@ -37,41 +37,41 @@ def test_diffusers_models_are_experts(kind, tmp_path):
     with torch.no_grad():
         for parameter in expert.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
-    expert.train()  # no dice inside the network: training mode changes nothing
-    x, time = torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0])
-    answer = expert(x, time, condition())
-    assert answer.shape == x.shape
-    torch.testing.assert_close(expert(x, time, condition()), answer)
-    null = expert(x, time)
-    assert not answer.allclose(null, atol=1e-4)
-    mixed = expert(x, time, condition().drop(torch.tensor([True, False])))
-    torch.testing.assert_close(mixed[1], answer[1], atol=1e-5, rtol=1e-4)
-    if kind == "SD3Expert":  # joint attention counts its null tokens, so only an equal number of them is the same
-        three = expert(x, time, condition().unconditional())
+    expert.train()  # the network has no randomness: training mode changes nothing
+    x, timestep = torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0])
+    output = expert(x, timestep, condition())
+    assert output.shape == x.shape
+    torch.testing.assert_close(expert(x, timestep, condition()), output)
+    null = expert(x, timestep)
+    assert not output.allclose(null, atol=1e-4)
+    mixed = expert(x, timestep, condition().drop(torch.tensor([True, False])))
+    torch.testing.assert_close(mixed[1], output[1], atol=1e-5, rtol=1e-4)
+    if kind == "SD3Expert":  # its joint attention depends on the number of null tokens
+        three = expert(x, timestep, condition().unconditional())
         torch.testing.assert_close(mixed[0], three[0], atol=1e-5, rtol=1e-4)
     else:
         torch.testing.assert_close(mixed[0], null[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(expert(x, torch.tensor(20.0))[:1], null[:1], atol=1e-5, rtol=1e-4)
     save_network(expert, tmp_path)
-    torch.testing.assert_close(load_network(tmp_path)(x, time, condition()), answer)
+    torch.testing.assert_close(load_network(tmp_path)(x, timestep, condition()), output)
 
 
 @torch.no_grad()
-def test_no_text_has_as_many_null_tokens_as_the_texts_of_training(tmp_path):
+def test_a_missing_text_has_as_many_null_tokens_as_the_texts_of_training(tmp_path):
     description = {"_class_name": "SD3Expert", **DESCRIPTIONS["SD3Expert"]}
     expert = build(read_network({**description, "null_tokens": 3})).eval()
     for parameter in expert.parameters():
         parameter.normal_(std=0.1)
     save_network(expert, tmp_path)
-    x, time = torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0])
-    dropped = expert(x, time, condition().unconditional())
-    torch.testing.assert_close(load_network(tmp_path)(x, time), dropped, atol=1e-5, rtol=1e-4)
+    x, timestep = torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0])
+    dropped = expert(x, timestep, condition().unconditional())
+    torch.testing.assert_close(load_network(tmp_path)(x, timestep), dropped, atol=1e-5, rtol=1e-4)
     assert "null_tokens" not in build(read_network(description)).config.fields
 
 
 @pytest.mark.parametrize("kind", DESCRIPTIONS)
 def test_the_null_condition_takes_part_in_every_training_step(kind):
-    """Distributed training waits for the gradient of every weight, also where nothing is dropped."""
+    """Distributed training waits for the gradient of every weight, even if nothing is dropped."""
     torch.manual_seed(0)
     expert = build(read_network({"_class_name": kind, **DESCRIPTIONS[kind]})).train()
     expert(torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0]), condition()).sum().backward()
@@ -80,24 +80,24 @@ def test_the_null_condition_takes_part_in_every_training_step(kind):
 
 
 @pytest.mark.parametrize("kind", ["DiT", "DiTExpert", "UNetExpert"])
-def test_a_sample_without_a_label_has_the_null_class(kind):
+def test_an_image_without_a_label_gets_the_null_class(kind):
     torch.manual_seed(0)
     dit = {"width": 32, "depth": 1, "heads": 2, "size": 8, "num_classes": 6}
     expert = build(read_network({"_class_name": kind, **(dit if kind == "DiT" else DESCRIPTIONS[kind])})).eval()
     with torch.no_grad():
         for parameter in expert.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
-        x, time = torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0])
-        mixed = expert(x, time, Condition(label=torch.tensor([-1, 3])))
-        null = expert(x, time, Condition(label=torch.tensor([1, 3])).drop(torch.tensor([True, False])))
+        x, timestep = torch.randn(2, 4, 8, 8), torch.tensor([20.0, 900.0])
+        mixed = expert(x, timestep, Condition(label=torch.tensor([-1, 3])))
+        null = expert(x, timestep, Condition(label=torch.tensor([1, 3])).drop(torch.tensor([True, False])))
     torch.testing.assert_close(mixed, null)
 
 
-def test_a_native_expert_keeps_the_protocol():
+def test_a_dit_implements_the_expert_protocol():
     assert isinstance(DiT(DiTConfig(width=32, depth=1, heads=2, size=8)), Expert)
 
 
-def test_unknown_kinds_and_damaged_weights_are_refused(tmp_path):
+def test_unknown_networks_and_missing_weights_are_errors(tmp_path):
     with pytest.raises(AtollError, match="did you mean 'PixArtExpert'"):
         build(read_network({"_class_name": "PixArtExprt"}))
     expert = DiT(DiTConfig(width=32, depth=1, heads=2, size=8))

@@ -1,4 +1,4 @@
-"""An S/2 learns one batch by heart under every objective."""
+"""A DiT-S/2 overfits one batch under every objective."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A real browser on a real server: Debian's Chromium through Playwright, `atoll serve` in a process of its own."""
+"""Chromium through Playwright, and `atoll serve` in a separate process."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 860}
 
 
 def chromium() -> str | None:
-    """Where the browser is."""
+    """Return the path of the browser."""
     return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -38,14 +38,14 @@ class Server:
     url: str
     token: str | None = None
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        with self._open(path, body) as answer:
-            text = answer.read().decode()
-        return json.loads(text) if answer.headers.get_content_type() == "application/json" else text
+    def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        with self._open(path, body) as response:
+            text = response.read().decode()
+        return json.loads(text) if response.headers.get_content_type() == "application/json" else text
 
     @contextlib.contextmanager
     def stream(self, body: dict[str, Any]) -> Iterator[None]:
-        """A painting that goes on until the end of the block."""
+        """Keep a request running until the end of the block."""
         with self._open("/v1/images", {**body, "stream": True}) as events:
             assert events.readline() == b"event: queued\n"
             yield
@@ -55,15 +55,15 @@ class Server:
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
         data = None if body is None else json.dumps(body).encode()
-        answer: HTTPResponse = urllib.request.urlopen(
+        response: HTTPResponse = urllib.request.urlopen(
             urllib.request.Request(self.url + path, data, headers), timeout=60
         )
-        return answer
+        return response
 
 
 @contextlib.contextmanager
 def studio_of(run: Path, *options: str, token: str | None = None, ready: bool = True) -> Iterator[Server]:
-    """The run behind a server, with open models if `ready`, until the end of the block; then it must stop by itself."""
+    """Serve a run until the end of the block, then stop it gracefully; `ready` waits until a model is loaded."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -72,7 +72,7 @@ def studio_of(run: Path, *options: str, token: str | None = None, ready: bool = 
     process = start_verb(log, "serve", str(run), "--port", str(port), *secret, *options)
     server = Server(f"http://127.0.0.1:{port}", token)
     try:
-        wait_until_it_answers(server, process, log, ready)
+        wait_until_ready(server, process, log, ready)
         yield server
     finally:
         process.terminate()
@@ -80,57 +80,57 @@ def studio_of(run: Path, *options: str, token: str | None = None, ready: bool = 
     assert process.exitcode == 0, log.read_text()
 
 
-def wait_until_it_answers(server: Server, process: BaseProcess, log: Path, ready: bool) -> None:
+def wait_until_ready(server: Server, process: BaseProcess, log: Path, ready: bool) -> None:
     deadline = time.monotonic() + 120
     while True:
         with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            if server.ask("/health")["models_ready"] or not ready:
+            if server.request("/health")["models_ready"] or not ready:
                 return
         assert process.is_alive(), log.read_text()
-        assert time.monotonic() < deadline, f"it does not answer: {log.read_text()}"
+        assert time.monotonic() < deadline, f"the server does not respond: {log.read_text()}"
         time.sleep(0.1)
 
 
 @dataclass
-class Watched:
-    """A page, and everything about it that must not happen."""
+class PageMonitor:
+    """Record the console errors, requests to other hosts and error responses of a page."""
 
     page: Page
     host: str
-    complaints: list[str] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
-    """Answers of 400 and above: some tests want them."""
+    errors: list[str] = field(default_factory=list)
+    error_responses: list[str] = field(default_factory=list)
+    """Responses with a status of 400 or above: some tests expect them."""
 
     def __post_init__(self) -> None:
-        self.page.on("console", self._heard)
-        self.page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
-        self.page.on("request", self._sent)
-        self.page.on("response", self._answered)
+        self.page.on("console", self._on_console)
+        self.page.on("pageerror", lambda error: self.errors.append(f"error: {error}"))
+        self.page.on("request", self._on_request)
+        self.page.on("response", self._on_response)
 
-    def _heard(self, message: ConsoleMessage) -> None:
+    def _on_console(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning") and "status of 4" not in message.text:
-            self.complaints.append(f"console: {message.text}")
+            self.errors.append(f"console: {message.text}")
 
-    def _sent(self, request: Request) -> None:
+    def _on_request(self, request: Request) -> None:
         if not request.url.startswith((self.host, "data:", "blob:")):
-            self.complaints.append(f"request to another host: {request.url}")
+            self.errors.append(f"request to another host: {request.url}")
 
-    def _answered(self, response: Response) -> None:
+    def _on_response(self, response: Response) -> None:
         if response.status >= 400:
-            self.refusals.append(f"{response.status} {response.url}")
+            self.error_responses.append(f"{response.status} {response.url}")
 
 
-def accessible(page: Page, folder: Path, name: str) -> None:
-    """In light and dark: no serious problem of accessibility; a screenshot of each is kept."""
+def check_accessibility(page: Page, folder: Path, name: str) -> None:
+    """Assert that axe-core finds no serious problem in light and dark mode; save a screenshot of each."""
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         page.screenshot(path=folder / f"{name}-{scheme}.png", full_page=True)
         found = Axe().run(page).response["violations"]
-        grave = [violation for violation in found if violation["impact"] in ("serious", "critical")]
-        said = [(violation["id"], [node["html"][:200] for node in violation["nodes"]]) for violation in grave]
-        assert not said, f"{name}, {scheme}: {said}"
+        serious = [violation for violation in found if violation["impact"] in ("serious", "critical")]
+        details = [(violation["id"], [node["html"][:200] for node in violation["nodes"]]) for violation in serious]
+        assert not details, f"{name}, {scheme}: {details}"
 
 
-def fits(page: Page) -> bool:
-    """Nothing makes the page wider than the screen."""
+def fits_viewport(page: Page) -> bool:
+    """Return whether the page is not wider than the screen."""
     return bool(page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"))

@@ -1,4 +1,4 @@
-"""Runs to serve, and servers of them in threads of the tests."""
+"""Runs to serve, and servers that run in threads of the test process."""
 
 import shutil
 import threading
@@ -13,33 +13,35 @@ import uvicorn
 
 from atoll.studio.app import Studio, create_app
 from atoll.studio.engine import Engine
-from atoll.studio.registry import Models, Opening
+from atoll.studio.registry import LoadOptions, ModelRegistry
 from atoll.studio.serve import listen
 from ensemble.runs import write_run
 
 http = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
-"""A patient client: how fast the machine is decides no test."""
+"""A client with a long timeout, so that no test depends on the speed of the machine."""
 
 
 @pytest.fixture(scope="session")
 def served_run(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Path:
-    """Three experts told text, router, monolith, student, and data. Tests must not change it."""
-    run = write_run(tmp_path_factory.mktemp("served") / "run", router_told=("pooled",))
+    """A run with three text-conditioned experts, router, monolith, student and data. Tests must not change it."""
+    run = write_run(tmp_path_factory.mktemp("served") / "run", router_conditioning=("pooled",))
     shutil.copytree(prepared / "data", run / "data")
     return run
 
 
 @contextmanager
-def serving(run: Path, token: str | None = None, batch: int = 8, queue: int = 4) -> Iterator[tuple[str, Studio]]:
-    """A server of a run: its address, and what is behind it."""
-    models = Models(str(run), Opening(batch=batch))
-    studio = Studio(models, Engine(batch, queue), token)
+def serving(
+    run: Path, token: str | None = None, *, batch_size: int = 8, queue: int = 4
+) -> Iterator[tuple[str, Studio]]:
+    """Serve a run; yield the address and the objects behind the routes."""
+    models = ModelRegistry(str(run), LoadOptions(batch_size=batch_size))
+    studio = Studio(models, Engine(batch_size, queue), token)
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(create_app(studio), log_level="error", lifespan="on"))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
-        assert models.looked.wait(60)
+        assert models.first_scan_done.wait(60)
         while not server.started:
             time.sleep(0.01)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", studio

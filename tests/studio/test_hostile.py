@@ -1,4 +1,4 @@
-"""Bad input is refused with a clear message, whoever sends it; nothing of it becomes the server's fault."""
+"""Invalid and hostile requests get a clear error message and never cause a server error."""
 
 import json
 import socket
@@ -11,15 +11,15 @@ import pytest
 from atoll.ensemble import Settings
 from atoll.studio import requests
 from atoll.studio.app import Studio
-from atoll.studio.work import Ask, Event, Painted
+from atoll.studio.request_state import Event, GenerationRequest, ImageDone
 from studio.conftest import http, serving
 
 Served = tuple[str, Studio]
-WRONG: list[tuple[dict[str, Any], str | None, str]] = [
-    ({"n": 10**9}, "n", "less than or equal to 16"),
-    ({"n": 0}, "n", "greater than or equal to 1"),
-    ({"n": "3"}, "n", "valid integer"),
-    ({"n": True}, "n", "valid integer"),
+INVALID: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"num_images": 10**9}, "num_images", "less than or equal to 16"),
+    ({"num_images": 0}, "num_images", "greater than or equal to 1"),
+    ({"num_images": "3"}, "num_images", "valid integer"),
+    ({"num_images": True}, "num_images", "valid integer"),
     ({"steps": -5}, "steps", "greater than or equal to 1"),
     ({"steps": 10**400}, "steps", "less than or equal to 250"),
     ({"guidance_scale": float("nan")}, "guidance_scale", "finite"),
@@ -35,10 +35,10 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"size": [8, 8, 8]}, "size", "at most 2 items"),
     ({"routing": "top-0"}, "routing", "unknown rule 'top-0'"),
     ({"routing": "top2"}, "routing", "did you mean 'top-2'?"),
-    ({"routing": "oracle"}, "routing", "which expert"),
+    ({"routing": "oracle"}, "routing", "choose an expert"),
     ({"routing": "threshold-nan"}, "routing", "not between 0 and 1"),
     ({"routing": "../../etc/passwd"}, "routing", "unknown rule"),
-    ({"expert": 17}, "expert", "there are: 0, 1, 2"),
+    ({"expert": 17}, "expert", "available experts: 0, 1, 2"),
     ({"expert": 1, "model": "monolith"}, "expert", "none in the monolith"),
     ({"model": "../experts"}, "model", "'experts', 'monolith' or 'student'"),
     ({"preview_every": 0}, "preview_every", "greater than or equal to 1"),
@@ -48,15 +48,18 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wanted", "field", "why"), WRONG, ids=[f"{field} {why}"[:40] for _, field, why in WRONG])
-def test_wrong_values_are_named(served: Served, wanted: dict[str, Any], field: str | None, why: str) -> None:
+@pytest.mark.parametrize(
+    ("values", "field", "message"), INVALID, ids=[f"{field} {message}"[:40] for _, field, message in INVALID]
+)
+def test_the_error_names_the_invalid_field(
+    served: Served, values: dict[str, Any], field: str | None, message: str
+) -> None:
     url, _ = served
-    body = json.dumps(wanted)
-    answer = http.post(f"{url}/v1/images", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 422
-    error = answer.json()["error"]
+    response = http.post(f"{url}/v1/images", content=json.dumps(values), headers={"content-type": "application/json"})
+    assert response.status_code == 422
+    error = response.json()["error"]
     assert error["field"] == field
-    assert why in error["message"]
+    assert message in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -71,19 +74,19 @@ def test_wrong_values_are_named(served: Served, wanted: dict[str, Any], field: s
         (b'{"prompt": "' + b"x" * 1_000_000 + b'"}', 413),
     ],
 )
-def test_what_is_no_request_is_refused(served: Served, body: bytes, status: int) -> None:
+def test_an_invalid_body_is_rejected(served: Served, body: bytes, status: int) -> None:
     url, _ = served
-    answer = http.post(f"{url}/v1/images", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == status
-    assert answer.json()["error"]["message"]
-    assert answer.json()["error"]["field"] is None
+    response = http.post(f"{url}/v1/images", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == status
+    assert response.json()["error"]["message"]
+    assert response.json()["error"]["field"] is None
 
 
-def test_a_large_body_in_pieces_is_not_read(served: Served) -> None:
+def test_a_large_chunked_body_is_rejected(served: Served) -> None:
     url, _ = served
-    pieces = (b"x" * 10_000 for _ in range(100))
-    answer = http.post(f"{url}/v1/images", content=pieces, headers={"content-type": "application/json"})
-    assert answer.status_code == 413
+    chunks = (b"x" * 10_000 for _ in range(100))
+    response = http.post(f"{url}/v1/images", content=chunks, headers={"content-type": "application/json"})
+    assert response.status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -93,10 +96,10 @@ def test_a_large_body_in_pieces_is_not_read(served: Served) -> None:
         "/v1/islands/experts/../../grid.png",
         "/v1/islands/experts/000%00/grid.png",
         "/v1/islands/experts/٠٠٠/grid.png",
-        "/v1/clusters/..%2f..%2fatoll.yaml/sheet.png",
-        "/v1/clusters/-1/sheet.png",
-        f"/v1/clusters/{'9' * 5000}/sheet.png",
-        "/v1/clusters/77/sheet.png",
+        "/v1/clusters/..%2f..%2fatoll.yaml/contact_sheet.png",
+        "/v1/clusters/-1/contact_sheet.png",
+        f"/v1/clusters/{'9' * 5000}/contact_sheet.png",
+        "/v1/clusters/77/contact_sheet.png",
         "/page/..%2fapp.py",
         "/page/../app.py",
         "/page/%00",
@@ -105,34 +108,34 @@ def test_a_large_body_in_pieces_is_not_read(served: Served) -> None:
         "/v1/images/..%2f",
     ],
 )
-def test_paths_lead_nowhere(served: Served, path: str) -> None:
+def test_path_traversal_is_rejected(served: Served, path: str) -> None:
     url, _ = served
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as raw:  # as typed: no client tidies it up
+    with socket.create_connection((host, int(port))) as raw:  # a raw socket: an HTTP client would normalize the path
         raw.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-        answer = b""
+        response = b""
         while part := raw.recv(65536):
-            answer += part
-    status = int(answer.split(b" ", 2)[1])
+            response += part
+    status = int(response.split(b" ", 2)[1])
     assert 400 <= status < 500
-    assert b"root:" not in answer
-    assert b"import " not in answer
+    assert b"root:" not in response
+    assert b"import " not in response
 
 
-def test_other_hosts_and_pages_of_others_are_turned_away(served: Served) -> None:
+def test_requests_for_other_hosts_and_from_other_sites_are_rejected(served: Served) -> None:
     url, _ = served
     for headers in ({"host": "evil.example"}, {"host": "localhost.evil.example:80"}, {"host": ""}):
-        answer = http.get(f"{url}/v1/run", headers=headers)
-        assert answer.status_code == 403
-        assert "localhost only" in answer.json()["error"]["message"]
+        response = http.get(f"{url}/v1/run", headers=headers)
+        assert response.status_code == 403
+        assert "localhost only" in response.json()["error"]["message"]
     for origin in ("http://evil.example", "null", "http://localhost:1"):
         assert http.post(f"{url}/v1/images", json={}, headers={"origin": origin}).status_code == 403
     assert http.get(f"{url}/v1/run", headers={"host": "[::1]:80", "origin": "http://[::1]:80"}).status_code == 200
-    form = http.post(f"{url}/v1/images", content=b'{"n": 1}', headers={"content-type": "text/plain"})
+    form = http.post(f"{url}/v1/images", content=b'{"num_images": 1}', headers={"content-type": "text/plain"})
     assert form.status_code == 422
 
 
-def test_a_token_is_asked_for_and_checked(served_run: Path) -> None:
+def test_a_token_is_required_and_checked(served_run: Path) -> None:
     with serving(served_run, token="open sesame") as (url, _):
         assert http.get(f"{url}/health").status_code == 200
         assert http.get(url).status_code == 200
@@ -142,45 +145,45 @@ def test_a_token_is_asked_for_and_checked(served_run: Path) -> None:
             {"authorization": "open sesame"},
             {"authorization": b"\xff"},
         ):
-            for path in ("/v1/run", "/v1/clusters/0/sheet.png", "/metrics"):
-                answer = http.get(f"{url}{path}", headers=headers)
-                assert answer.status_code == 401
-                assert answer.headers["www-authenticate"] == "Bearer"
+            for path in ("/v1/run", "/v1/clusters/0/contact_sheet.png", "/metrics"):
+                response = http.get(f"{url}{path}", headers=headers)
+                assert response.status_code == 401
+                assert response.headers["www-authenticate"] == "Bearer"
         right = {"authorization": "Bearer open sesame", "host": "studio.example"}
         assert http.get(f"{url}/v1/run", headers=right).json()["token_required"] is True
 
 
-def test_a_full_queue_says_when_to_come_again(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "HEARTBEAT", 0.05)
-    with serving(served_run, batch=1, queue=1) as (url, studio):
-        slow = {"steps": 250, "n": 16, "stream": True}
+def test_a_full_queue_returns_retry_after(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "HEARTBEAT_SECONDS", 0.05)
+    with serving(served_run, batch_size=1, queue=1) as (url, studio):
+        slow = {"steps": 250, "num_images": 16, "stream": True}
         stream = partial(http.stream, "POST", f"{url}/v1/images", json=slow)
         with stream(), stream() as waiting:
             lines = waiting.iter_lines()
             assert next(lines) == "event: queued"
             assert json.loads(next(lines).removeprefix("data: "))["position"] == 1
-            assert next(line for line in lines if line) == ": still here"
-            answer = http.post(f"{url}/v1/images", json={})
-            assert answer.status_code == 429
-            assert 1 <= int(answer.headers["retry-after"]) <= 60
-            assert "wait" in answer.json()["error"]["message"]
+            assert next(line for line in lines if line) == ": keep-alive"
+            response = http.post(f"{url}/v1/images", json={})
+            assert response.status_code == 429
+            assert 1 <= int(response.headers["retry-after"]) <= 60
+            assert "wait" in response.json()["error"]["message"]
         studio.engine.close()
-        answer = http.post(f"{url}/v1/images", json={})
-        assert answer.status_code == 503
-        assert int(answer.headers["retry-after"]) > 0
+        response = http.post(f"{url}/v1/images", json={})
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) > 0
         assert http.get(f"{url}/health").json()["status"] == "stopping"
 
 
-def test_a_broken_engine_is_told_to_everyone(served_run: Path) -> None:
-    def unreachable(event: Event) -> None:
-        if isinstance(event, Painted):
-            raise OSError("the listener is gone")
+def test_a_failed_engine_is_reported_to_all_clients(served_run: Path) -> None:
+    def failing_post(event: Event) -> None:
+        if isinstance(event, ImageDone):
+            raise OSError("the client is gone")
 
     with serving(served_run) as (url, studio):
-        studio.engine.submit(Ask(Settings("top-1", 1)), studio.models.edition("experts"), unreachable)
-        answer = http.post(f"{url}/v1/images", json={"steps": 250})
-        assert answer.status_code == 503
+        studio.engine.submit(GenerationRequest(Settings("top-1", 1)), studio.models.get("experts"), failing_post)
+        response = http.post(f"{url}/v1/images", json={"steps": 250})
+        assert response.status_code == 503
         health = http.get(f"{url}/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
-        assert "the listener is gone" in health.json()["why"]
-        assert "the listener is gone" in http.post(f"{url}/v1/images", json={}).json()["error"]["message"]
+        assert "the client is gone" in health.json()["reason"]
+        assert "the client is gone" in http.post(f"{url}/v1/images", json={}).json()["error"]["message"]

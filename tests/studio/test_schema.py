@@ -1,4 +1,4 @@
-"""Schemathesis makes requests out of the OpenAPI description: none of them may be answered with the server's fault."""
+"""Schemathesis generates requests from the OpenAPI description: none of them may cause a server error."""
 
 from typing import Any
 
@@ -9,27 +9,27 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from atoll.studio.app import Studio
-from atoll.studio.schemas import PICTURES, STEPS
+from atoll.studio.schemas import MAX_IMAGES, MAX_STEPS
 
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 
 
 def cheaper(body: Any) -> Any:
-    """The same request for fewer pictures and steps, where it asks for a possible number of them."""
+    """Return the same request with at most two images and steps, where their number is valid."""
     if isinstance(body, dict):
-        for key, most, enough in (("steps", STEPS, 2), ("n", PICTURES, 2)):
-            if isinstance(body.get(key), int) and enough < body[key] <= most:
-                body = {**body, key: enough}
+        for key, maximum, reduced in (("steps", MAX_STEPS, 2), ("num_images", MAX_IMAGES, 2)):
+            if isinstance(body.get(key), int) and reduced < body[key] <= maximum:
+                body = {**body, key: reduced}
     return body
 
 
 def explore(url: str, examples: int) -> set[str]:
-    """Try every route with so many requests that fit the description and as many that do not; the routes.
+    """Send this many valid and invalid requests to every route; return the routes.
 
-    Answers must be as described. That what fits is accepted is not asked: which experts and routings there are is a
-    matter of the run, not of the description.
+    Responses must match the description. A valid request may still be rejected: which experts and routings exist
+    depends on the run, not on the description.
     """
-    tried = set()
+    routes = set()
     for found in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
         operation = found.ok()
         for mode in MODES if operation.body or operation.path_parameters else MODES[:1]:
@@ -37,19 +37,19 @@ def explore(url: str, examples: int) -> set[str]:
             @settings(max_examples=examples, deadline=None, database=None, derandomize=True,
                       suppress_health_check=list(HealthCheck))  # fmt: skip
             @given(case=operation.as_strategy(generation_mode=mode))
-            def attempt(case: schemathesis.Case) -> None:
+            def send(case: schemathesis.Case) -> None:
                 case.body = cheaper(case.body)
-                answer = case.call(timeout=60)
-                assert answer.status_code < 500, (case.as_curl_command(), answer.text)
-                case.validate_response(answer, excluded_checks=[positive_data_acceptance])
+                response = case.call(timeout=60)
+                assert response.status_code < 500, (case.as_curl_command(), response.text)
+                case.validate_response(response, excluded_checks=[positive_data_acceptance])
 
-            attempt()
-        tried.add(operation.path)
-    return tried
+            send()
+        routes.add(operation.path)
+    return routes
 
 
 @pytest.mark.parametrize("examples", [3, pytest.param(300, marks=pytest.mark.slow)])
-def test_no_request_is_the_servers_fault(served: tuple[str, Studio], examples: int) -> None:
+def test_no_request_causes_a_server_error(served: tuple[str, Studio], examples: int) -> None:
     url, studio = served
     assert {"/v1/images", "/v1/images/{id}", "/v1/islands/{job}/grid.png", "/metrics"} <= explore(url, examples)
     assert studio.engine.failure is None

@@ -1,4 +1,4 @@
-"""`atoll serve` as a process: what it refuses, and that told to stop it finishes what it has taken on."""
+"""`atoll serve` as a process: invalid options, and graceful shutdown."""
 
 import json
 import multiprocessing
@@ -20,16 +20,16 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 
 from atoll import cli
-from atoll.studio.middleware import Guard, is_loopback
-from atoll.studio.registry import Models
+from atoll.studio.middleware import SecurityMiddleware, is_loopback
+from atoll.studio.registry import ModelRegistry
 from studio.conftest import http, serving
-from studio.test_api import events
+from studio.test_api import read_events
 from train.workers import start_verb, wait_for
 
 
 @contextmanager
 def process_of(run: Path, log: Path, *options: str) -> Iterator[tuple[str, BaseProcess]]:
-    """`atoll serve`, and where it is; it is ended if the test did not end it."""
+    """Start `atoll serve`; yield its address and process, and kill it if the test did not stop it."""
     process = start_verb(log, "serve", str(run), "--port", "0", "--json", *options)
     try:
         wait_for(lambda: log.is_file() and "url" in log.read_text())
@@ -47,86 +47,84 @@ def ready(url: str) -> bool:
         return False
 
 
-def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served_run: Path, tmp_path: Path) -> None:
+def test_the_first_signal_finishes_running_requests_and_rejects_new_ones(served_run: Path, tmp_path: Path) -> None:
     with process_of(served_run, tmp_path / "log", "--grace", "600") as (url, process):
-        begun, told = threading.Event(), []
+        started, events = threading.Event(), []
 
-        def listen() -> None:
-            wanted = {"prompt": "a circle", "steps": 200, "n": 8, "stream": True}
-            with http.stream("POST", f"{url}/v1/images", json=wanted) as answer:
-                begun.set()
-                told.extend(events(answer))
+        def read_stream() -> None:
+            body = {"prompt": "a circle", "steps": 200, "num_images": 8, "stream": True}
+            with http.stream("POST", f"{url}/v1/images", json=body) as response:
+                started.set()
+                events.extend(read_events(response))
 
-        listener = threading.Thread(target=listen)
-        listener.start()
-        assert begun.wait(30)
+        reader = threading.Thread(target=read_stream)
+        reader.start()
+        assert started.wait(30)
         os.kill(process.pid or 0, signal.SIGTERM)
         wait_for(lambda: http.get(f"{url}/health").status_code == 503)
-        refused = http.post(f"{url}/v1/images", json={})
-        assert refused.status_code == 503
-        assert int(refused.headers["retry-after"]) > 0
-        listener.join()
+        rejected = http.post(f"{url}/v1/images", json={})
+        assert rejected.status_code == 503
+        assert int(rejected.headers["retry-after"]) > 0
+        reader.join()
         process.join(30)
         assert process.exitcode == 0
-    names = [name for name, _ in told]
+    names = [name for name, _ in events]
     assert names[-1] == "done"
     assert names.count("image") == 8
 
 
 @pytest.mark.slow
-def test_the_grace_is_bounded(served_run: Path, tmp_path: Path) -> None:
+def test_requests_are_ended_after_the_grace_period(served_run: Path, tmp_path: Path) -> None:
     with process_of(served_run, tmp_path / "log", "--grace", "0.2") as (url, process):
-        wanted = {"steps": 250, "n": 16, "stream": True}
-        with http.stream("POST", f"{url}/v1/images", json=wanted) as answer:
+        body = {"steps": 250, "num_images": 16, "stream": True}
+        with http.stream("POST", f"{url}/v1/images", json=body) as response:
             os.kill(process.pid or 0, signal.SIGINT)
-            assert events(answer)[-1][0] == "failed"
+            assert read_events(response)[-1][0] == "failed"
         process.join(30)
         assert process.exitcode == 0
 
 
-def test_what_it_has_no_time_to_finish_is_told_when_to_come_again(served_run: Path) -> None:
+def test_requests_ended_by_shutdown_get_retry_after(served_run: Path) -> None:
     with serving(served_run) as (url, studio), ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(http.post, f"{url}/v1/images", json={"steps": 250, "n": 16})
+        response = pool.submit(http.post, f"{url}/v1/images", json={"steps": 250, "num_images": 16})
         wait_for(lambda: not studio.engine.idle)
-        studio.engine.abandon()
-        assert answer.result().status_code == 503
-        assert "stopping" in answer.result().json()["error"]["message"]
-        assert int(answer.result().headers["retry-after"]) > 0
+        studio.engine.cancel_all()
+        assert response.result().status_code == 503
+        assert "stopping" in response.result().json()["error"]["message"]
+        assert int(response.result().headers["retry-after"]) > 0
 
 
-def test_the_second_signal_ends_what_runs(served_run: Path, tmp_path: Path) -> None:
+def test_the_second_signal_ends_running_requests(served_run: Path, tmp_path: Path) -> None:
     with process_of(served_run, tmp_path / "log", "--grace", "600") as (url, process), ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(http.post, f"{url}/v1/images", json={"steps": 250, "n": 16})
-        wait_for(lambda: "atoll_requests_open 1.0" in http.get(f"{url}/metrics").text)
+        response = pool.submit(http.post, f"{url}/v1/images", json={"steps": 250, "num_images": 16})
+        wait_for(lambda: "atoll_requests_in_progress 1.0" in http.get(f"{url}/metrics").text)
         os.kill(process.pid or 0, signal.SIGINT)
         wait_for(lambda: http.get(f"{url}/health").status_code == 503)
         os.kill(process.pid or 0, signal.SIGINT)
-        assert answer.result().status_code == 503
+        assert response.result().status_code == 503
         process.join(60)
         assert process.exitcode == 0
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def serve_for_ever_opening(run: str, log: str) -> None:
-    """`atoll serve` of a run whose models are so large that none is ever open."""
+def serve_while_loading(run: str, log: str) -> None:
+    """Run `atoll serve` with models that take ten minutes to load."""
 
-    def look(self: Models) -> None:
-        print("looking")
+    def scan(self: ModelRegistry) -> None:
+        print("loading")
         time.sleep(600)
 
-    Models.look = look  # type: ignore[method-assign]
+    ModelRegistry.scan = scan  # type: ignore[method-assign]
     with open(log, "w", buffering=1) as out, redirect_stdout(out):
         sys.exit(cli.main(["serve", run, "--port", "0", "--json"]))
 
 
-def test_signals_end_it_while_models_are_opened(served_run: Path, tmp_path: Path) -> None:
+def test_signals_stop_the_server_while_models_are_loading(served_run: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    process = multiprocessing.get_context("spawn").Process(
-        target=serve_for_ever_opening, args=(str(served_run), str(log))
-    )
+    process = multiprocessing.get_context("spawn").Process(target=serve_while_loading, args=(str(served_run), str(log)))
     process.start()
     try:
-        wait_for(lambda: log.is_file() and "looking" in log.read_text())
+        wait_for(lambda: log.is_file() and "loading" in log.read_text())
         for _ in range(2):
             os.kill(process.pid or 0, signal.SIGINT)
             time.sleep(0.5)
@@ -140,26 +138,26 @@ def test_signals_end_it_while_models_are_opened(served_run: Path, tmp_path: Path
     ("host", "local"),
     [("127.0.0.1", True), ("127.0.0.2", True), ("::1", True), ("localhost", True), ("127.example.com", False)],
 )
-def test_only_this_machine_needs_no_token(host: str, local: bool) -> None:
-    guard = Guard(Starlette(), None)
-    named = f"[{host}]:8400" if ":" in host else f"{host}:8400"
+def test_only_loopback_hosts_need_no_token(host: str, local: bool) -> None:
+    middleware = SecurityMiddleware(Starlette(), None)
+    header = f"[{host}]:8400" if ":" in host else f"{host}:8400"
     assert is_loopback(host) == local
-    assert (guard._stranger(Headers({"host": named})) is None) == local
+    assert (middleware._check_origin(Headers({"host": header})) is None) == local
 
 
-def test_what_cannot_be_served_is_refused(served_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(*words: str) -> str:
+def test_invalid_options_are_errors(served_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def error_of(*words: str) -> str:
         assert cli.main(["serve", *words]) == 2
         return capsys.readouterr().err
 
     run = str(served_run)
-    assert "neither a run" in refused(str(tmp_path))
-    assert "a token is needed" in refused(run, "--host", "0.0.0.0")
-    assert "a token is needed" in refused(run, "--host", "::")
-    assert "printable" in refused(run, "--token", "")
-    assert "did you mean 'top-2'?" in refused(run, "--routing", "top2")
-    assert "at least 1" in refused(run, "--batch-size", "0")
-    assert "takes no settings of a run: --train.lr" in refused(run, "--train.lr", "1")
+    assert "neither a run" in error_of(str(tmp_path))
+    assert "a token is required" in error_of(run, "--host", "0.0.0.0")
+    assert "a token is required" in error_of(run, "--host", "::")
+    assert "printable" in error_of(run, "--token", "")
+    assert "did you mean 'top-2'?" in error_of(run, "--routing", "top2")
+    assert "at least 1" in error_of(run, "--batch-size", "0")
+    assert "accepts no settings of a run: --train.lr" in error_of(run, "--train.lr", "1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "choose another --port" in refused(run, "--port", str(taken.getsockname()[1]))
-    assert "choose another --port" in refused(run, "--port", "70000")
+        assert "choose another --port" in error_of(run, "--port", str(taken.getsockname()[1]))
+    assert "choose another --port" in error_of(run, "--port", "70000")

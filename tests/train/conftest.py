@@ -22,7 +22,7 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def new_run(prepared: Path, tmp_path: Path) -> Copy:
-    """Make copies of the prepared run: `new_run("name", train={"lr": 1})`."""
+    """Return a function that copies the prepared run: `new_run("name", train={"lr": 1})`."""
 
     def copy(name: str = "run", only: list[int] | None = None, **changes: Any) -> Path:
         run = tmp_path / name
@@ -39,7 +39,7 @@ def new_run(prepared: Path, tmp_path: Path) -> Copy:
 
 @pytest.fixture(scope="session")
 def trained_experts(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose three experts, of three objectives, are finished. Tests must not change it."""
+    """A run with three finished experts of three objectives. Tests must not change it."""
     run = tmp_path_factory.mktemp("trained") / "run"
     shutil.copytree(prepared / "data" / "shards", run / "data" / "shards")
     values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)

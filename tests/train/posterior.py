@@ -1,4 +1,4 @@
-"""Shards whose autoencoder has a posterior with a width, as those of Stable Diffusion do."""
+"""Shards of an autoencoder with a posterior variance, such as that of Stable Diffusion."""
 
 import shutil
 from pathlib import Path

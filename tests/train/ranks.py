@@ -1,4 +1,4 @@
-"""One job on two processes, without torchrun, which would end a process that hangs: forks that imported everything."""
+"""One job on two processes, without torchrun, which would end a process that hangs."""
 
 import contextlib
 import os
@@ -40,9 +40,9 @@ def log(run: Path, rank: int) -> Path:
 
 
 def run_ranks(run: Path, *arguments: str, hook: Hook, together: bool = False, seconds: float = 120) -> list[int | None]:
-    """`atoll train RUN …` on two processes; their exit codes, None for one that had to be killed.
+    """Run `atoll train RUN …` on two processes; return their exit codes, None for one that had to be killed.
 
-    With `together`, one that fails ends the other, as torchrun does.
+    With `together`, a process that fails ends the other, as torchrun does.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -64,12 +64,12 @@ def run_ranks(run: Path, *arguments: str, hook: Hook, together: bool = False, se
     return codes
 
 
-def nothing(run: Path, rank: int) -> None:
-    """Leave the job as it is."""
+def no_hook(run: Path, rank: int) -> None:
+    """Do not change the job."""
 
 
-def impatient(run: Path, rank: int, *, phase: str) -> None:
-    """In one phase the main process hashes for two seconds, and the group of training waits for half a second."""
+def slow_hashing(run: Path, rank: int, *, phase: str) -> None:
+    """Let the main process hash for two seconds in one phase, with a timeout of half a second in the training group."""
     import torch.distributed as dist
 
     from atoll.core import artifacts
@@ -82,28 +82,28 @@ def impatient(run: Path, rank: int, *, phase: str) -> None:
     work, hash_file = getattr(owner, name), artifacts.sha256_of
     hashed: list[Path] = []
 
-    def slowly(file: Path) -> str:
+    def hash_slowly(file: Path) -> str:
         if not hashed:
             time.sleep(2)
         hashed.append(file)
         return hash_file(file)
 
     @wraps(work)
-    def hurried(*arguments, **options):
+    def with_short_timeout(*arguments, **options):
         before = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
-        artifacts.sha256_of = slowly
+        artifacts.sha256_of = hash_slowly
         try:
             return work(*arguments, **options)
         finally:
             dist.distributed_c10d._set_pg_timeout(before)
             artifacts.sha256_of = hash_file
 
-    setattr(owner, name, hurried)
+    setattr(owner, name, with_short_timeout)
 
 
 def full_disk(run: Path, rank: int) -> None:
-    """The main process cannot write the result."""
+    """Make the main process fail when it writes the result."""
     from atoll.train import job
 
     def fail(*arguments, **options):
@@ -112,30 +112,30 @@ def full_disk(run: Path, rank: int) -> None:
     job.save_network = fail
 
 
-def dies(run: Path, rank: int, *, who: int) -> None:
-    """The main process (0) is killed while it writes the result, or the other one (1) while both validate."""
+def die(run: Path, rank: int, *, who: int) -> None:
+    """Kill the main process (0) while it writes the result, or the other one (1) while both validate."""
     from atoll.experts.validation import ValidationSet
     from atoll.train import job
 
-    def die(*arguments, **options):
+    def exit_now(*arguments, **options):
         os._exit(9)
 
     if who == 0:
-        job.save_network = die
+        job.save_network = exit_now
     elif rank == 1:
-        ValidationSet.gather = die
+        ValidationSet.gather = exit_now
 
 
-def note_batches(run: Path, rank: int) -> None:
+def record_batches(run: Path, rank: int) -> None:
     """Write the first row of every batch that this process validates to a file."""
     from atoll.experts.validation import ValidationSet
 
     batches = ValidationSet.batches
 
-    def noted(self, device, processes):
+    def recorded(self, device, processes):
         with (run / f"rows-{rank}.txt").open("a") as file:
             for part in batches(self, device, processes):
                 file.write(f"{part.first} {len(part.batch.index)}\n")
                 yield part
 
-    ValidationSet.batches = noted
+    ValidationSet.batches = recorded

@@ -1,4 +1,4 @@
-"""The end of a job on two processes: all of them validate, one writes, and no wait is cut short or lasts for ever."""
+"""The end of a job on two processes: both validate, one writes, and no wait times out early or lasts forever."""
 
 import shutil
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from atoll.train import TrainSpec, build_task, resolve_job, train_job
 from atoll.train import job as jobs
 from atoll.train.distributed import STEP_TIMEOUT, WAIT_TIMEOUT, group_options
 from train.conftest import Copy
-from train.ranks import dies, full_disk, impatient, log, note_batches, nothing, run_ranks
+from train.ranks import die, full_disk, log, no_hook, record_batches, run_ranks, slow_hashing
 from train.workers import assert_same_weights
 
 Trained = Callable[..., Path]
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
-    """The job is trained and saved, and not committed."""
+    """Raised after training and saving, before the commit."""
 
 
 @pytest.fixture
 def trained(new_run: Copy, monkeypatch: pytest.MonkeyPatch) -> Trained:
-    """Make runs whose job is trained to its end by one process and saved, but not committed."""
+    """Return a function that makes runs with a job that was trained to its end and saved, but not committed."""
 
     def make(job: Callable[[Path], TrainSpec], **changes: Any) -> Path:
         run = new_run(**changes)
@@ -60,13 +60,11 @@ def declared(run: Path, job: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("phase", ["save", "resume", "end"])
-def test_the_result_is_committed_however_long_the_main_process_takes(
-    phase: str, trained: Trained, new_run: Copy
-) -> None:
-    """A checkpoint takes longer to hash or to verify, or the result to hash, than the group of training waits."""
+def test_the_result_is_committed_even_if_the_main_process_is_slow(phase: str, trained: Trained, new_run: Copy) -> None:
+    """Hashing a checkpoint or the result, or verifying a checkpoint, takes longer than the training group's timeout."""
     settings = {"total_images": 16, "log_every": 8}
     run = new_run(train=settings) if phase == "save" else trained(expert, train=settings)
-    hook = partial(impatient, phase=phase)
+    hook = partial(slow_hashing, phase=phase)
     assert run_ranks(run, "--expert", "0", hook=hook, together=True) == [0, 0], log(run, 1).read_text()[-3000:]
     assert declared(run, "experts/000")["held_out_loss"] > 0
     assert not (run / "experts/000/checkpoints").exists()
@@ -74,12 +72,12 @@ def test_the_result_is_committed_however_long_the_main_process_takes(
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_all_processes_share_the_final_validation(parallel: str, trained: Trained) -> None:
-    """Of a DDPM expert, whose bridge is calibrated first. From the same weights, two processes find what one finds."""
+    """For a DDPM expert, whose bridge is calibrated first: two processes get the metrics of one process."""
     one = trained(expert, train={"total_images": 16, "log_every": 8, "parallel": parallel}, experts={"default": "ddpm"})
     two = one.with_name("two")
     shutil.copytree(one, two)
     train_job(expert(one))
-    assert run_ranks(two, "--expert", "0", hook=note_batches) == [0, 0], log(two, 0).read_text()[-3000:]
+    assert run_ranks(two, "--expert", "0", hook=record_batches) == [0, 0], log(two, 0).read_text()[-3000:]
 
     seen = [
         [tuple(map(int, line.split())) for line in (two / f"rows-{r}.txt").read_text().splitlines()] for r in (0, 1)
@@ -97,45 +95,45 @@ def test_all_processes_share_the_final_validation(parallel: str, trained: Traine
     assert shared["loss_by_time"] == pytest.approx(alone["loss_by_time"], rel=1e-6)
 
 
-def test_two_processes_calibrate_the_router_as_one_does(trained: Trained) -> None:
+def test_two_processes_calibrate_the_router_like_one_process(trained: Trained) -> None:
     one = trained(router, train={"total_images": 16, "log_every": 8})
     two = one.with_name("two")
     shutil.copytree(one, two)
     train_job(router(one))
-    assert run_ranks(two, "--router", hook=note_batches) == [0, 0], log(two, 0).read_text()[-3000:]
+    assert run_ranks(two, "--router", hook=record_batches) == [0, 0], log(two, 0).read_text()[-3000:]
     rows = [(two / f"rows-{rank}.txt").read_text().splitlines() for rank in (0, 1)]
-    assert len(rows[0]) == len(rows[1]) == 15, "three clusters in ten bins of time"
+    assert len(rows[0]) == len(rows[1]) == 15, "three clusters in ten time bins"
     alone, shared = declared(one, "router"), declared(two, "router")
     assert shared["temperature"] == pytest.approx(alone["temperature"], rel=1e-4)
     for metric in ("held_out_loss", "held_out_accuracy", "loss_by_time", "accuracy_by_time"):
         assert shared[metric] == pytest.approx(alone[metric], rel=1e-6), metric
 
 
-def test_if_the_main_process_cannot_write_the_others_end_and_name_the_reason(trained: Trained) -> None:
+def test_if_the_main_process_cannot_write_the_others_fail_with_its_error(trained: Trained) -> None:
     run = trained(expert, train={"total_images": 16, "log_every": 8})
     codes = run_ranks(run, "--expert", "0", hook=full_disk, seconds=60)
     assert None not in codes, "a process hangs"
     assert 0 not in codes
     assert "the main process failed: OSError: no space left on device" in log(run, 1).read_text()
-    assert run_ranks(run, "--expert", "0", hook=nothing) == [0, 0], "what was saved is enough to try again"
+    assert run_ranks(run, "--expert", "0", hook=no_hook) == [0, 0], "the checkpoint is enough to try again"
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_if_a_process_dies_at_the_end_the_other_one_ends_too(who: int, trained: Trained) -> None:
     run = trained(expert, train={"total_images": 16, "log_every": 8})
-    codes = run_ranks(run, "--expert", "0", hook=partial(dies, who=who), seconds=60)
+    codes = run_ranks(run, "--expert", "0", hook=partial(die, who=who), seconds=60)
     assert codes[who] == 9
     assert codes[1 - who] not in (0, None)
 
 
-def test_a_result_that_is_there_is_left_alone_by_all_processes(trained: Trained) -> None:
+def test_an_existing_result_is_not_changed_by_any_process(trained: Trained) -> None:
     run = trained(expert, train={"total_images": 16, "log_every": 8})
     made = train_job(expert(run))
     assert run_ranks(run, "--expert", "0", hook=full_disk) == [0, 0]
     assert Artifact(run, "experts/000/final").open(EXPERT).digest == made.digest
 
 
-def test_groups_have_explicit_timeouts_and_a_gpu_its_number() -> None:
+def test_process_groups_have_explicit_timeouts_and_devices() -> None:
     gpu = torch.device("cuda", 3)
     assert group_options(gpu) == {"device_id": gpu, "timeout": STEP_TIMEOUT}
     assert group_options(torch.device("cpu")) == {"backend": "gloo", "timeout": STEP_TIMEOUT}

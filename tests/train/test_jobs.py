@@ -1,4 +1,4 @@
-"""Isolation, accounting, and errors that say what to do."""
+"""Training jobs: isolation of experts, costs, options and errors."""
 
 import json
 import os
@@ -21,16 +21,16 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, ROUTER
 from atoll.data.dataset import Batch, Shards
 from atoll.data.prepare import prepare
-from atoll.experts.density import FILE, Density, of_shards
+from atoll.experts.density import DENSITY_FILE, Density, fit_density
 from atoll.experts.expert import DeviceOptions, open_expert
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import condition_of, validate
 from atoll.nets import Condition, load_network, save_network
 from atoll.report import Options, report
-from atoll.report.gallery import choose
+from atoll.report.gallery import choose_examples
 from atoll.train import build_task, resolve_job, train_job
+from atoll.train.data_shapes import DataShapes
 from atoll.train.distill import StudentTask
-from atoll.train.expected import DataShapes
 from atoll.train.tasks import RouterTask
 from shapes import write_run
 from train.conftest import Copy
@@ -42,8 +42,8 @@ def declared(run: Path, job: str) -> dict:
     return Artifact(run, f"{job}/final").open(kind, verify=True).content
 
 
-def test_an_expert_needs_its_own_shards_and_the_settings_only(new_run: Copy) -> None:
-    """Alone with its shards; beside others; beside others that are damaged: the same bits."""
+def test_an_expert_needs_only_its_shards_and_the_settings(new_run: Copy) -> None:
+    """With its shards alone, with others, and with damaged others: the same bits."""
     alone, together, damaged = new_run("alone", only=[1]), new_run("together"), new_run("damaged")
     for cluster in (0, 2):
         for file in (damaged / f"data/shards/cluster_{cluster:03d}").iterdir():
@@ -56,7 +56,7 @@ def test_an_expert_needs_its_own_shards_and_the_settings_only(new_run: Copy) -> 
     assert_same_weights(alone / "experts/001/final", damaged / "experts/001/final")
 
 
-def test_a_result_declares_itself(trained_experts: Path) -> None:
+def test_a_result_has_its_declaration(trained_experts: Path) -> None:
     found = declared(trained_experts, "experts/001")
     assert found["objective"]["prediction"] == "epsilon"
     assert found["clusters"] == [1]
@@ -69,12 +69,12 @@ def test_a_result_declares_itself(trained_experts: Path) -> None:
     network = load_network(trained_experts / "experts/001/final")
     assert found["compute"]["parameters"] == sum(p.numel() for p in network.parameters())
     files = {path.name for path in (trained_experts / "experts/001/final").iterdir()}
-    others = {"average-short.safetensors", "average-long.safetensors", "cluster.safetensors"}
+    others = {"ema-short.safetensors", "ema-long.safetensors", "cluster.safetensors"}
     assert files == {"config.json", "diffusion_pytorch_model.safetensors", "manifest.json"} | others
 
 
-class Labelled(Shards):
-    """The same shards of pictures of three classes."""
+class Labeled(Shards):
+    """The same shards with images of three classes."""
 
     def __init__(self, shards: Shards, labels: torch.Tensor) -> None:
         self.__dict__ = {**shards.__dict__, "content": shards.content.model_copy(update={"labels": ("a", "b", "c")})}
@@ -84,23 +84,23 @@ class Labelled(Shards):
         return replace(super().read(indices), label=self.labels[indices])
 
 
-def test_an_expert_describes_its_own_cluster_for_routing_without_a_router(trained_experts: Path) -> None:
-    """Latents, captions and classes of its own shards, and how many there are."""
-    density = Density.from_tensors(load_file(trained_experts / "experts/001/final" / FILE))
+def test_an_expert_stores_the_density_of_its_cluster(trained_experts: Path) -> None:
+    """The density of latents, captions and classes of its shards, and their number."""
+    density = Density.from_tensors(load_file(trained_experts / "experts/001/final" / DENSITY_FILE))
     shards = Shards.open(trained_experts, [1])
     batch = shards.read(np.arange(len(shards)))
     assert density.count == len(shards)
-    latents = shards.statistics.normalise(batch.mean.float()).flatten(1)
+    latents = shards.statistics.normalize(batch.mean.float()).flatten(1)
     torch.testing.assert_close(density.mean, latents.mean(0), atol=1e-4, rtol=1e-4)
     assert density.caption is not None
     assert batch.pooled is not None
     torch.testing.assert_close(density.caption.mean, batch.pooled.float().mean(0), atol=1e-4, rtol=1e-4)
     assert density.classes is None
-    labelled = Labelled(shards, torch.arange(len(shards)) % 4 - 1)  # a quarter has no class
-    assert of_shards(labelled).classes.tolist() == [(labelled.labels == k).sum().item() for k in range(3)]
+    labeled = Labeled(shards, torch.arange(len(shards)) % 4 - 1)  # a quarter has no class
+    assert fit_density(labeled).classes.tolist() == [(labeled.labels == k).sum().item() for k in range(3)]
 
 
-def test_flops_are_those_of_the_matrix_products(trained_experts: Path) -> None:
+def test_flops_equal_those_of_the_matrix_products(trained_experts: Path) -> None:
     """Counted by hand for this network: 16 tokens of width 32, 12 text tokens, two blocks."""
     d, tokens, text, depth, pixels = 32, 16, 12, 2, 3 * 8 * 8
     attention = tokens * 4 * d * d + 2 * tokens * tokens * d
@@ -122,7 +122,7 @@ def test_the_monolith_matches_the_experts_flops(trained_experts: Path, tmp_path:
     assert monolith["clusters"] == [0, 1, 2]
 
 
-def test_a_student_declares_its_teachers_and_pays_for_them(trained_experts: Path, tmp_path: Path) -> None:
+def test_a_student_declares_its_teachers_and_counts_their_flops(trained_experts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained_experts, run)
     assert finish(run, "--student") == 0
@@ -131,8 +131,8 @@ def test_a_student_declares_its_teachers_and_pays_for_them(trained_experts: Path
     assert student["compute"]["flops"] == pytest.approx(4 / 3 * expert["compute"]["flops"], rel=1e-6)
 
 
-def test_student_targets_are_the_velocities_of_the_own_cluster_expert(trained_experts: Path) -> None:
-    """Against every teacher evaluated on every sample, one by one."""
+def test_student_targets_are_the_velocities_of_the_cluster_expert(trained_experts: Path) -> None:
+    """Against the teacher of each image, evaluated one by one."""
     task = build_task(resolve_job(trained_experts, config.load(trained_experts), "student"))
     assert isinstance(task, StudentTask)
     targets = task._targets(20, 30)  # across the border of two blocks of 24
@@ -145,14 +145,14 @@ def test_student_targets_are_the_velocities_of_the_own_cluster_expert(trained_ex
         x0 = task.latents(batch, 20 + i)
         noised = flow.Objective().corrupt(x0, seed=task.seed, position=20 + i)
         with torch.no_grad():
-            expected = teacher.velocity(noised.input, noised.t, condition_of(batch, teacher.told))
+            expected = teacher.velocity(noised.input, noised.t, condition_of(batch, teacher.conditioning))
         torch.testing.assert_close(targets[i : i + 1], expected, rtol=1e-4, atol=1e-4)
         seen.add(int(batch.cluster))
     assert seen == {0, 1, 2}
 
 
-def test_a_told_router_also_learns_to_answer_untold(trained_experts: Path) -> None:
-    """Guidance asks it for the clusters of the null condition: a tenth of the samples must have taught it that."""
+def test_a_conditioned_router_is_also_trained_with_the_null_condition(trained_experts: Path) -> None:
+    """Guidance needs the probabilities of the null condition, which a tenth of the images train."""
     task = build_task(
         resolve_job(trained_experts, config.load(trained_experts, {"router.conditioning": "pooled"}), "router")
     )
@@ -164,8 +164,8 @@ def test_a_told_router_also_learns_to_answer_untold(trained_experts: Path) -> No
 
     def forward(x: torch.Tensor, time: torch.Tensor, condition: Condition) -> torch.Tensor:
         conditions.append(condition)
-        answer: torch.Tensor = task.network(x, time, condition)
-        return answer
+        logits: torch.Tensor = task.network(x, time, condition)
+        return logits
 
     task.losses(forward, batch, 0).loss.mean().backward()
     dropped = conditions[0].dropped
@@ -196,8 +196,8 @@ def test_high_resolution_fine_tuning_starts_from_another_expert(
     )
 
 
-def test_experts_may_start_from_networks_of_their_own(trained_experts: Path) -> None:
-    """The key of an expert goes before the default; a router never starts from an expert."""
+def test_each_expert_can_have_its_initial_weights(trained_experts: Path) -> None:
+    """The key of an expert overrides the default; a router is always initialized at random."""
     finals = {number: str(trained_experts / f"experts/00{number}/final") for number in (0, 1)}
     settings = config.load(trained_experts, {"train.init_from": f"{{default: {finals[0]}, 1: {finals[1]}}}"})
     for expert, start in ((0, 0), (1, 1), (2, 0)):
@@ -216,8 +216,8 @@ def test_experts_may_start_from_networks_of_their_own(trained_experts: Path) -> 
             config.load(trained_experts, {"train.init_from": wrong})
 
 
-def test_experts_of_other_kinds_train_too(new_run: Copy) -> None:
-    """A diffusers UNet, told nothing, with its own objective."""
+def test_a_diffusers_unet_can_be_trained(new_run: Copy) -> None:
+    """An unconditioned diffusers UNet with another objective."""
     unet = {
         "_class_name": "UNetExpert", "sample_size": 32, "in_channels": 3, "out_channels": 3, "layers_per_block": 1,
         "block_out_channels": [8, 16], "norm_num_groups": 4,
@@ -232,7 +232,7 @@ def test_experts_of_other_kinds_train_too(new_run: Copy) -> None:
 @pytest.mark.parametrize(
     ("kind", "field", "needed"), [("UNetExpert", "num_class_embeds", 4), ("DiTExpert", "num_embeds_ada_norm", 3)]
 )
-def test_a_class_table_without_a_row_for_the_null_class_is_refused(
+def test_a_class_table_without_a_row_for_the_null_class_is_an_error(
     kind: str, field: str, needed: int, new_run: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last class of the data would be taken for the null class."""
@@ -256,8 +256,8 @@ def test_a_class_table_without_a_row_for_the_null_class_is_refused(
     ("network", "words"),
     [
         ({"patch": 3}, "networks.0: size 32 is not a multiple of patch 3"),
-        ({"channels": 4}, "networks.0: channels is 4, but the prepared data needs 3; leave channels out"),
-        ({"out_channels": 4}, "networks.0: out_channels is 4, but the prepared data needs 3; leave out_channels out"),
+        ({"channels": 4}, "networks.0: channels is 4, but the prepared data needs 3; omit channels"),
+        ({"out_channels": 4}, "networks.0: out_channels is 4, but the prepared data needs 3; omit out_channels"),
         ({"text_width": 100}, "networks.0: text_width is 100, but the prepared data needs 384"),
         (
             {"_class_name": "UNetExpert", "in_channels": 4},
@@ -266,7 +266,7 @@ def test_a_class_table_without_a_row_for_the_null_class_is_refused(
         ({"_class_name": "DiTExpert", "num_layers": 1}, r"a DiTExpert does not take latents of shape \(3, 32, 32\)"),
     ],
 )
-def test_a_network_that_does_not_fit_the_data_is_refused_by_its_key(
+def test_a_network_that_does_not_fit_the_data_is_an_error_that_names_its_key(
     network: dict[str, Any], words: str, new_run: Copy
 ) -> None:
     run = new_run(only=[0], networks={0: network})
@@ -274,13 +274,13 @@ def test_a_network_that_does_not_fit_the_data_is_refused_by_its_key(
         train_job(resolve_job(run, config.load(run), "expert", expert=0))
 
 
-def test_a_learned_variance_may_stand_beside_the_prediction(new_run: Copy) -> None:
+def test_a_network_may_have_output_channels_for_a_learned_variance(new_run: Copy) -> None:
     run = new_run(only=[0], networks={0: {"out_channels": 6}})
     assert resolve_job(run, config.load(run), "expert", expert=0).network.to_dict()["out_channels"] == 6
 
 
-def test_a_pixart_trains_to_its_end(new_run: Copy) -> None:
-    """It makes its positions by itself, and they are no part of what it saves."""
+def test_a_pixart_can_be_trained(new_run: Copy) -> None:
+    """Its position embedding is a buffer that is computed, not stored."""
     pixart = {
         "_class_name": "PixArtExpert", "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1,
         "sample_size": 32, "patch_size": 8, "in_channels": 3, "out_channels": 3, "cross_attention_dim": 16,
@@ -291,13 +291,13 @@ def test_a_pixart_trains_to_its_end(new_run: Copy) -> None:
     assert declared(run, "experts/000")["held_out_loss"] > 0
 
 
-def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, shapes: Path) -> None:
-    """Folders of classes, one picture beside them, and nothing held out: labels are told, and everything trains."""
-    for picture in shapes.glob("*-*.png"):
-        kind, number = picture.stem.split("-")
+def test_classes_without_captions_and_images_without_class(tmp_path: Path, shapes: Path) -> None:
+    """Class folders, images without class and no held-out images: networks are conditioned on labels and train."""
+    for image in shapes.glob("*-*.png"):
+        kind, number = image.stem.split("-")
         folder = tmp_path / "classes" / (kind if int(number) else ".")
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(picture, folder / picture.name)
+        shutil.copy(image, folder / image.name)
     run = tmp_path / "run"
     changes = {
         **TINY,
@@ -317,18 +317,18 @@ def test_classes_without_captions_and_pictures_without_class(tmp_path: Path, sha
     settings = config.load(run, {"router.conditioning": "auto"})
     assert resolve_job(run, settings, "router").conditioning == {"label"}
     assert "circle" in report(run, settings, Options(prompts=["circle"], steps=1)).read_text(encoding="utf-8")
-    assert choose(run, 3, ["circle"])[0].label == shards.content.labels.index("circle")
-    with pytest.raises(AtollError, match="told classes"):
+    assert choose_examples(run, 3, ["circle"])[0].label == shards.content.labels.index("circle")
+    with pytest.raises(AtollError, match="conditioned on classes"):
         report(run, settings, Options(prompts=["zebra"], steps=1))
 
 
-def test_a_router_is_told_the_caption_if_there_is(trained_experts: Path) -> None:
-    for choice, told in (("auto", {"pooled"}), ("none", set())):
+def test_a_router_is_conditioned_on_the_caption_by_default(trained_experts: Path) -> None:
+    for choice, conditioning in (("auto", {"pooled"}), ("none", set())):
         chosen = config.load(trained_experts, {"router.conditioning": choice})
-        assert resolve_job(trained_experts, chosen, "router").conditioning == told
+        assert resolve_job(trained_experts, chosen, "router").conditioning == conditioning
 
 
-def test_a_job_killed_between_its_commit_and_its_end_is_tidied_up(trained_experts: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_a_job_killed_after_its_commit_are_removed(trained_experts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained_experts, run)
     (run / "experts/000/checkpoints/000000000160").mkdir(parents=True)
@@ -336,7 +336,7 @@ def test_a_job_killed_between_its_commit_and_its_end_is_tidied_up(trained_expert
     assert not (run / "experts/000/checkpoints").exists()
 
 
-def test_a_student_of_other_teachers_is_another(trained_experts: Path, tmp_path: Path) -> None:
+def test_a_student_of_other_teachers_is_an_error(trained_experts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained_experts, run)
     assert finish(run, "--student") == 0
@@ -346,25 +346,25 @@ def test_a_student_of_other_teachers_is_another(trained_experts: Path, tmp_path:
     assert "teachers" in (run / "log.txt").read_text()
 
 
-def test_each_process_asks_the_teachers_for_its_own_samples(
+def test_each_process_computes_the_targets_of_its_images(
     trained_experts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = build_task(resolve_job(trained_experts, config.load(trained_experts), "student"))
     assert isinstance(task, StudentTask)
-    whole = task._compute(48)
+    whole = task._compute_block(48)
     assert whole.isfinite().all()
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     for rank in range(2):
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
-        part = task._compute(48)
-        mine = torch.arange(48, 48 + task.block) % 8 // 4 == rank  # batches of 8, four samples for each
-        # A teacher's batch is smaller here, and batches of other sizes are rounded in another order.
+        part = task._compute_block(48)
+        mine = torch.arange(48, 48 + task.block) % 8 // 4 == rank  # batches of 8, four images for each
+        # A teacher's batch is smaller here, and kernels sum batches of other sizes in other orders.
         torch.testing.assert_close(part[mine], whole[mine], rtol=1e-5, atol=1e-5)
         assert part[~mine].isnan().all()
 
 
-def test_accumulation_gives_the_same_step(new_run: Copy) -> None:
+def test_gradient_accumulation_gives_the_same_losses(new_run: Copy) -> None:
     whole, parts = new_run("whole"), new_run("parts", train={"grad_accum_steps": 4})
     for run in (whole, parts):
         assert finish(run, "--expert", "0", "--train.total_images", "64") == 0
@@ -373,7 +373,7 @@ def test_accumulation_gives_the_same_step(new_run: Copy) -> None:
 
 
 @pytest.mark.parametrize("change", [{"precision": "bfloat16"}, {"activation_checkpointing": True}])
-def test_precision_and_checkpointing_train(change: dict, new_run: Copy) -> None:
+def test_bfloat16_and_activation_checkpointing_give_similar_losses(change: dict, new_run: Copy) -> None:
     plain, other = new_run("plain"), new_run("other", train=change)
     for run in (plain, other):
         assert finish(run, "--expert", "0", "--train.total_images", "64") == 0
@@ -382,7 +382,7 @@ def test_precision_and_checkpointing_train(change: dict, new_run: Copy) -> None:
     assert {tensor.dtype for tensor in load_network(other / "experts/000/final").parameters()} == {torch.float32}
 
 
-def test_a_grid_of_samples_is_drawn_and_leaves_the_training_alone(new_run: Copy) -> None:
+def test_previews_are_saved_and_do_not_change_training(new_run: Copy) -> None:
     plain, drawn = new_run("plain"), new_run("drawn", train={"sample_every": 80, "sample_count": 4})
     for run in (plain, drawn):
         assert finish(run, "--expert", "2") == 0
@@ -392,20 +392,20 @@ def test_a_grid_of_samples_is_drawn_and_leaves_the_training_alone(new_run: Copy)
     assert_same_weights(plain / "experts/002/final", drawn / "experts/002/final")
 
 
-def test_dry_run_tells_the_cost_and_does_nothing(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_costs_and_trains_nothing(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:
     run = new_run()
     assert cli.main(["train", str(run), "--expert", "0", "--dry-run", "--json"]) == 0
     estimate = json.loads(capsys.readouterr().out)
     assert estimate["images"] == 160
-    assert estimate["flops"] == 160 * estimate["flops_per_sample"]
+    assert estimate["flops"] == 160 * estimate["flops_per_image"]
     assert estimate["bytes"] > 24 * estimate["parameters"]
     assert cli.main(["train", str(run), "--router", "--dry-run"]) == 0
     assert "GFLOP/s" in capsys.readouterr().out
     assert not (run / "experts").exists()
 
 
-def test_a_loss_that_is_not_a_number_stops_with_the_samples(new_run: Copy) -> None:
-    """A network with one infinite weight, given as the start."""
+def test_a_loss_that_is_not_finite_is_an_error_that_names_the_images(new_run: Copy) -> None:
+    """The initial network has infinite weights."""
     run = new_run()
     assert finish(run, "--expert", "0", "--train.total_images", "8") == 0
     network = load_network(run / "experts/000/final")
@@ -419,7 +419,7 @@ def test_a_loss_that_is_not_a_number_stops_with_the_samples(new_run: Copy) -> No
     log = (run / "log.txt").read_text()
     assert "the loss is not finite on images" in log
     assert any(f"{kind}-0" in log for kind in ("circle", "square", "triangle"))
-    assert "checkpoint is none" in log
+    assert "the newest checkpoint is none" in log
 
 
 @pytest.mark.parametrize(
@@ -430,41 +430,41 @@ def test_a_loss_that_is_not_a_number_stops_with_the_samples(new_run: Copy) -> No
         (["--expert", "3"], "there is no expert 3: this run has experts 0 to 2"),
         (["--expert", "0", "--networks.default", "DiT-XXL/2"], "unknown network size 'DiT-XXL/2'"),
         (["--expert", "0", "--train.conditioning", "label"], "conditioned on labels, but the data has none"),
-        (["--student"], "experts/000/final is not there"),
+        (["--student"], "experts/000/final does not exist"),
         (["--monolith", "--match-flops", "."], "no finished expert"),
         (["--expert", "0", "--train.init_from", "nowhere"], "nowhere has no config.json"),
         (["--expert", "0", "--train.batch_size", "10", "--train.grad_accum_steps", "3"], "not a multiple"),
     ],
 )
-def test_impossible_jobs_are_refused(
+def test_impossible_jobs_are_an_error(
     arguments: list[str], words: str, new_run: Copy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", str(new_run()), *arguments]) == 2
     assert re.search(words, capsys.readouterr().err)
 
 
-def test_a_missing_or_damaged_shard_is_named(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_or_damaged_shard_is_an_error(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:
     run = new_run(only=[1])
     assert cli.main(["train", str(run), "--expert", "0"]) == 2
-    assert "cluster_000 is not there" in capsys.readouterr().err
+    assert "cluster_000 does not exist" in capsys.readouterr().err
     os.truncate(run / "data/shards/cluster_001/train-000000.safetensors", 100)
     assert cli.main(["train", str(run), "--expert", "1"]) == 2
     assert "train-000000.safetensors has 100 bytes" in capsys.readouterr().err
 
 
-def test_settings_that_cannot_be_are_refused_when_read() -> None:
+def test_invalid_settings_are_an_error_when_they_are_read() -> None:
     with pytest.raises(AtollError, match="grad_accum_steps 3"):
         config.resolve({"train": {"batch_size": 64, "grad_accum_steps": 3}})
 
 
-def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_samples(trained_experts: Path) -> None:
-    """Hardly trained, its x0 near noise is worth little, and the fit finds that out."""
+def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_images(trained_experts: Path) -> None:
+    """Hardly trained, its x0 near noise is inaccurate, and the calibration shrinks it."""
     found = declared(trained_experts, "experts/001")
     assert found["bridge"]["prediction_error"] > 0.01
     job = resolve_job(trained_experts, config.load(trained_experts), "expert", expert=1)
     task = replace(build_task(job), network=load_network(trained_experts / "experts/001/final").eval())
     with torch.no_grad():
-        velocity = task.objective.bridge().wrap(task.answer)
+        velocity = task.objective.bridge().wrap(task.predict)
         plain = validate(velocity, task.held_out, seed=task.seed, conditioning=task.conditioning)
     assert found["held_out_loss"] < 0.5 * (plain.mean or 0)
     assert declared(trained_experts, "experts/000")["bridge"]["prediction_error"] == 0

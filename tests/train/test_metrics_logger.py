@@ -1,4 +1,4 @@
-"""What a person sees: metrics, and the trackers that were asked for."""
+"""The metrics logger: metrics.jsonl, trackers and grids of images."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atoll.train.metrics_logger import forget_after, grid
+from atoll.train.metrics_logger import grid, truncate_metrics
 from train.conftest import Copy
 from train.workers import finish, metrics
 
 
-def test_tensorboard_gets_the_figures(new_run: Copy) -> None:
+def test_tensorboard_gets_the_metrics(new_run: Copy) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = new_run(train={"trackers": ["tensorboard"], "total_images": 64})
@@ -23,13 +23,13 @@ def test_tensorboard_gets_the_figures(new_run: Copy) -> None:
     assert {"lr", "gradient_norm", "images_per_second"} <= set(events.Tags()["scalars"])
 
 
-def test_a_tracker_that_is_not_installed_is_named(new_run: Copy) -> None:
+def test_a_tracker_that_is_not_installed_is_an_error(new_run: Copy) -> None:
     run = new_run(train={"trackers": ["wandb"], "total_images": 8})
     assert finish(run, "--expert", "0") == 2
     assert "wandb is not installed; pip install wandb" in (run / "log.txt").read_text()
 
 
-def test_metrics_say_what_happened(new_run: Copy) -> None:
+def test_metrics_have_images_steps_losses_and_rates(new_run: Copy) -> None:
     run = new_run()
     assert finish(run, "--expert", "0") == 0
     lines = metrics(run, "experts/000")
@@ -43,16 +43,16 @@ def test_metrics_say_what_happened(new_run: Copy) -> None:
     assert lines[0]["lr"] == pytest.approx(1e-3)
 
 
-def test_the_journal_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
+def test_metrics_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"images": n}) + "\n" for n in (10, 20, 30)) + '{"samp')
-    forget_after(file, 20)
+    file.write_text("".join(json.dumps({"images": n}) + "\n" for n in (10, 20, 30)) + '{"imag')
+    truncate_metrics(file, 20)
     assert file.read_text() == '{"images": 10}\n{"images": 20}\n'
 
 
-def test_a_grid_holds_every_picture_in_its_place() -> None:
-    pictures = np.stack([np.full((4, 4, 3), value, dtype=np.uint8) for value in (10, 20, 30, 40, 50)])
-    sheet = np.asarray(grid(pictures))
+def test_a_grid_contains_every_image_in_order() -> None:
+    images = np.stack([np.full((4, 4, 3), value, dtype=np.uint8) for value in (10, 20, 30, 40, 50)])
+    sheet = np.asarray(grid(images))
     assert sheet.shape == (8, 12, 3)
     assert sheet[0, ::4, 0].tolist() == [10, 20, 30]
     assert sheet[4, ::4, 0].tolist() == [40, 50, 255]

@@ -1,4 +1,4 @@
-"""Two real processes over gloo under torchrun: the same losses, checkpoints that reshard, a worker that dies."""
+"""Two processes over gloo under torchrun: equal losses, checkpoints that reshard, a worker that is killed."""
 
 import os
 import shutil
@@ -28,31 +28,31 @@ def run_two(run: Path, *arguments: str, restarts: int = 0) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def checkpoint(run: Path, samples: int) -> Path:
-    return run / f"experts/000/checkpoints/{samples:012d}/manifest.json"
+def checkpoint(run: Path, images: int) -> Path:
+    return run / f"experts/000/checkpoints/{images:012d}/manifest.json"
 
 
-def forget_after(run: Path, samples: int) -> None:
+def uncommit_after(run: Path, images: int) -> None:
     for folder in (run / "experts/000/checkpoints").iterdir():
-        if int(folder.name) > samples:
+        if int(folder.name) > images:
             (folder / "manifest.json").unlink(missing_ok=True)
 
 
-def kill_two_at(run: Path, samples: int) -> None:
-    """Two processes train until a checkpoint, are killed, and what they saved after it is gone."""
+def kill_two_at(run: Path, images: int) -> None:
+    """Train with two processes until a checkpoint, kill them, and invalidate later checkpoints."""
     command = torchrun(run, 2, "--expert", "0", "--train.total_images", "1000000")
     two = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: checkpoint(run, samples).exists(), 120)
+    wait_for(lambda: checkpoint(run, images).exists(), 120)
     kill_tree(two.pid)
     two.wait()
-    forget_after(run, samples)
+    uncommit_after(run, images)
 
 
 def losses(run: Path) -> list[float]:
     return [line["loss"] for line in metrics(run, "experts/000")]
 
 
-def close(first: Path, second: Path) -> None:
+def assert_close_weights(first: Path, second: Path) -> None:
     a, b = weights(first / "experts/000/final"), weights(second / "experts/000/final")
     assert a.keys() == b.keys()
     for key in a:
@@ -61,7 +61,7 @@ def close(first: Path, second: Path) -> None:
 
 @pytest.fixture(scope="module")
 def alone(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process, from beginning to end."""
+    """A run that one process trained without interruption."""
     run = tmp_path_factory.mktemp("alone") / "run"
     shutil.copytree(prepared / "data" / "shards", run / "data" / "shards")
     values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
@@ -71,38 +71,38 @@ def alone(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_two_processes_equal_one_at_equal_global_batch(parallel: str, alone: Path, new_run: Copy) -> None:
+def test_two_processes_equal_one_at_equal_batch_size(parallel: str, alone: Path, new_run: Copy) -> None:
     run = new_run(train={"parallel": parallel, "sample_every": 160, "sample_count": 4})
     run_two(run, "--expert", "0")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
-    close(run, alone)
+    assert_close_weights(run, alone)
     assert len(list((run / "experts/000/grids").iterdir())) == 1
 
 
-def test_pictures_on_the_way_change_nothing(alone: Path, new_run: Copy) -> None:
-    """A grid is drawn with averaged weights; neither the next step nor a checkpoint of that moment may have them."""
+def test_previews_do_not_change_training(alone: Path, new_run: Copy) -> None:
+    """A preview uses the EMA weights; neither the next step nor a checkpoint of that step may have them."""
     run = new_run(train={"parallel": "fsdp2", "save_every": 64, "sample_every": 64, "keep_last": 99})
     kill_two_at(run, 128)
     run_two(run, "--expert", "0")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
-    close(run, alone)
+    assert_close_weights(run, alone)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_a_checkpoint_of_two_resumes_on_one_and_back(parallel: str, alone: Path, new_run: Copy) -> None:
-    """64 samples on two processes, 64 on one, the rest on two."""
+def test_a_checkpoint_of_two_processes_resumes_on_one_and_back(parallel: str, alone: Path, new_run: Copy) -> None:
+    """64 images on two processes, 64 on one, the rest on two."""
     run = new_run(train={"parallel": parallel, "save_every": 64, "keep_last": 99})
     kill_two_at(run, 64)
     one = start(run, "--expert", "0", "--train.total_images", "1000000")
     wait_for(lambda: checkpoint(run, 128).exists())
     os.kill(one.pid, signal.SIGKILL)
     one.join()
-    forget_after(run, 128)
+    uncommit_after(run, 128)
     run_two(run, "--expert", "0")
-    close(run, alone)
+    assert_close_weights(run, alone)
 
 
-def test_a_worker_killed_in_the_middle_is_started_again_and_finishes(alone: Path, new_run: Copy) -> None:
+def test_torchrun_restarts_a_killed_worker_and_the_job_finishes(alone: Path, new_run: Copy) -> None:
     run = new_run(train={"save_every": 16})
     command = torchrun(run, 2, "--expert", "0", restarts=3)
     with (run / "torchrun.txt").open("w") as log:
@@ -111,10 +111,10 @@ def test_a_worker_killed_in_the_middle_is_started_again_and_finishes(alone: Path
     workers = [child for child in psutil.Process(agent.pid).children() if "atoll.cli" in " ".join(child.cmdline())]
     workers[-1].kill()
     assert agent.wait(240) == 0, (run / "torchrun.txt").read_text()[-3000:]
-    close(run, alone)
+    assert_close_weights(run, alone)
 
 
-def test_a_signal_to_torchrun_saves_on_all_processes(alone: Path, new_run: Copy) -> None:
+def test_a_signal_to_torchrun_saves_one_checkpoint(alone: Path, new_run: Copy) -> None:
     run = new_run(train={"save_every": 1_000_000, "log_every": 8})
     agent = subprocess.Popen(
         torchrun(run, 2, "--expert", "0", "--train.total_images", "1000000"),
@@ -133,26 +133,26 @@ def kill_tree(pid: int) -> None:
         process.kill()
 
 
-HEAR = """
+TIMESTEP = """
 import torch
 from atoll.nets import DiT, DiTConfig
-from atoll.train.distributed import join
+from atoll.train.distributed import init_distributed
 
-with join(torch.device("cpu")) as world, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+with init_distributed(torch.device("cpu")) as context, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
     torch.manual_seed(0)
     network = DiT(DiTConfig(size=8, patch=4, width=32, depth=1, heads=2))
     for weight in network.parameters():
         weight.normal_(std=0.3)
     x = torch.randn(1, 4, 8, 8)
-    sharded = world.wrap(network, "fsdp2", torch.bfloat16)
+    sharded = context.wrap(network, "fsdp2", torch.bfloat16)
     first, second = (sharded(x, torch.tensor([time])) for time in (700.0, 701.0))
     assert (first - second).abs().max() > 0.01, "both times are 700 in bfloat16"
 """
 
 
-def test_sharded_networks_hear_the_time_in_full_precision(tmp_path: Path) -> None:
-    script = tmp_path / "hear.py"
-    script.write_text(HEAR)
+def test_sharded_networks_get_the_timestep_in_full_precision(tmp_path: Path) -> None:
+    script = tmp_path / "timestep.py"
+    script.write_text(TIMESTEP)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr[-3000:]

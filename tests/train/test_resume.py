@@ -1,4 +1,4 @@
-"""Exact resume: whatever happens to a job, its final weights are the same, bit for bit, on one machine."""
+"""Exact resume: an interrupted job has the same final weights, bit for bit, on one machine."""
 
 import os
 import random
@@ -16,7 +16,7 @@ FOLDERS = {"expert": "experts/001", "router": "router", "student": "student"}
 
 
 def kill_until_done(run: Path, kills: int, arguments: tuple[str, ...], seconds: float, seed: int = 0) -> int:
-    """Kill the job at random moments `kills` times, then let it finish; how many attempts trained on."""
+    """Kill the job at random moments `kills` times, then let it finish; return the number of kills."""
     chance, killed = random.Random(seed), 0
     while killed < kills:
         # The first kills come early: a fast machine must not finish the job before there were five of them.
@@ -29,18 +29,18 @@ def kill_until_done(run: Path, kills: int, arguments: tuple[str, ...], seconds: 
     return killed
 
 
-def keep_going(run: Path, trained_experts: Path) -> None:
-    """Give a run the finished experts that a student learns from."""
+def copy_experts(run: Path, trained_experts: Path) -> None:
+    """Copy the finished experts, a student's teachers, into a run."""
     shutil.copytree(trained_experts / "experts", run / "experts")
 
 
 @pytest.mark.parametrize("kind", JOBS)
-def test_killed_in_the_middle_it_ends_the_same(kind: str, new_run: Copy, trained_experts: Path) -> None:
-    """N + M samples straight equal N, kill -9, M: weights, both averages and (in the last checkpoint) the optimizer."""
+def test_a_killed_job_resumes_to_the_same_weights(kind: str, new_run: Copy, trained_experts: Path) -> None:
+    """N + M images without interruption equal N, kill -9, M: weights, both EMAs and losses."""
     straight, broken = new_run("straight"), new_run("broken")
     for run in (straight, broken):
         if kind == "student":
-            keep_going(run, trained_experts)
+            copy_experts(run, trained_experts)
     assert finish(straight, *JOBS[kind]) == 0
     checkpoints = broken / FOLDERS[kind] / "checkpoints"
     process = start(broken, *JOBS[kind])
@@ -55,12 +55,12 @@ def test_killed_in_the_middle_it_ends_the_same(kind: str, new_run: Copy, trained
     ]
 
 
-def test_the_optimizer_state_is_the_same_too(new_run: Copy) -> None:
+def test_a_resumed_job_has_the_same_optimizer_state(new_run: Copy) -> None:
     """Checkpoints of a job that stopped half-way and resumed equal those of one that did not."""
     straight, broken = (new_run(name, train={"keep_last": 99}) for name in ("straight", "broken"))
     for run, stops in ((straight, ["128"]), (broken, ["64", "128"])):
         for stop in stops:
-            # A job with fewer samples commits its result; only its checkpoints are wanted here.
+            # A job with fewer images would commit its result and remove its checkpoints.
             process = start(run, "--expert", "0", "--train.total_images", "100000")
             folder = run / f"experts/000/checkpoints/{int(stop):012d}"
             wait_for(lambda folder=folder: (folder / "manifest.json").exists())
@@ -68,7 +68,7 @@ def test_the_optimizer_state_is_the_same_too(new_run: Copy) -> None:
             process.join()
     ends = [run / f"experts/000/checkpoints/{128:012d}" for run in (straight, broken)]
     assert_same_weights(*ends)
-    assert {key.split(":")[1].split(".")[0] for key in weights(ends[0])} == {"network", "optimizer", "average"}
+    assert {key.split(":")[1].split(".")[0] for key in weights(ends[0])} == {"network", "optimizer", "ema"}
 
 
 def sweep(new_run: Copy, kills: int) -> None:
@@ -88,21 +88,24 @@ def test_a_hundred_kills_in_one_job(new_run: Copy) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_asks_to_be_queued_again(number: int, new_run: Copy) -> None:
-    straight, asked = new_run("straight", train={"save_every": 10_000}), new_run("asked", train={"save_every": 10_000})
+def test_a_signal_saves_and_exits_with_the_requeue_code(number: int, new_run: Copy) -> None:
+    straight, interrupted = (
+        new_run("straight", train={"save_every": 10_000}),
+        new_run("interrupted", train={"save_every": 10_000}),
+    )
     assert finish(straight, "--expert", "0") == 0
-    process = start(asked, "--expert", "0", "--train.log_every", "8")
-    wait_for(lambda: (asked / "experts/000/metrics.jsonl").exists() and metrics(asked, "experts/000"))
+    process = start(interrupted, "--expert", "0", "--train.log_every", "8")
+    wait_for(lambda: (interrupted / "experts/000/metrics.jsonl").exists() and metrics(interrupted, "experts/000"))
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == 75
-    assert len(list((asked / "experts/000/checkpoints").glob("*/manifest.json"))) == 1
-    assert "the same command continues" in (asked / "log.txt").read_text()
-    assert finish(asked, "--expert", "0", "--train.log_every", "8") == 0
-    assert_same_weights(straight / "experts/000/final", asked / "experts/000/final")
+    assert len(list((interrupted / "experts/000/checkpoints").glob("*/manifest.json"))) == 1
+    assert "run the command again to resume" in (interrupted / "log.txt").read_text()
+    assert finish(interrupted, "--expert", "0", "--train.log_every", "8") == 0
+    assert_same_weights(straight / "experts/000/final", interrupted / "experts/000/final")
 
 
-def test_what_a_kill_while_saving_left_goes_with_the_next_checkpoint(new_run: Copy) -> None:
+def test_leftovers_of_a_kill_while_saving_are_removed_by_the_next_checkpoint(new_run: Copy) -> None:
     run = new_run(train={"save_every": 64, "keep_last": 1})
     left = run / f"experts/000/checkpoints/{7:012d}"
     left.mkdir(parents=True)
@@ -123,26 +126,26 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_newest_checkpoint_is_passed_over(damage: str, new_run: Copy) -> None:
-    straight, hurt = new_run("straight"), new_run("hurt")
+def test_a_damaged_checkpoint_is_skipped(damage: str, new_run: Copy) -> None:
+    straight, damaged = new_run("straight"), new_run("damaged")
     assert finish(straight, "--expert", "0") == 0
-    process = start(hurt, "--expert", "0", "--train.total_images", "100000", "--train.keep_last", "2")
-    folder = hurt / "experts/000/checkpoints"
+    process = start(damaged, "--expert", "0", "--train.total_images", "100000", "--train.keep_last", "2")
+    folder = damaged / "experts/000/checkpoints"
     wait_for(lambda: len(list(folder.glob("*/manifest.json"))) == 2)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     good, bad = sorted(path.parent for path in folder.glob("*/manifest.json"))[-2:]
     assert int(bad.name) < 160, "the kill came too late for this test to mean anything"
     DAMAGES[damage](next(bad.glob("*.safetensors")))
-    (hurt / "log.txt").write_text("")
-    assert finish(hurt, "--expert", "0") == 0
-    log = (hurt / "log.txt").read_text()
-    assert f"{bad} is damaged, moved to {bad.name}.damaged and passed over" in log
+    (damaged / "log.txt").write_text("")
+    assert finish(damaged, "--expert", "0") == 0
+    log = (damaged / "log.txt").read_text()
+    assert f"{bad} is damaged and was moved to {bad.name}.damaged" in log
     assert good.name != bad.name
-    assert_same_weights(straight / "experts/000/final", hurt / "experts/000/final")
+    assert_same_weights(straight / "experts/000/final", damaged / "experts/000/final")
 
 
-def test_the_same_command_again_does_nothing(new_run: Copy) -> None:
+def test_training_a_finished_job_does_nothing(new_run: Copy) -> None:
     run = new_run()
     assert finish(run, "--expert", "0") == 0
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "log.txt"}
@@ -152,7 +155,7 @@ def test_the_same_command_again_does_nothing(new_run: Copy) -> None:
     assert not (run / "experts/000/checkpoints").exists()
 
 
-def test_resuming_with_other_settings_is_refused_by_name(new_run: Copy) -> None:
+def test_resuming_with_other_settings_is_an_error_that_names_them(new_run: Copy) -> None:
     run = new_run()
     kill = start(run, "--expert", "0", "--train.total_images", "100000")
     wait_for(lambda: list((run / "experts/000/checkpoints").glob("*/manifest.json")))

@@ -1,4 +1,4 @@
-"""The router: sure where pictures are clear, the prior where there is only noise, honest when it cannot learn."""
+"""The router: confident on clean images, the prior on pure noise, and a warning if it is at chance."""
 
 import math
 import shutil
@@ -28,7 +28,7 @@ LONGER = {
 }
 
 
-def test_it_tells_clusters_apart_and_knows_nothing_of_noise(new_run: Copy) -> None:
+def test_a_router_recognizes_clusters_and_returns_the_prior_for_noise(new_run: Copy) -> None:
     run = new_run(train=LONGER)
     assert finish(run, "--router") == 0, (run / "log.txt").read_text()
     declared = Artifact(run, "router/final").open(ROUTER).content
@@ -47,8 +47,8 @@ def test_it_tells_clusters_apart_and_knows_nothing_of_noise(new_run: Copy) -> No
     assert len(metrics(run, "router")[-1]["accuracy_by_time"]) == 10
 
 
-def test_on_a_random_partition_it_stays_at_chance_and_says_so(prepared: Path, tmp_path: Path) -> None:
-    """The same pictures, cut at random: what is left to learn is the prior."""
+def test_on_a_random_partition_the_router_is_at_chance_with_a_warning(prepared: Path, tmp_path: Path) -> None:
+    """The same images in random clusters: only the prior can be learned."""
     source = config.load(prepared).data.source
     run = tmp_path / "random"
     changes = {**TINY, "train": {**TINY["train"], **LONGER, "total_images": 1024}, "clusters": {"method": "random"}}
@@ -63,8 +63,8 @@ def test_on_a_random_partition_it_stays_at_chance_and_says_so(prepared: Path, tm
     assert "the router is at chance" in (run / "log.txt").read_text()
 
 
-def test_the_temperature_undoes_overconfidence() -> None:
-    """Logits of a known posterior, made three times too sharp: the best temperature is three."""
+def test_the_temperature_corrects_overconfidence() -> None:
+    """Logits of a known posterior, times three: the best temperature is three."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(50_000, 4, generator=generator)
     clusters = torch.multinomial(logits.softmax(1), 1, generator=generator).flatten()

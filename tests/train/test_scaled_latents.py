@@ -1,4 +1,4 @@
-"""Experts on latents that are normalized by the autoencoder's own scale, as released networks need them."""
+"""Experts on latents that are normalized by the autoencoder's scale, as released networks need them."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ from atoll.train import build_task, resolve_job, train_job
 from atoll.train.tasks import ExpertTask
 from autoencoders import write_autoencoder
 from convert import dit_release
-from shapes import COLOURS, write_run
+from shapes import COLORS, write_run
 from train.workers import TINY
 
 SCALE = 0.18215
@@ -39,7 +39,7 @@ FROZEN = {"train.lr": "1e-30", "train.total_images": "8", "train.warmup_images":
 def scaled(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
     """A run of one cluster with classes, whose latents are multiplied by 0.18215. Tests must not change it."""
     folder = tmp_path_factory.mktemp("scaled")
-    for kind in COLOURS:
+    for kind in COLORS:
         (folder / "images" / kind).mkdir(parents=True)
         for file in shapes.glob(f"{kind}-*.png"):
             shutil.copy(file, folder / "images" / kind)
@@ -69,7 +69,7 @@ def release(tmp_path: Path) -> dict[str, Tensor]:
 
 
 def become_expert(run: Path, network: Path, objective: str, copy: Path) -> Path:
-    """Make a converted network the expert of a copy of the run."""
+    """Copy the run, and make a converted network its expert."""
     shutil.copytree(run, copy)
     changes = {**FROZEN, "train.init_from": str(network), "experts.default": objective}
     made = train_job(resolve_job(copy, config.load(copy, changes), "expert", expert=0))
@@ -87,7 +87,7 @@ def noisy(run: Path, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (1 - wide) * SCALE * batch.mean.float() + wide * eps, eps, batch.label
 
 
-def test_a_converted_sit_is_the_same_network_as_an_expert(
+def test_an_expert_from_a_converted_sit_has_its_velocity(
     scaled: Path, release: dict[str, Tensor], tmp_path: Path
 ) -> None:
     run = become_expert(scaled, tmp_path / "SiT", "flow-matching", tmp_path / "run")
@@ -99,7 +99,7 @@ def test_a_converted_sit_is_the_same_network_as_an_expert(
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_converted_dit_is_the_same_network_as_an_expert(
+def test_an_expert_from_a_converted_dit_has_its_velocity(
     scaled: Path, release: dict[str, Tensor], tmp_path: Path
 ) -> None:
     """By hand: the states of DDPM at three steps, epsilon from the released network, eps - x0 on the linear path."""
@@ -120,10 +120,10 @@ def test_a_converted_dit_is_the_same_network_as_an_expert(
     assert expected.abs().mean() > 0.5
 
 
-def test_a_run_that_normalizes_otherwise_refuses_a_converted_network(
+def test_a_converted_network_for_other_latents_is_an_error(
     scaled: Path, release: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    """Per channel, prepared or not, and by another factor; without a declaration it may start all the same."""
+    """Per channel, prepared or not, and with another factor; a network without declared normalization is accepted."""
     run, network = tmp_path / "run", tmp_path / "SiT"
     shutil.copytree(scaled, run)
     shutil.rmtree(run / "data/shards")
@@ -143,14 +143,14 @@ def test_a_run_that_normalizes_otherwise_refuses_a_converted_network(
     file = network / "config.json"
     values = json.loads(file.read_text())
     file.write_text(json.dumps({**values, "normalization": {"scaling_factor": 0.5, "shift_factor": 0.1}}))
-    with pytest.raises(AtollError, match=r"normalized as \(z - 0.1\) \* 0.5, and this run normalizes them otherwise"):
+    with pytest.raises(AtollError, match=r"normalized as \(z - 0.1\) \* 0.5, and this run normalizes them differently"):
         described(scaled, **{"latents.normalization": "scale"})
     values.pop("normalization")
     file.write_text(json.dumps(values))
     assert "normalization" not in described(run)
 
 
-def test_the_bridge_of_an_expert_has_the_moments_of_its_data(tmp_path: Path, shapes: Path) -> None:
+def test_the_bridge_of_an_expert_has_mean_and_standard_deviation_of_its_data(tmp_path: Path, shapes: Path) -> None:
     """Pixels from -1 to 1 on white have a mean far from 0. Calibration, previews and the result shrink towards it."""
     run = tmp_path / "run"
     changes: dict[str, Any] = {
@@ -168,19 +168,19 @@ def test_the_bridge_of_an_expert_has_the_moments_of_its_data(tmp_path: Path, sha
     statistics = Shards.open(run, [0]).statistics
     mean, std = (torch.tensor(values)[:, None, None] for values in (statistics.data_mean, statistics.data_std))
     assert mean.min() > 0.3
-    member = expert_of_run(run, "experts/000")
-    bridge = member.declaration.bridge
+    reference = expert_of_run(run, "experts/000")
+    bridge = reference.declaration.bridge
     assert (bridge.data_mean, bridge.data_std) == (statistics.data_mean, statistics.data_std)
     assert bridge.prediction_error > 0.01
     task = build_task(job)
     assert isinstance(task, ExpertTask)
     assert task.calibrated(8).data_mean == statistics.data_mean
-    # Hardly trained, it knows nothing of x0 at t = 0.999: its x0 there must be the mean of the data.
-    x0 = statistics.normalise(Shards.open(run, [0], "held-out").read(np.arange(8)).mean.float())
+    # Hardly trained, it cannot estimate x0 at t = 0.999, so its x0 must be the mean of the data.
+    x0 = statistics.normalize(Shards.open(run, [0], "held-out").read(np.arange(8)).mean.float())
     noised = flow.Objective().corrupt(x0, seed=0, t=torch.full((8,), 0.999))
     errors = []
     for own in (bridge, replace(bridge, data_mean=0.0, data_std=1.0)):
-        expert = OpenExpert(replace(member.declaration, bridge=own), member.open().eval(), torch.float32)
+        expert = OpenExpert(replace(reference.declaration, bridge=own), reference.open().eval(), torch.float32)
         with torch.no_grad():
             estimate = noised.input - 0.999 * expert.velocity(noised.input, noised.t)
         errors.append((estimate - mean).abs().max() / std.max())

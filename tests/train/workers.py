@@ -1,4 +1,4 @@
-"""Jobs in processes of their own, which can be killed: forks of one server that has imported everything."""
+"""Jobs in separate processes, which can be killed: forks of a server that has imported everything."""
 
 import contextlib
 import json
@@ -38,19 +38,19 @@ def _work(arguments: list[str], log: str) -> None:
 
 
 def start(run: Path, *arguments: str) -> multiprocessing.Process:
-    """`atoll train RUN …` in a process of its own."""
+    """Start `atoll train RUN …` in a separate process."""
     return start_verb(run / "log.txt", "train", str(run), *arguments)
 
 
 def start_verb(log: Path, *arguments: str) -> multiprocessing.Process:
-    """`atoll VERB …` in a process of its own."""
+    """Start `atoll VERB …` in a separate process."""
     process = _context.Process(target=_work, args=(list(arguments), str(log)))
     process.start()
     return process
 
 
 def finish(run: Path, *arguments: str) -> int:
-    """Train to the end; the exit code."""
+    """Train to the end; return the exit code."""
     process = start(run, *arguments)
     process.join(300)
     assert process.exitcode is not None, "the job hangs"
@@ -58,7 +58,7 @@ def finish(run: Path, *arguments: str) -> int:
 
 
 def kill_after(run: Path, seconds: float, *arguments: str) -> int:
-    """Kill -9 the job after some time, unless it ends before; the exit code."""
+    """Kill the job after some time, unless it ends before; return the exit code."""
     process = start(run, *arguments)
     process.join(seconds)
     if process.exitcode is None:
@@ -72,7 +72,7 @@ def metrics(run: Path, job: str) -> list[dict]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every safetensors file in a folder, by file and name."""
+    """Return every tensor of every safetensors file in a folder, by file and name."""
     return {
         f"{file.name}:{key}": value
         for file in sorted(folder.glob("*.safetensors"))
@@ -81,7 +81,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(first: Path, second: Path) -> None:
-    """Bit for bit: for jobs of equal batches, on one machine, with one thread each."""
+    """Check that weights are equal bit for bit: for jobs of equal batches, on one machine, with one thread each."""
     a, b = weights(first), weights(second)
     assert a.keys() == b.keys()
     assert a, f"nothing in {first}"
@@ -97,7 +97,7 @@ def wait_for(condition: object, seconds: float = 60.0) -> None:
 
 
 def torchrun(run: Path, processes: int, *arguments: str, restarts: int = 0) -> list[str]:
-    """The command line of the same job under torchrun."""
+    """Return the command line of the same job under torchrun."""
     return [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
         "--max-restarts", str(restarts), "-m", "atoll.cli", "train", str(run), *arguments,

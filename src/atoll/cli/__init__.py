@@ -43,8 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
+        # Only a closed standard output is normal; a pipe of a worker process that breaks is an error.
         if not _output_is_closed():
             raise
+        # The interpreter flushes standard output once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -60,8 +62,10 @@ def _main(arguments: list[str]) -> int:
         name, *rest = arguments
         if name not in VERBS:
             raise AtollError(f"{unknown('verb', name, VERBS)}\nsee: atoll --help")
+        # Overrides are removed first: tyro would reject options that are not fields of the verb.
         rest, overrides = split_overrides(rest)
         renamed.check_arguments(name, rest)
+        # Flags without a --no-OPTION twin: one line of help for each.
         verb = tyro.cli(VERBS[name], args=rest, prog=f"atoll {name}", config=(tyro.conf.FlagCreatePairsOff,))
         if isinstance(verb, Configured):
             verb.overrides = overrides
@@ -107,6 +111,7 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     remaining = iter(arguments)
     for argument in remaining:
         name, equals, value = argument.partition("=")
+        # The dot distinguishes a key of atoll.yaml from an option: no option of a verb contains one.
         if not (name.startswith("--") and "." in name):
             rest.append(argument)
             continue

@@ -14,7 +14,7 @@ class Convert:
     source: Annotated[Positional[Path], arg(metavar="SRC")]
     """A .pt, .pth or .safetensors file, or a folder that contains one."""
     destination: Annotated[Positional[Path], arg(metavar="DST")]
-    """Folder to write: config.json, the weights, and conversion.json with a record of every tensor."""
+    """Folder to write: config.json, the weights, and conversion.json with a record of all changes."""
     to: str = "atoll"
     """Target layout: atoll, flow-matching (as in HDDM), dit, sit, pixart, diffusers-dit, diffusers-pixart, paris or
     paris-router."""

@@ -46,6 +46,7 @@ class Init:
 
     def run(self) -> None:
         """Write the file with all keys and a comment on each."""
+        # Resolve first: nothing is written if an override is invalid.
         config = configuration.resolve(PRESETS[self.preset], self.overrides, source="command line")
         file = self.folder / layout.CONFIG_FILE
         if file.exists() and not self.force:

@@ -9,6 +9,8 @@ from tyro.conf import arg
 from atoll.cli.verb import Overrides, RunFolder
 from atoll.core import config as configuration
 
+Stage = Literal["ingest", "features", "clusters", "latents", "text", "shards"]
+
 
 @dataclass
 class Prepare:
@@ -16,8 +18,8 @@ class Prepare:
 
     folder: RunFolder
     """Folder of the run."""
-    stage: tuple[Literal["ingest", "features", "clusters", "latents", "text", "shards"], ...] = ()
-    """Stages to run; omit for all. Finished stages are skipped."""
+    stage: Annotated[tuple[Stage, ...], arg(help_behavior_hint="(default: all)")] = ()
+    """Stages to run; finished stages are skipped."""
     worker: Annotated[str, arg(metavar="I/N")] = "0/1"
     """Index of this worker and number of workers that divide ingest, features, latents and text."""
     dry_run: bool = False
@@ -28,15 +30,16 @@ class Prepare:
 
     def run(self) -> None:
         """Run the stages, or print the plan."""
+        # The configuration is read before torch is imported: mistakes in it are reported at once.
         config = configuration.load(self.folder, self.overrides)
-        from atoll.data.chunks import Share
+        from atoll.data.chunks import Worker
         from atoll.data.prepare import prepare
 
-        share = Share.parse(self.worker)
+        worker = Worker.parse(self.worker)
         if self.dry_run:
             self.show(config)
         else:
-            prepare(self.folder, config, self.stage, share=share)
+            prepare(self.folder, config, self.stage, worker=worker)
 
     def show(self, config: configuration.Config) -> None:
         """Print the plan."""

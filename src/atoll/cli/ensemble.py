@@ -19,9 +19,9 @@ class Sample:
 
     folder: RunFolder
     """Folder of the run, folder of an export, or hub name of an export."""
-    prompts: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT")] = ()
+    prompts: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT", help_behavior_hint="")] = ()
     """Text prompts. Omit them for unconditional samples."""
-    labels: tuple[str, ...] = ()
+    labels: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: none)")] = ()
     """Class labels, by name or number."""
     num_images: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one per prompt, or 16)")] = None
     """Number of images; prompts and labels repeat in order."""
@@ -29,7 +29,7 @@ class Sample:
     """Model to sample from: experts, expert:K, monolith or student."""
     routing: str = "top-1"
     """Rule: full, top-K, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or a schedule: top-2@0.6,top-1."""
-    clusters: tuple[int, ...] = ()
+    clusters: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: none)")] = ()
     """Cluster of each image, for --routing oracle."""
     steps: int = 50
     """Number of solver steps."""
@@ -62,7 +62,7 @@ class Sample:
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: RUN/samples)")] = None
     """Folder for the images; existing files are overwritten."""
     save_routing: bool = False
-    """Also save a plot of the routing weights over time for each image."""
+    """Also save routing.png, a plot of the routing weights over time."""
     plan: bool = False
     """Print the estimated memory use and exit."""
     json: bool = False
@@ -80,6 +80,7 @@ class Sample:
         given = max(len(self.prompts), len(self.labels))
         count = self.num_images or max(given, len(self.clusters)) or 16
         if self.plan:
+            # Memory depends on the largest batch, its number of different prompts, and whether guidance doubles it.
             rows = min(self.batch_size, count)
             plan = sampler.plan(rows, min(rows, max(given, 1)), self.guidance_scale != 1 and given > 0)
             print(json.dumps(plan.to_dict()) if self.json else "\n".join(plan.lines()))
@@ -90,6 +91,7 @@ class Sample:
             guidance_scale=self.guidance_scale, guidance_interval=self.guidance_interval, rescale=self.rescale,
             solver=self.solver, shift=self.shift, scheduler_times=self.scheduler_times, seed=self.seed,
         )  # fmt: skip
+        # An export may be a hub name or a shared folder, so its images go to the working directory.
         is_run = (self.folder / layout.CONFIG_FILE).is_file()
         files = save(samples, self.out or (self.folder / layout.SAMPLES if is_run else Path("samples")))
         quantized = sampler.ensemble.cache.quantization_error
@@ -99,8 +101,8 @@ class Sample:
             about = {"missing": sampler.missing, "quantization_error": quantized}
             print(json.dumps({**files, **samples.to_dict(), **about}, ensure_ascii=False))
         else:
-            trace = f"; routing: {files['trace']}" if self.save_routing else ""
-            print(f"{len(samples.images)} images: {files['grid']}{trace}")
+            routing = f"; routing: {files['routing']}" if self.save_routing else ""
+            print(f"{len(samples.images)} images: {files['grid']}{routing}")
 
 
 @dataclass

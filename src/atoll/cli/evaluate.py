@@ -12,6 +12,8 @@ from atoll.cli.verb import MaxLoadedExperts, Overrides, RunFolder
 from atoll.core import config as configuration
 from atoll.core.names import SOLVERS
 
+Part = Literal["metrics", "diversity", "diagnostics", "trajectories"]
+
 
 @dataclass
 class Evaluate:
@@ -51,7 +53,7 @@ class Evaluate:
     """Maximum number of held-out images of each cluster, for the diagnostics; the default is that of training."""
     num_trajectories: int = 32
     """Number of sampling trajectories to compare, each with N and with 2 N steps."""
-    without: tuple[Literal["metrics", "diversity", "diagnostics", "trajectories"], ...] = ()
+    without: Annotated[tuple[Part, ...], arg(help_behavior_hint="(default: none)")] = ()
     """Parts of the evaluation to leave out."""
     batch_size: int = 64
     """Images per batch."""
@@ -92,6 +94,7 @@ class Evaluate:
             allow_small=self.allow_small,
             prompts=self.prompts,
         )
+        # Standard output is only for the result, so that --json can be piped; progress goes to standard error.
         with redirect_stdout(sys.stderr):
             result = evaluate(self.folder, config, options)
         if self.json:
@@ -132,6 +135,7 @@ class Report:
         from atoll.report import Options, report
 
         options = Options(self.prompts, self.routings or None, self.steps, self.guidance_scale, self.seed)
+        # As above: standard output is only for the path of the page.
         with redirect_stdout(sys.stderr):
             page = report(self.folder, config, options, out=self.out)
         print(json.dumps({"report": str(page)}) if self.json else f"report: {page}")

@@ -37,7 +37,7 @@ class Launch:
     ] = None
     """Maximum number of jobs that run at the same time."""
     retries: int = 3
-    """Give up after this many consecutive failures without progress."""
+    """Retry a job at most this many times in a row without progress."""
     wait: bool = False
     """Slurm and Ray: wait until all jobs have ended. Local jobs are always waited for."""
     print: bool = False
@@ -52,17 +52,17 @@ class Launch:
         config = configuration.load(run, self.overrides)
         from contextlib import redirect_stdout
 
-        from atoll.launch.base import Setting
+        from atoll.launch.base import LaunchSettings
         from atoll.launch.launch import as_dict, open_launcher, show, submit
-        from atoll.launch.plan import Wish
+        from atoll.launch.plan import LaunchRequest
 
-        launcher = open_launcher(self.on, Setting(run, config.island, self.retries, self.max_parallel))
-        wish = Wish(self.jobs, self.experts, self.prepare_workers, self.overrides)
+        launcher = open_launcher(self.on, LaunchSettings(run, config.island, self.retries, self.max_parallel))
+        request = LaunchRequest(self.jobs, self.experts, self.prepare_workers, self.overrides)
         if self.print:
-            print(show(launcher, run, config, wish=wish))
+            print(show(launcher, run, config, request=request))
             return
         with redirect_stdout(sys.stderr):  # Ray prints about its nodes there
-            found = submit(launcher, run, config, wish=wish, wait=self.wait)
+            found = submit(launcher, run, config, request=request, wait=self.wait)
         if self.json:
             print(json.dumps(as_dict(found)))
 
@@ -117,11 +117,12 @@ class Join:
 
     def run(self) -> None:
         """Train until no expert is left, or until Ctrl-C."""
-        from atoll.islands.worker import check_choice, open_worker
+        from atoll.islands.worker import check_overrides, open_worker
 
         check_folder(self.url)
-        check_choice(self.overrides)
+        check_overrides(self.overrides)
         name = {} if self.name is None else {"name": self.name}
+        # Signing is optional unless the policy requires it, so the package cryptography is, too.
         worker = open_worker(
             self.url,
             self.folder,
@@ -187,13 +188,14 @@ class Status:
 
         check_folder(self.url)
         store, console = Store.open(self.url), Console()
-        looks = watch(store, self.every) if self.watch else [status(store)]
+        # In a terminal, the table is redrawn in place. A pipe or file gets every refresh as a new table.
+        refreshes = watch(store, self.every) if self.watch else [status(store)]
         with suppress(KeyboardInterrupt) if self.watch else nullcontext():
             if self.watch and console.is_terminal and not self.json:
                 with Live(console=console) as screen:
-                    for lines in looks:
+                    for lines in refreshes:
                         screen.update(as_table(lines, self.url), refresh=True)
-            for lines in looks:
+            for lines in refreshes:
                 print(as_json(lines), flush=True) if self.json else console.print(as_table(lines, self.url))
 
 

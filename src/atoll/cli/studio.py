@@ -28,7 +28,7 @@ class Serve:
     batch_size: int = 32
     """Maximum number of images in one forward pass, over all requests."""
     queue: int = 64
-    """Maximum number of waiting images."""
+    """Maximum number of waiting requests."""
     routing: str = "top-1"
     """Routing of requests that set none."""
     max_loaded_experts: MaxLoadedExperts = None
@@ -46,14 +46,15 @@ class Serve:
 
     def run(self) -> None:
         """Serve until Ctrl-C or SIGTERM."""
+        # The web framework is an optional extra.
         try:
             from atoll.studio.serve import Options, serve
         except ModuleNotFoundError as error:
             raise AtollError(f"the studio needs the package {error.name}; pip install 'atoll[studio]'") from error
-        from atoll.studio.registry import Opening
+        from atoll.studio.registry import LoadOptions
 
-        opening = Opening(
+        load_options = LoadOptions(
             self.batch_size, self.max_loaded_experts, self.dtype, self.device, self.quantize, self.routing
         )
         token = self.token if self.token is not None else os.environ.get(TOKEN)
-        serve(str(self.folder), opening, Options(self.host, self.port, token, self.queue, self.grace, self.json))
+        serve(str(self.folder), load_options, Options(self.host, self.port, token, self.queue, self.grace, self.json))

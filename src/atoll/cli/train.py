@@ -44,13 +44,13 @@ class Train:
         if len(jobs) > 1 or not (jobs or self.dry_run):
             raise AtollError("choose what to train: one of --expert K, --router, --monolith, --student")
         config = configuration.load(self.folder, self.overrides)
-        from atoll.train.estimate import show_estimate, show_survey
+        from atoll.train.estimate import show_estimate, show_run_estimate
         from atoll.train.job import train_job
         from atoll.train.loop import REQUEUE, Requeue
         from atoll.train.spec import resolve_job
 
         if not jobs:
-            show_survey(self.folder, config, self.gpus, as_json=self.json)
+            show_run_estimate(self.folder, config, self.gpus, as_json=self.json)
             return
         kind = cast(JobKind, jobs[0])
         spec = resolve_job(self.folder, config, kind, expert=self.expert, match_flops=self.match_flops)
@@ -59,6 +59,7 @@ class Train:
             return
         try:
             train_job(spec)
+        # A stop signal is not a failure: with this exit code, launchers run the job again.
         except Requeue as stop:
             print(f"atoll: {stop}", file=sys.stderr)
             sys.exit(REQUEUE)

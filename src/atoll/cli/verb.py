@@ -1,4 +1,4 @@
-"""What every verb is: a dataclass of its options with a `run` method. The docstrings are the help texts."""
+"""The interface of verbs: a dataclass of options with a `run` method. Its docstrings are the help texts."""
 
 from pathlib import Path
 from typing import Annotated, Protocol, runtime_checkable

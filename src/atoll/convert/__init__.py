@@ -1,4 +1,4 @@
-"""Other people's weights: reading files safely, and translating layouts both ways."""
+"""Released checkpoints of others: read files safely, and translate their layouts in both directions."""
 
 from atoll.convert.layout import Layout
 from atoll.convert.layouts import LAYOUTS, detect, layout

@@ -1,4 +1,4 @@
-"""`atoll convert`: other people's checkpoints in and out, with an account of what was done."""
+"""`atoll convert`: translate checkpoints of others to Atoll and back, with a report of all changes."""
 
 import json
 from collections.abc import Mapping
@@ -23,24 +23,24 @@ from atoll.nets.router import Router, without_retired
 
 CONVERSION_FILE = "conversion.json"
 NORMALIZATION = "normalization"
-"""The key of config.json under which a network declares how its latents were scaled; null if it is not known."""
+"""Key of config.json that declares how the latents of a network were scaled; null if it is unknown."""
 TARGETS = ("atoll", "flow-matching", *LAYOUTS)
-"""What `convert` can make: Atoll's own layout, a flow-matching expert, or someone else's layout."""
+"""Targets of `convert`: the layout of Atoll, a flow-matching expert, or the layout of another project."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that was read, in native terms."""
+    """A checkpoint that was read and translated to the layout of Atoll."""
 
     file: Path
     layout: str
     config: DiTConfig | RouterConfig
     state: dict[str, Tensor]
     changes: list[Change] = field(default_factory=list)
-    """What reading changed besides names, and what was made anew because the file lacks it."""
+    """Changes besides names: other conventions, and new tensors that the file lacks."""
 
     def network(self) -> DiT | Router:
-        """The source as a network."""
+        """Return the source as a network."""
         with torch.device("meta"):
             network = DiT(self.config) if isinstance(self.config, DiTConfig) else Router(self.config)
         network.load_state_dict(self.state, assign=True)
@@ -49,13 +49,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did; this is what conversion.json holds."""
+    """The report of a conversion, as written to conversion.json."""
 
     source: dict[str, str]
     target: str
     options: FlowMatchingOptions | None
     changes: list[Change]
-    figures: dict[str, float]
+    metrics: dict[str, float]
     files: dict[str, str]
     atoll: str = __version__
 
@@ -63,9 +63,9 @@ class Conversion:
 def read_source(
     path: str | Path, heads: int | None = None, layout: str | None = None, *, num_classes: int | None = None
 ) -> Source:
-    """Read a checkpoint: a `.pt` or `.safetensors` file, or a folder with one and perhaps a config.json.
+    """Read a checkpoint: a `.pt` or `.safetensors` file, or a folder with one and optionally a config.json.
 
-    `layout` and `num_classes` are for files that do not show them; they take precedence over config.json.
+    `layout` and `num_classes` are for files that do not determine them; they take precedence over config.json.
     """
     path = Path(path)
     file = _weights_in(path) if path.is_dir() else path
@@ -75,11 +75,11 @@ def read_source(
     kind = given.get(CLASS_NAME)
     if kind in ("DiT", "Router"):
         if layout is not None or num_classes is not None:
-            raise AtollError(f"{file} is in Atoll's own layout; leave out --layout and --num-classes")
+            raise AtollError(f"{file} is in the layout of Atoll; omit --layout and --num-classes")
         return _native(file, given, state)
     null: dict[str, Tensor] = {}
     if kind in KINDS:
-        given, state, null = _unwrapped(given, state, file)
+        given, state, null = _unwrap_expert(given, state, file)
     if num_classes is not None:
         given = given | {"num_classes": num_classes}
     found = detect(state, layout or given.get("layout"), file.name)
@@ -90,7 +90,7 @@ def read_source(
             f"{file} or its config.json lacks {missing}, which the {found.title} layout needs"
         ) from missing
     config = replace(config, normalization=_normalization(file, given, found))
-    changes = _convention(found) + _made_anew(found, state, config)
+    changes = _convention_changes(found) + _new_tensors(found, state, config)
     return Source(file, found.name, config, found.to_native(state, config) | null, changes)
 
 
@@ -99,7 +99,7 @@ def _in_float32(tensor: Tensor) -> Tensor:
 
 
 def _native(file: Path, given: ConfigJson, state: dict[str, Tensor]) -> Source:
-    """A network of Atoll's own, as its config.json describes it."""
+    """Return a network in the layout of Atoll, with its config.json."""
     with torch.device("meta"):
         network = build(read_network(given))
     assert isinstance(network, DiT | Router)
@@ -109,10 +109,10 @@ def _native(file: Path, given: ConfigJson, state: dict[str, Tensor]) -> Source:
 
 
 def _normalization(file: Path, given: Mapping[str, Any], found: Layout) -> LatentScale | None:
-    """Return how a network's latents were scaled; None if that is not known.
+    """Return how the latents of a network were scaled; None if it is unknown.
 
-    Its config.json decides, or else the autoencoder of the pipeline that it is a part of, or else the layout, whose
-    releases all have one scale. An export of Atoll is no such pipeline: its experts have declarations of their own.
+    Its config.json decides, else the autoencoder of its diffusers pipeline, else the layout, whose releases all have
+    one scale. An export of Atoll is not such a pipeline: each of its experts has a declaration.json.
     """
     folder = file.resolve().parent
     if NORMALIZATION in given or (folder / "declaration.json").is_file():
@@ -124,12 +124,12 @@ def _normalization(file: Path, given: Mapping[str, Any], found: Layout) -> Laten
     return found.normalization
 
 
-def _convention(found: Layout) -> list[Change]:
+def _convention_changes(found: Layout) -> list[Change]:
     return [Change("time and sign", "changed", 0, found.convention)] if found.convention else []
 
 
-def _made_anew(found: Layout, state: dict[str, Tensor], config: Any) -> list[Change]:
-    """The tensors, or rows of them, that the native network needs and a file does not have."""
+def _new_tensors(found: Layout, state: dict[str, Tensor], config: Any) -> list[Change]:
+    """List the new tensors, or rows of tensors, that the network needs and the file lacks."""
     return [
         Change(name, "new", tensor.numel() - (state[name].numel() if name in state else 0), note)
         for name, (tensor, note) in found.complete(state, config).items()
@@ -142,20 +142,20 @@ def _weights_in(folder: Path) -> Path:
     files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".pt", ".pth", ".bin"))
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
-        raise AtollError(f"{folder}: expected one weight file, found {names}; give the file itself")
+        raise AtollError(f"{folder}: expected one weight file, found {names}; give the path of the file")
     return files[0]
 
 
-def _unwrapped(
+def _unwrap_expert(
     given: ConfigJson, state: dict[str, Tensor], file: Path
 ) -> tuple[ConfigJson, dict[str, Tensor], dict[str, Tensor]]:
-    """The diffusers model inside an expert of another kind, and its learned null condition as a DiT has it."""
+    """Return config and tensors of the diffusers model inside an expert, and its null condition as a DiT stores it."""
     inside = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
     expert = str(given[CLASS_NAME])
     if not any(candidate.matches(inside) for candidate in LAYOUTS.values()):
-        raise AtollError(f"{file}: a {expert} stays in its own layout; known ones: {', '.join(LAYOUTS)}")
+        raise AtollError(f"{file}: a {expert} cannot be converted; supported layouts: {', '.join(LAYOUTS)}")
     null = {name: tensor.flatten() for name, tensor in state.items() if name.startswith("null_")}
-    # It was trained here, so no layout's release tells how its latents were scaled.
+    # It was trained with Atoll, so the scale of the released networks of its layout does not apply.
     described = {NORMALIZATION: None, **given, CLASS_NAME: KINDS[expert].model_class}
     return described, inside, null
 
@@ -171,19 +171,19 @@ def convert(
     layout: str | None = None,
     num_classes: int | None = None,
 ) -> Conversion:
-    """Convert a checkpoint into the folder `destination`; nothing is written if anything does not fit."""
+    """Convert a checkpoint into the folder `destination`; write nothing if a tensor does not fit."""
     if to not in TARGETS:
         raise AtollError(unknown("target", to, TARGETS))
     destination = Path(destination)
     if destination.exists() and any(destination.iterdir() if destination.is_dir() else [destination]) and not force:
-        raise AtollError(f"{destination} exists and is not empty; choose another folder, or replace it with --force")
+        raise AtollError(f"{destination} exists and is not empty; choose another folder, or overwrite with --force")
     read = read_source(source, heads, layout, num_classes=num_classes)
     options = options or FlowMatchingOptions()
     if to == "flow-matching":
-        state, fields, changes, figures = _flow_matching(read, options)
+        state, fields, changes, metrics = _flow_matching(read, options)
     else:
         state, fields, changes = _relayout(read, to)
-        figures = {}
+        metrics = {}
     write_weights(state, destination / WEIGHTS_FILE)
     (destination / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     conversion = Conversion(
@@ -191,7 +191,7 @@ def convert(
         target=to,
         options=options if to == "flow-matching" else None,
         changes=changes + read.changes,
-        figures=figures,
+        metrics=metrics,
         files={name: sha256(destination / name) for name in (WEIGHTS_FILE, CONFIG_FILE)},
     )
     (destination / CONVERSION_FILE).write_text(json.dumps(asdict(conversion), indent=2) + "\n", encoding="utf-8")
@@ -199,7 +199,7 @@ def convert(
 
 
 def _relayout(source: Source, to: str) -> tuple[dict[str, Tensor], ConfigJson, list[Change]]:
-    """The same network in another layout. What the layout cannot say is listed."""
+    """Translate a network to another layout; list what the layout cannot represent."""
     total = sum(tensor.numel() for tensor in source.state.values())
     total -= sum(change.parameters for change in source.changes if change.action == "new")
     if to == "atoll":
@@ -207,29 +207,29 @@ def _relayout(source: Source, to: str) -> tuple[dict[str, Tensor], ConfigJson, l
         return source.state, source.config.to_dict(), changes
     chosen = LAYOUTS[to]
     if (chosen.build is Router) != isinstance(source.config, RouterConfig):
-        raise AtollError(
-            f"{source.file} holds {'a router' if chosen.build is DiT else 'an expert'}, which {to} is not for"
-        )
+        found = "a router" if chosen.build is DiT else "an expert"
+        raise AtollError(f"{source.file} holds {found}, which the layout {to} does not support")
     foreign, fields = chosen.from_native(source.state, source.config), chosen.write_config(source.config)
-    left = chosen.without_place(source.state, source.config)
+    left = chosen.unsupported_tensors(source.state, source.config)
     gone = sum(source.state[name].numel() for name in left)
-    changes = [Change("all tensors with a place in the layout", "renamed", total - gone, f"{source.layout} to {to}")]
+    changes = [Change("all tensors of the layout", "renamed", total - gone, f"{source.layout} to {to}")]
     if left:
-        changes.append(Change(", ".join(left), "left out", gone, f"no place in the {chosen.title} layout"))
+        changes.append(Change(", ".join(left), "omitted", gone, f"not part of the {chosen.title} layout"))
     scale = source.config.normalization
-    if scale != chosen.normalization:  # else nothing would contradict the layout's own when it is read again
+    # Write the scale only if it differs from that of the layout, which is the default when the file is read again.
+    if scale != chosen.normalization:
         fields[NORMALIZATION] = None if scale is None else asdict(scale)
-    there = replace(chosen.read_config(foreign, fields, source.config.heads), normalization=scale)
-    changes += _convention(chosen) + _differences(source.config.to_dict(), there.to_dict(), chosen.title)
+    target = replace(chosen.read_config(foreign, fields, source.config.heads), normalization=scale)
+    changes += _convention_changes(chosen) + _differences(source.config.to_dict(), target.to_dict(), chosen.title)
     return foreign, fields, changes
 
 
-def _differences(here: Mapping[str, Any], there: Mapping[str, Any], title: str) -> list[Change]:
-    """Settings that the other side fixes differently; the weights are the same, the arithmetic is not quite."""
+def _differences(here: Mapping[str, Any], target: Mapping[str, Any], title: str) -> list[Change]:
+    """List settings that the target layout fixes to other values: equal weights, slightly different arithmetic."""
     return [
-        Change(name, "changed", 0, f"{here[name]} here, {there[name]} in {title}: answers differ slightly")
+        Change(name, "changed", 0, f"{here[name]} here, {target[name]} in {title}: outputs differ slightly")
         for name in here
-        if here[name] != there[name]
+        if here[name] != target[name]
     ]
 
 
@@ -237,40 +237,41 @@ def _flow_matching(
     source: Source, options: FlowMatchingOptions
 ) -> tuple[dict[str, Tensor], ConfigJson, list[Change], dict[str, float]]:
     if not isinstance(source.config, DiTConfig):
-        raise AtollError(f"{source.file} holds a router; only an expert becomes a flow-matching expert")
-    state, config, changes, figures = to_flow_matching(source.state, source.config, options)
+        raise AtollError(f"{source.file} holds a router; only experts can be converted to flow matching")
+    state, config, changes, metrics = to_flow_matching(source.state, source.config, options)
     converted = Source(source.file, "atoll", config, state)
-    figures["feature_error"] = feature_error(source, converted, options.time)
-    return state, config.to_dict(), changes, figures
+    metrics["feature_error"] = feature_error(source, converted, options.time)
+    return state, config.to_dict(), changes, metrics
 
 
 @torch.no_grad()
 def feature_error(source: Source, converted: Source, time: Literal["steps", "snr", "same"] = "same") -> float:
-    """Relative difference of what enters the final layer, for noise at four times without condition."""
+    """Return the relative difference of the inputs of the final layer, for noise at four timesteps, unconditioned."""
     before, after = source.network(), converted.network()
     assert isinstance(before, DiT)
     assert isinstance(after, DiT)
     x = torch.randn(
         4, before.config.channels, before.config.size, before.config.size, generator=torch.Generator().manual_seed(0)
     )
+    # A small sample over the range of timesteps: the metric detects wrong conversions, it does not rank good ones.
     times = torch.tensor([100.0, 350.0, 600.0, 850.0])
-    clock = after.time_table[times.long()] if time != "same" else times
-    expected = before.features(x, clock, Condition())
+    source_timestep = after.time_table[times.long()] if time != "same" else times
+    expected = before.features(x, source_timestep, Condition())
     return float((after.features(x, times, Condition()) - expected).norm() / expected.norm())
 
 
 def as_table(conversion: Conversion, source: Path, destination: Path) -> Table:
-    """The account of a conversion for the terminal."""
+    """Return the report of a conversion as a table for the terminal."""
     table = Table(
-        "what",
-        "done",
+        "item",
+        "action",
         "parameters",
         "note",
         title=f"{source} ({conversion.source['layout']}) to {destination} ({conversion.target})",
     )
     for change in conversion.changes:
-        table.add_row(change.what, change.action, f"{change.parameters:,}", change.note)
-    if "feature_error" in conversion.figures:
-        error = conversion.figures["feature_error"]
-        table.caption = f"what enters the final layer differs from the source by {error:.2e} (relative)"
+        table.add_row(change.item, change.action, f"{change.parameters:,}", change.note)
+    if "feature_error" in conversion.metrics:
+        error = conversion.metrics["feature_error"]
+        table.caption = f"relative difference of the final layer's input from the source: {error:.2e}"
     return table

@@ -1,11 +1,23 @@
-"""A class-conditional DDPM DiT becomes a flow-matching expert, as in HDDM: what is kept, folded and made anew.
+"""Convert a class-conditional DDPM DiT to a flow-matching expert, as in HDDM.
 
-The source modulates block b at time t by M_b(t) = W_b s(t) + c_b, with s(t) = SiLU(embedding of t). AdaLN-Single has
-W s(t) + E_b instead. The least-squares fit over blocks and timesteps, min Σ_b Σ_t |M_b(t) - W s(t) - E_b|², is
+The source (AdaLN-Zero) modulates block b of B at timestep t of T with 6 vectors of the width D:
 
-    W = mean_b W_b,    E_b = c_b + (W_b - W) mean_t s(t),
+    M_b(t) = W_b s(t) + c_b,   s(t) = SiLU(embedding of t)                       (1)
 
-and leaves the residual (W_b - W)(s(t) - mean s). Everything else of the source is kept as it is.
+with W_b (6 D, D), s(t) (D,) and c_b (6 D,). The expert (AdaLN-Single) shares one projection among all blocks and has
+one learned table E_b (6, D) per block:
+
+    M'_b(t) = W s(t) + E_b                                                       (2)
+
+The fold is the least-squares fit over blocks and timesteps,
+
+    min over W, E of  Σ_b Σ_t |M_b(t) - W s(t) - E_b|²                            (3)
+
+Its solution is the mean of the projections, and offsets that correct each block at the mean of s:
+
+    W = mean_b W_b,    E_b = c_b + (W_b - W) mean_t s(t)                          (4)
+
+with the residual (W_b - W)(s(t) - mean_t s(t)). All other weights of the source are kept.
 """
 
 from dataclasses import dataclass, replace
@@ -24,33 +36,33 @@ from atoll.nets.layers import time_features
 State = dict[str, Tensor]
 
 STEPS = 1000
-"""Timesteps of the source, 0 to 999."""
+"""Number of timesteps of the source, 0 to 999."""
 
 
 @dataclass(frozen=True)
 class FlowMatchingOptions:
-    """The choices of a conversion."""
+    """Options of a conversion to flow matching."""
 
     fold: bool = True
     """Fold AdaLN-Zero into AdaLN-Single."""
     text_width: int = 768
-    """Width of the text tokens the expert will be told; 0 for none."""
+    """Width of the text tokens that the expert will be conditioned on; 0 for none."""
     keep_labels: bool = False
-    """Keep the class embedding; otherwise the null class becomes part of the time embedding."""
+    """Keep the class embedding; otherwise the null class becomes part of the timestep embedding."""
     final: Literal["new", "keep"] = "new"
     """A new final layer, as in HDDM, or that of the source without its variance channels."""
     time: Literal["steps", "snr", "same"] = "steps"
-    """How the network time 0..1000 becomes a timestep of the source: 999 t as in HDDM, the step with the same
-    signal-to-noise ratio on DiT's linear beta schedule, or unchanged."""
+    """How a timestep 1000 t becomes a timestep of the source: 999 t as in HDDM, the step of equal signal-to-noise ratio
+    on the linear beta schedule of DiT, or unchanged."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Change:
-    """One row of the account of a conversion."""
+    """One row of the report of a conversion."""
 
-    what: str
-    action: Literal["kept", "folded", "new", "renamed", "changed", "left out"]
+    item: str
+    action: Literal["kept", "folded", "new", "renamed", "changed", "omitted"]
     parameters: int
     note: str = ""
 
@@ -58,7 +70,7 @@ class Change:
 def to_flow_matching(
     state: State, config: DiTConfig, options: FlowMatchingOptions
 ) -> tuple[State, DiTConfig, list[Change], dict[str, float]]:
-    """Tensors and configuration of the expert, the account of what happened, and the figures of the fold."""
+    """Return tensors and configuration of the expert, the report of all changes, and the metrics of the fold."""
     target = _target_config(config, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
@@ -66,11 +78,11 @@ def to_flow_matching(
     kept = _kept(state)
     changes = [Change("patch, positions, attention and MLP of the blocks", "kept", _count(kept))]
     embedder, embedder_note = _embedders(state, config, target)
-    changes.append(Change("time and label embedding", "kept", _count(embedder), embedder_note))
-    modulation, figures = _modulation(state | embedder, config, target)
+    changes.append(Change("timestep and label embedding", "kept", _count(embedder), embedder_note))
+    modulation, metrics = _modulation(state | embedder, config, target)
     folded = config.modulation != target.modulation
     note = (
-        f"leaves {figures['residual']:.1%} of the modulation, {figures['residual_in_time']:.1%} of its change in time"
+        f"residual {metrics['residual']:.1%} of the modulation, {metrics['residual_in_time']:.1%} of its change in time"
     )
     changes.append(
         Change("modulation of the blocks", "folded" if folded else "kept", _count(modulation), note if folded else "")
@@ -79,21 +91,23 @@ def to_flow_matching(
     if target.time_table:
         result["time_table"] = time_table(options.time)
     result |= kept | embedder | modulation | final
-    changes += _account_of_new(result, kept | embedder | modulation | final, options)
-    return result, target, changes, figures
+    changes += _new_groups(result, kept | embedder | modulation | final, options)
+    return result, target, changes, metrics
 
 
 def _target_config(config: DiTConfig, options: FlowMatchingOptions) -> DiTConfig:
     if config.text_width:
         raise AtollError(
-            "the source is told by text already; converting to flow matching starts from a network without"
+            "the source is already conditioned on text; conversion to flow matching needs a network without text"
         )
     if config.time_table:
         raise AtollError(
-            "the source is a flow-matching network already (a SiT, or converted before); leave out --to flow-matching"
+            "the source is already a flow-matching network (a SiT, or converted before); omit --to flow-matching"
         )
     if options.fold and config.embedder_per_block:
-        raise AtollError("the blocks of the source embed time differently, so they cannot be folded; use --no-fold")
+        raise AtollError(
+            "the blocks of the source have different timestep embeddings and cannot be folded; use --no-fold"
+        )
     if options.keep_labels and not config.num_classes:
         raise AtollError("the source has no class labels to keep")
     modulation = "single" if options.fold else config.modulation
@@ -116,7 +130,7 @@ def _kept(state: State) -> State:
 
 
 def _embedders(state: State, config: DiTConfig, target: DiTConfig) -> tuple[State, str]:
-    """The embedders; without labels the null class, a constant, moves into the bias of the time embedding."""
+    """Return the embedders; without labels, the null class is a constant and is added to a bias."""
     embedders = {name: tensor for name, tensor in state.items() if name.startswith("embedders.")}
     if not config.num_classes or target.num_classes:
         return embedders, ""
@@ -124,7 +138,7 @@ def _embedders(state: State, config: DiTConfig, target: DiTConfig) -> tuple[Stat
         labels = embedders.pop(f"embedders.{index}.labels.weight")
         bias = f"embedders.{index}.time.outer.bias"
         embedders[bias] = embedders[bias] + labels[-1]
-    return embedders, "the null class is added to the time embedding, the other classes are left out"
+    return embedders, "the null class is added to the timestep embedding, the other classes are omitted"
 
 
 def _modulation(state: State, config: DiTConfig, target: DiTConfig) -> tuple[State, dict[str, float]]:
@@ -135,39 +149,42 @@ def _modulation(state: State, config: DiTConfig, target: DiTConfig) -> tuple[Sta
     weights = [state[f"blocks.{n}.modulation.linear.weight"].float() for n in range(config.depth)]
     biases = [state[f"blocks.{n}.modulation.linear.bias"].float() for n in range(config.depth)]
     activated = activated_embeddings(state, target)
-    centre = activated.mean(0)
+    mean_activated = activated.mean(0)
     shared = torch.stack(weights).mean(0)
-    offsets = [bias + (weight - shared) @ centre for weight, bias in zip(weights, biases, strict=True)]
-    middle = torch.stack(offsets).mean(0)
-    result = {"shared_modulation.weight": shared, "shared_modulation.bias": middle}
+    offsets = [bias + (weight - shared) @ mean_activated for weight, bias in zip(weights, biases, strict=True)]
+    # The tables E_b of (4) and the bias of the shared projection are redundant by one vector: the bias takes the mean
+    # over the blocks, and the tables take the rest.
+    mean_offset = torch.stack(offsets).mean(0)
+    result = {"shared_modulation.weight": shared, "shared_modulation.bias": mean_offset}
     for n, offset in enumerate(offsets):
-        result[f"blocks.{n}.modulation.table"] = (offset - middle).view(6, config.width)
+        result[f"blocks.{n}.modulation.table"] = (offset - mean_offset).view(6, config.width)
     return result, _residuals(weights, biases, shared, activated=activated)
 
 
 def activated_embeddings(state: State, config: DiTConfig) -> Tensor:
-    """s(t) for all timesteps of the source, (timesteps, width); with labels, each timestep with some class."""
+    """Return s(t) of (1) for all timesteps of the source, (timesteps, width); with labels, each with some class."""
     features = time_features(torch.arange(STEPS), config.frequency_shift)
     inner = functional.linear(
         features, state["embedders.0.time.inner.weight"].float(), state["embedders.0.time.inner.bias"].float()
     )
     outer = state["embedders.0.time.outer.weight"].float(), state["embedders.0.time.outer.bias"].float()
     embedding = functional.linear(functional.silu(inner), *outer)
-    if config.num_classes:  # a stride prime to the step count pairs times and classes evenly
+    if config.num_classes:  # one class per timestep; the stride gives neighboring timesteps different classes
         labels = state["embedders.0.labels.weight"].float()
         embedding = embedding + labels[torch.arange(STEPS) * 7 % len(labels)]
     return functional.silu(embedding)
 
 
 def _residuals(weights: list[Tensor], biases: list[Tensor], shared: Tensor, *, activated: Tensor) -> dict[str, float]:
-    """Root-mean-square residual of the fit over that of the modulation, and over that of its change in time."""
-    centre = activated.mean(0)
-    # (s(t) - mean) lies in a small space, for the embedding is smooth in t: work in its basis instead of all timesteps.
-    _, scales, basis = torch.linalg.svd(activated - centre, full_matrices=False)
+    """Return the RMS residual of the fit, relative to the modulation and to its change in time."""
+    mean_activated = activated.mean(0)
+    # s(t) is smooth in t, so s(t) - mean spans a space of few dimensions. Its SVD basis (directions with a singular
+    # value above 1e-7 of the largest, the resolution of float32) replaces the sum over all timesteps.
+    _, scales, basis = torch.linalg.svd(activated - mean_activated, full_matrices=False)
     spread = (scales[:, None] * basis)[scales > 1e-7 * scales[0]].T / len(activated) ** 0.5
     lost = sum(float(((weight - shared) @ spread).square().sum()) for weight in weights)
     changing = sum(float((weight @ spread).square().sum()) for weight in weights)
-    constant = sum(float((w @ centre + bias).square().sum()) for w, bias in zip(weights, biases, strict=True))
+    constant = sum(float((w @ mean_activated + bias).square().sum()) for w, bias in zip(weights, biases, strict=True))
     return {
         "residual": (lost / max(changing + constant, 1e-30)) ** 0.5,
         "residual_in_time": (lost / max(changing, 1e-30)) ** 0.5,
@@ -175,7 +192,7 @@ def _residuals(weights: list[Tensor], biases: list[Tensor], shared: Tensor, *, a
 
 
 def _final(state: State, config: DiTConfig, target: DiTConfig) -> State:
-    """The final layer of the source, for the channels of the prediction alone."""
+    """Return the final layer of the source without its variance channels."""
     final = {name: tensor for name, tensor in state.items() if name.startswith("final.")}
     for name in ("final.linear.weight", "final.linear.bias"):
         rows = final[name].reshape(config.patch**2, config.out_channels, -1)[:, : target.out_channels]
@@ -183,25 +200,25 @@ def _final(state: State, config: DiTConfig, target: DiTConfig) -> State:
     return final
 
 
-def _account_of_new(result: State, old: State, options: FlowMatchingOptions) -> list[Change]:
+def _new_groups(result: State, old: State, options: FlowMatchingOptions) -> list[Change]:
     groups = {
         "cross-attention": (
             [n for n in result if ".cross." in n],
-            "its output is zero: the identity on the residual stream",
+            "its output is zero until trained, so it changes nothing",
         ),
         "text projection": ([n for n in result if n.startswith("text.")], ""),
         "null condition": ([n for n in result if "null_" in n], ""),
-        "time table": ([n for n in result if n == "time_table"], f"network time to timestep: {options.time}"),
+        "time table": ([n for n in result if n == "time_table"], f"timesteps of the source: {options.time}"),
         "final layer": ([n for n in result if n.startswith("final.")], ""),
     }
     changes = []
-    for what, (names, note) in groups.items():
+    for item, (names, note) in groups.items():
         if not names:
             continue
         new = not set(names) <= set(old)
-        if what == "final layer":
-            note = "answers zero until trained" if new else "without the variance channels"
-        changes.append(Change(what, "new" if new else "kept", _count({name: result[name] for name in names}), note))
+        if item == "final layer":
+            note = "predicts zero until trained" if new else "without the variance channels"
+        changes.append(Change(item, "new" if new else "kept", _count({name: result[name] for name in names}), note))
     return changes
 
 
@@ -210,7 +227,7 @@ def _count(state: State) -> int:
 
 
 def time_table(kind: Literal["steps", "snr", "same"]) -> Tensor:
-    """The source's timestep for the network times 0, 1, …, 1000.
+    """Return the timestep of the source for the timesteps 1000 t = 0, 1, …, 1000 of the expert, shape (1001,).
 
     "steps" is 999 t. "snr" is the step of the linear beta schedule (1e-4 to 0.02) with σ/α = t / (1 - t).
     """
@@ -221,5 +238,6 @@ def time_table(kind: Literal["steps", "snr", "same"]) -> Tensor:
         return torch.from_numpy((STEPS - 1) * times).float()
     signal = np.cumprod(1.0 - np.linspace(1e-4, 0.02, STEPS))
     log_ratio = 0.5 * np.log((1.0 - signal) / signal)
+    # The ends t = 0 and 1 have an infinite log ratio; `interp` then gives the first and the last step.
     inside = np.clip(times, 1e-9, 1.0 - 1e-9)
     return torch.from_numpy(np.interp(np.log(inside / (1.0 - inside)), log_ratio, np.arange(STEPS))).float()

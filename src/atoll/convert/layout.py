@@ -1,4 +1,4 @@
-"""One description of a foreign layout serves both directions: a list of pairs of native and foreign tensors."""
+"""A checkpoint layout: one list of pairs of native and foreign tensors describes the translation in both directions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ State = dict[str, Tensor]
 class Pair:
     """One native tensor and the foreign tensors that hold it.
 
-    One foreign name is the same tensor, perhaps of another shape. Several are its parts along the first axis, or, with
-    `copies`, equal copies of it.
+    A single foreign name is the same tensor, possibly with another shape. Several names are its parts along the first
+    axis or, with `copies`, equal copies of it.
     """
 
     native: str
@@ -28,13 +28,13 @@ class Pair:
     copies: bool = False
     foreign_shape: tuple[int, ...] | None = None
     joined: tuple[str, ...] = ()
-    """Native tensors, `native` the first of them, that along the first axis are one foreign tensor."""
+    """Native tensors (`native` is the first) whose concatenation along the first axis is one foreign tensor."""
     repeats: int = 0
-    """The foreign tensor has this many rows, each equal to the native vector."""
+    """Number of rows of the foreign tensor, each equal to the native vector."""
 
 
 def pairs_of(prefix_pairs: Mapping[str, str]) -> list[Pair]:
-    """Weight and bias of linear layers that only differ by name."""
+    """Return the pairs of weights and biases of linear layers that differ only in name."""
     return [
         Pair(f"{native}.{part}", (f"{foreign}.{part}",))
         for native, foreign in prefix_pairs.items()
@@ -43,7 +43,7 @@ def pairs_of(prefix_pairs: Mapping[str, str]) -> list[Pair]:
 
 
 def patch_pair(config: DiTConfig | RouterConfig, foreign: str) -> list[Pair]:
-    """The patch projection, a convolution elsewhere and a linear layer here."""
+    """Return the pairs of the patch projection, a convolution in the foreign layout and a linear layer here."""
     shape = (config.width, config.channels, config.patch, config.patch)
     return [
         Pair("patch.weight", (f"{foreign}.weight",), foreign_shape=shape),
@@ -52,14 +52,14 @@ def patch_pair(config: DiTConfig | RouterConfig, foreign: str) -> list[Pair]:
 
 
 def parts_of(native: str, *foreign: str) -> list[Pair]:
-    """One native layer whose rows are the rows of several foreign ones, in order."""
+    """Return the pairs of a native layer whose rows are those of several foreign layers, in order."""
     return [Pair(f"{native}.{part}", tuple(f"{name}.{part}" for name in foreign)) for part in ("weight", "bias")]
 
 
 def differences(config: DiTConfig, **required: object) -> str | None:
-    """Return the fields that have another value than required, as one sentence; None if there are none."""
+    """Return a sentence about all fields that do not have the required value; None if there are none."""
     wrong = [
-        f"{name} must be {value!r} and is {getattr(config, name)!r}"
+        f"{name} must be {value!r}, but is {getattr(config, name)!r}"
         for name, value in required.items()
         if getattr(config, name) != value
     ]
@@ -67,19 +67,19 @@ def differences(config: DiTConfig, **required: object) -> str | None:
 
 
 POSITION_SCALES = (1.0, 0.5, 2.0)
-"""Scales of the fixed positions in released checkpoints: DiT, SiT and PixArt up to 512 px have 1; diffusers' converters
-know 0.5 and 2 as well."""
+"""Scales of the fixed positions in released checkpoints: DiT, SiT and PixArt up to 512 px have 1; the converters of
+diffusers also use 0.5 and 2."""
 
 
 class Positions(TypedDict, total=False):
-    """Fields of `DiTConfig` that say how it gets its positions."""
+    """Fields of `DiTConfig` for its positions."""
 
     positions: Literal["sincos", "learned"]
     position_scale: float
 
 
 def positions_of(positions: Tensor, grid: int, scales: tuple[float, ...] = (1.0,)) -> Positions:
-    """Return fixed positions if the stored ones have the values of the formula; otherwise they were learned."""
+    """Return `sincos` with its scale if the stored positions equal the formula, else `learned`."""
     for scale in scales:
         if bool(is_sincos(positions, grid, scale)):
             return {"positions": "sincos", "position_scale": scale}
@@ -88,40 +88,39 @@ def positions_of(positions: Tensor, grid: int, scales: tuple[float, ...] = (1.0,
 
 @dataclass(frozen=True)
 class Layout:
-    """A checkpoint layout of someone else: how to recognise it, and how it translates."""
+    """A foreign checkpoint layout: how to recognize it, and how to translate it."""
 
     name: str
     title: str
-    marks: tuple[str, ...]
-    """Keys that only this layout has, all of them."""
+    key_names: tuple[str, ...]
+    """Names of tensors by which the layout is recognized; all of them must exist."""
     read_config: Callable[[State, Mapping[str, Any], int | None], Any]
-    """Native configuration from the tensors, the foreign config.json (perhaps empty) and the heads, if given."""
+    """Returns the native configuration for tensors, foreign config.json (may be empty) and number of heads or None."""
     pairs: Callable[[Any], list[Pair]]
     build: Callable[[Any], nn.Module]
-    """The native network of a configuration."""
+    """Builds the native network of a configuration."""
     refuse: Callable[[Any], str | None]
-    """Why a native network cannot be written in this layout; None if it can."""
+    """Returns the reason why a native network cannot be written in this layout, or None."""
     write_config: Callable[[Any], ConfigJson]
     optional: tuple[str, ...] = ()
-    """Native tensors that this layout has no place for. When reading, the network makes them itself; a null condition
-    starts at zero."""
+    """Native tensors that this layout lacks. When read, the network initializes them; null conditions are zero."""
     complete: Callable[[State, Any], dict[str, tuple[Tensor, str]]] = lambda _state, _config: {}
-    """Foreign tensors that the file lacks, whole or in part, made anew; each with a note for the account."""
+    """Returns new tensors, or completed ones, for those that the file lacks; each with a note for the report."""
     after_reading: Callable[[State], State] = lambda state: state
-    """A change of native tensors that were read: another convention of time or sign."""
+    """Changes native tensors after reading, for other conventions of time or sign."""
     before_writing: Callable[[State], State] = lambda state: state
     """The inverse of `after_reading`."""
     convention: str = ""
-    """What these two change, for the account."""
+    """Description of both, for the report."""
     normalization: LatentScale = STABLE_DIFFUSION
-    """How the latents of the released networks were scaled, for files that have nothing beside them that tells."""
+    """Scale of the latents of the released networks, used for files without a declaration or pipeline."""
 
     def matches(self, state: Mapping[str, Tensor]) -> bool:
-        """Whether these tensors are in this layout."""
-        return all(mark in state for mark in self.marks)
+        """Return whether tensors are in this layout."""
+        return all(key_name in state for key_name in self.key_names)
 
     def to_native(self, state: State, config: Any) -> State:
-        """Foreign tensors as native ones; refuses, by name, whatever is missing, surplus or of another shape."""
+        """Translate foreign tensors to native ones; raise an error that lists all tensors that do not fit."""
         with torch.device("meta"):
             template = self.build(config).state_dict()
         state = state | {name: tensor for name, (tensor, _) in self.complete(state, config).items()}
@@ -129,10 +128,10 @@ class Layout:
         native: State = {}
         for pair in self.pairs(config):
             _read_pair(pair, state, template, native=native)
-        return self.after_reading(native | self._made_by_network(self.without_place(template, config), config))
+        return self.after_reading(native | self._made_by_network(self.unsupported_tensors(template, config), config))
 
     def from_native(self, state: State, config: Any) -> State:
-        """Native tensors in this layout, without those that it has no place for."""
+        """Translate native tensors to this layout, without those that it lacks."""
         reason = self.refuse(config)
         if reason:
             raise AtollError(f"this network cannot be written in the {self.title} layout: {reason}")
@@ -144,13 +143,14 @@ class Layout:
             _write_pair(pair, state, foreign)
         return foreign
 
-    def without_place(self, state: Mapping[str, Tensor], config: Any) -> list[str]:
-        """The native tensors that have no place in this layout."""
+    def unsupported_tensors(self, state: Mapping[str, Tensor], config: Any) -> list[str]:
+        """Return the names of native tensors that this layout lacks."""
         placed = {name for pair in self.pairs(config) for name in (pair.native, *pair.joined)}
         return [name for name in state if self.optional and name.endswith(self.optional) and name not in placed]
 
     def _made_by_network(self, names: list[str], config: Any) -> State:
-        """Fresh buffers (such as positions) from a network whose weights stay on the meta device; zeros for nulls."""
+        """Return newly initialized buffers (such as positions), and zeros for null conditions."""
+        # The weights stay on the meta device: only the small buffers are allocated.
         with torch.device("meta"):
             network = self.build(config)
         for name, buffer in list(network.named_buffers()):
@@ -196,20 +196,18 @@ def _write_pair(pair: Pair, state: Mapping[str, Tensor], foreign: State) -> None
 
 
 def block_count(state: Mapping[str, Tensor], prefix: str) -> int:
-    """Number of blocks whose keys start with `prefix.N.`."""
+    """Return the number of blocks, whose tensors are named `prefix.N.…`."""
     return 1 + max(int(key[len(prefix) + 1 :].split(".")[0]) for key in state if key.startswith(f"{prefix}."))
 
 
 HEADS = {256: 4, 384: 6, 768: 12, 1024: 16, 1152: 16}
-"""Heads of the named widths; tensors alone do not tell them."""
+"""Number of heads of the named sizes, by width: shapes of tensors do not determine it."""
 
 
 def heads_for(width: int, given: int | None) -> int:
-    """The number of heads: as given, or that of the named size with this width."""
+    """Return the given number of heads, or that of the named size with this width."""
     if given is not None:
         return given
     if width not in HEADS:
-        raise AtollError(
-            f"the number of heads cannot be read from the tensors of a network of width {width}; give --heads"
-        )
+        raise AtollError(f"the number of heads of a network of width {width} is unknown; pass it with --heads")
     return HEADS[width]

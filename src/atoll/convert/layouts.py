@@ -1,4 +1,4 @@
-"""The layouts Atoll reads and writes: diffusers' DiT and PixArt-alpha, Paris, and the authors' own releases."""
+"""All supported layouts: DiT and PixArt-alpha of diffusers, Paris, and the original releases."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -29,9 +29,9 @@ from atoll.nets.router import Router
 
 
 def _diffusers_common(given: Mapping[str, Any], what: str) -> DiTConfig:
-    """Read the fields that diffusers' DiT and PixArt configurations share."""
+    """Read the fields that the DiT and PixArt configurations of diffusers share."""
     if "num_attention_heads" not in given:
-        raise AtollError(f"a {what} checkpoint needs its config.json beside it; give the folder that holds both")
+        raise AtollError(f"a {what} checkpoint needs its config.json; give the folder that holds both")
     heads = given["num_attention_heads"]
     return DiTConfig(
         width=heads * given["attention_head_dim"],
@@ -81,17 +81,17 @@ def _diffusers_dit_config(state: State, given: Mapping[str, Any], _: int | None)
 
 
 def _diffusers_block(n: int, text: bool) -> list[Pair]:
-    """What diffusers' DiT and PixArt blocks share: attention and feed-forward."""
-    here, there = f"blocks.{n}", f"transformer_blocks.{n}"
-    pairs = parts_of(f"{here}.attention.qkv", *(f"{there}.attn1.to_{part}" for part in "qkv"))
+    """Return the pairs that DiT and PixArt blocks of diffusers share: attention and feed-forward."""
+    native, foreign = f"blocks.{n}", f"transformer_blocks.{n}"
+    pairs = parts_of(f"{native}.attention.qkv", *(f"{foreign}.attn1.to_{part}" for part in "qkv"))
     names = {
-        f"{here}.attention.out": f"{there}.attn1.to_out.0",
-        f"{here}.mlp.inner": f"{there}.ff.net.0.proj",
-        f"{here}.mlp.outer": f"{there}.ff.net.2",
+        f"{native}.attention.out": f"{foreign}.attn1.to_out.0",
+        f"{native}.mlp.inner": f"{foreign}.ff.net.0.proj",
+        f"{native}.mlp.outer": f"{foreign}.ff.net.2",
     }
     if text:
-        pairs += parts_of(f"{here}.cross.key_value", f"{there}.attn2.to_k", f"{there}.attn2.to_v")
-        names |= {f"{here}.cross.query": f"{there}.attn2.to_q", f"{here}.cross.out": f"{there}.attn2.to_out.0"}
+        pairs += parts_of(f"{native}.cross.key_value", f"{foreign}.attn2.to_k", f"{foreign}.attn2.to_v")
+        names |= {f"{native}.cross.query": f"{foreign}.attn2.to_q", f"{native}.cross.out": f"{foreign}.attn2.to_out.0"}
     return pairs + pairs_of(names)
 
 
@@ -118,7 +118,7 @@ def _diffusers_dit_pairs(config: DiTConfig) -> list[Pair]:
 
 def _diffusers_dit_refuses(config: DiTConfig) -> str | None:
     if not config.num_classes:
-        return "it needs class labels"
+        return "the network needs class labels"
     return differences(
         config, modulation="zero", final="zero", text_width=0, pooled_width=0, qk_norm=False, positions="sincos",
         position_scale=1.0, time_table=False, mlp_ratio=4.0,
@@ -138,21 +138,19 @@ def _diffusers_dit_fields(config: DiTConfig) -> ConfigJson:
 
 
 _NULL_CAPTION = "caption_projection.y_embedding"
-"""The null caption of the release, which diffusers' own checkpoints carry along and its class ignores."""
+"""The null caption of the release, which checkpoints of diffusers store and its class ignores."""
 
 
 def _pixart_config(state: State, given: Mapping[str, Any], _: int | None) -> DiTConfig:
     common = _diffusers_common(given, "diffusers PixArt")
     if "adaln_single.emb.resolution_embedder.linear_1.weight" in state:
-        raise AtollError(
-            "this PixArt embeds resolution and aspect ratio (its 1024 px kind), which Atoll's DiT does not"
-        )
+        raise AtollError("this PixArt embeds resolution and aspect ratio (the 1024 px model), which is not supported")
     if given.get("norm_eps", 1e-6) != 1e-6:
         raise AtollError(
-            f"this PixArt has norm_eps {given['norm_eps']}; PixArt-alpha has 1e-06 and so does its final layer"
+            f"this PixArt has norm_eps {given['norm_eps']}; only 1e-06, the value of PixArt-alpha, is supported"
         )
     if given.get("caption_channels") is None:
-        raise AtollError("this PixArt has no caption projection (caption_channels is null); Atoll's DiT needs one")
+        raise AtollError("this PixArt has no caption projection (caption_channels is null), which is not supported")
     return replace(
         common,
         text_width=given["caption_channels"],
@@ -184,7 +182,7 @@ def _pixart_pairs(config: DiTConfig) -> list[Pair]:
 
 def _pixart_refuses(config: DiTConfig) -> str | None:
     if not config.text_width:
-        return "it needs text"
+        return "the network needs text conditioning"
     return differences(
         config, modulation="single", final="single", text_projection="mlp", num_classes=0, pooled_width=0,
         qk_norm=False, positions="sincos", time_table=False, mlp_ratio=4.0,
@@ -204,7 +202,7 @@ def _pixart_fields(config: DiTConfig) -> ConfigJson:
 
 # --- Paris: experts and router --------------------------------------------------------------------------------------
 
-_PARIS_EPS = 1e-5
+_PARIS_EPS = 1e-5  # the default of torch.nn.LayerNorm, which Paris uses
 
 
 def _paris_config(state: State, given: Mapping[str, Any], heads: int | None) -> DiTConfig:
@@ -227,7 +225,7 @@ def _paris_config(state: State, given: Mapping[str, Any], heads: int | None) -> 
 
 
 def _torch_attention(native: str, foreign: str) -> list[Pair]:
-    """The output projection and the fused input projection as torch.nn.MultiheadAttention names them."""
+    """Return the pairs of output and fused input projection, as torch.nn.MultiheadAttention names them."""
     pairs = [Pair(f"{native}.qkv.{part}", (f"{foreign}.in_proj_{part}",)) for part in ("weight", "bias")]
     return pairs + pairs_of({f"{native}.out": f"{foreign}.out_proj"})
 
@@ -235,17 +233,17 @@ def _torch_attention(native: str, foreign: str) -> list[Pair]:
 def _paris_pairs(config: DiTConfig) -> list[Pair]:
     pairs = [Pair("positions", ("pos_embed",)), *patch_pair(config, "patch_embed")]
     for n in range(config.depth):
-        here, there = f"blocks.{n}", f"layers.{n}"
-        pairs.append(Pair(f"{here}.modulation.table", (f"{there}.scale_shift_table",)))
-        pairs += _torch_attention(f"{here}.attention", f"{there}.attn")
+        native, foreign = f"blocks.{n}", f"layers.{n}"
+        pairs.append(Pair(f"{native}.modulation.table", (f"{foreign}.scale_shift_table",)))
+        pairs += _torch_attention(f"{native}.attention", f"{foreign}.attn")
         for part in ("weight", "bias"):
-            joined = (f"{here}.cross.query.{part}", f"{here}.cross.key_value.{part}")
-            pairs.append(Pair(joined[0], (f"{there}.cross_attn.in_proj_{part}",), joined=joined))
+            joined = (f"{native}.cross.query.{part}", f"{native}.cross.key_value.{part}")
+            pairs.append(Pair(joined[0], (f"{foreign}.cross_attn.in_proj_{part}",), joined=joined))
         pairs += pairs_of(
             {
-                f"{here}.cross.out": f"{there}.cross_attn.out_proj",
-                f"{here}.mlp.inner": f"{there}.mlp.0",
-                f"{here}.mlp.outer": f"{there}.mlp.2",
+                f"{native}.cross.out": f"{foreign}.cross_attn.out_proj",
+                f"{native}.mlp.inner": f"{foreign}.mlp.0",
+                f"{native}.mlp.outer": f"{foreign}.mlp.2",
             }
         )
     pairs.append(Pair("final.modulation.table", ("final_layer.scale_shift_table",)))
@@ -262,7 +260,7 @@ def _paris_pairs(config: DiTConfig) -> list[Pair]:
 
 def _paris_refuses(config: DiTConfig) -> str | None:
     if not config.text_width:
-        return "it needs text"
+        return "the network needs text conditioning"
     return differences(
         config, modulation="single", final="single", text_projection="linear", num_classes=0, pooled_width=0,
         qk_norm=False, time_table=False,
@@ -362,22 +360,22 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout(name: str) -> Layout:
-    """A layout by name."""
+    """Return a layout by name."""
     if name not in LAYOUTS:
         raise AtollError(unknown("weight layout", name, LAYOUTS))
     return LAYOUTS[name]
 
 
 def detect(state: Mapping[str, Tensor], wanted: str | None = None, file_name: str = "") -> Layout:
-    """Return the layout these tensors are in.
+    """Return the layout of tensors.
 
-    The names of the tensors decide, except between DiT and SiT, which share them: there `wanted` decides (an option, or
-    config.json), or else the name of the file, as in DiT-XL-2-256x256.pt and SiT-XL-2-256x256.pt.
+    The names of the tensors decide. DiT and SiT have the same names; there `wanted` decides (an option or config.json),
+    else the name of the file, as in DiT-XL-2-256x256.pt and SiT-XL-2-256x256.pt.
     """
     matching = {candidate.name: candidate for candidate in LAYOUTS.values() if candidate.matches(state)}
     if not matching:
         first = ", ".join(sorted(state)[:5])
-        raise AtollError(f"these tensors are in no layout known here ({', '.join(LAYOUTS)}); the first are: {first}")
+        raise AtollError(f"the layout of these tensors is not supported ({', '.join(LAYOUTS)}); the first are: {first}")
     if wanted is not None:
         if layout(wanted).name not in matching:
             raise AtollError(f"these tensors are not in the layout {wanted}; their names are those of {_or(matching)}")
@@ -387,8 +385,8 @@ def detect(state: Mapping[str, Tensor], wanted: str | None = None, file_name: st
         matching = {name: matching[name] for name in named} if len(named) == 1 else matching
     if len(matching) > 1:
         raise AtollError(
-            f"{file_name or 'this file'} may hold a DiT or a SiT: their tensors have the same names, and time and sign "
-            f"another meaning; give --layout {_or(matching)}"
+            f"{file_name or 'this file'} may hold a DiT or a SiT: their tensors have the same names, but different "
+            f"conventions of time and sign; pass --layout {_or(matching)}"
         )
     return next(iter(matching.values()))
 

@@ -1,7 +1,7 @@
-"""The layouts of the authors' own releases: DiT, SiT and PixArt-alpha, one `.pt` or `.pth` file without a config.json.
+"""Layouts of the original releases of DiT, SiT and PixArt-alpha: one `.pt` or `.pth` file without a config.json.
 
-What such a file does not hold (heads, number of classes, DiT or SiT) comes from a config.json beside it, as Atoll
-writes one, or from the options of `atoll convert`.
+Such a file does not determine the number of heads and classes, and whether it is a DiT or a SiT. These come from a
+config.json beside it, which Atoll writes, or from options of `atoll convert`.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from atoll.nets.layers import sincos_positions
 
 _CLASS_TABLE = "y_embedder.embedding_table.weight"
 _IMAGENET_ROWS = 1001
-"""Rows of the class table in the releases of DiT and SiT: ImageNet's 1000 classes and the null class."""
+"""Rows of the class table in the releases of DiT and SiT: the 1000 classes of ImageNet and the null class."""
 
 
 def _dit_config(state: State, given: Mapping[str, Any], heads: int | None) -> DiTConfig:
@@ -72,7 +72,7 @@ def _dit_pairs(config: DiTConfig) -> list[Pair]:
 
 def _dit_refuses(config: DiTConfig) -> str | None:
     if not config.num_classes:
-        return "it needs class labels"
+        return "the network needs class labels"
     return differences(
         config, modulation="zero", final="zero", text_width=0, pooled_width=0, qk_norm=False,
         embedder_per_block=False, time_table=False,
@@ -80,28 +80,29 @@ def _dit_refuses(config: DiTConfig) -> str | None:
 
 
 def _class_count(rows: int, given: int | None) -> int:
-    """Return the number of classes of a table, which has one row more if the network was trained with label dropout."""
+    """Return the number of classes of a table, which has one more row if the network was trained with label dropout."""
     if given is None:
         if rows == _IMAGENET_ROWS:
             return rows - 1
         raise AtollError(
             f"{_CLASS_TABLE} has {rows} rows, which are {rows - 1} classes and the null class, or {rows} classes of a "
-            f"network without a null class; give --num-classes {rows - 1} or --num-classes {rows}"
+            f"network without a null class; pass --num-classes {rows - 1} or --num-classes {rows}"
         )
     if given not in (rows - 1, rows):
         raise AtollError(
-            f"{_CLASS_TABLE} has {rows} rows and cannot hold {given} classes; give --num-classes {rows - 1} if the "
+            f"{_CLASS_TABLE} has {rows} rows and cannot hold {given} classes; pass --num-classes {rows - 1} if the "
             f"last row is the null class, or --num-classes {rows} if there is none"
         )
     return given
 
 
 def _null_class(state: State, config: DiTConfig) -> dict[str, tuple[Tensor, str]]:
-    """A row for the null class, where the network was trained without: the mean of the classes, the nearest to none."""
+    """Return the class table with a row for the null class, if the network was trained without one."""
+    # The mean of all class embeddings is the least-squares estimate of a row that stands for any class.
     table = state[_CLASS_TABLE]
     if len(table) != config.num_classes:
         return {}
-    note = "the file has no null class: the mean of the classes stands for it until it is trained"
+    note = "the file has no null class: the mean of all classes is used until it is trained"
     return {_CLASS_TABLE: (torch.cat([table, table.mean(0, keepdim=True)]), note)}
 
 
@@ -111,13 +112,17 @@ def _dit_fields(config: DiTConfig) -> ConfigJson:
 
 # --- SiT: SiT-XL-2-256x256.pt ---------------------------------------------------------------------------------------
 #
-# The tensors of DiT by name and shape, with another meaning. SiT's time s runs from noise (0) to data (1), is embedded
-# as it is, and the output is the velocity dx/ds = data - noise on the path x = s data + (1 - s) noise. Atoll's time
-# t = 1 - s runs from data to noise, a network gets 1000 t, and the velocity dx/dt = noise - data has the other sign.
+# The tensors have the names and shapes of DiT, but another meaning. The time s of SiT runs from noise (0) to data (1)
+# and is embedded without a factor; the output is the velocity dx/ds = data - noise on the path
+#
+#     x = s data + (1 - s) noise
+#
+# In Atoll, t = 1 - s runs from data (0) to noise (1), the timestep is 1000 t, and the velocity dx/dt = noise - data has
+# the opposite sign. So reading adds a time table and negates the last layer.
 
 
-def _sit_clock() -> Tensor:
-    """The time that SiT embeds, s = 1 - t, for the network times 1000 t = 0, 1, …, 1000."""
+def _sit_time_table() -> Tensor:
+    """Return the time s = 1 - t that SiT embeds, for the timesteps 1000 t = 0, 1, …, 1000."""
     return 1 - torch.arange(TIME_KNOTS) / (TIME_KNOTS - 1)
 
 
@@ -126,12 +131,12 @@ def _sign_reversed(state: State) -> State:
 
 
 def _from_sit(state: State) -> State:
-    return _sign_reversed(state) | {"time_table": _sit_clock()}
+    return _sign_reversed(state) | {"time_table": _sit_time_table()}
 
 
 def _to_sit(state: State) -> State:
-    if not torch.allclose(state["time_table"], _sit_clock()):
-        raise AtollError("this network cannot be written in the SiT layout: its time table is not SiT's time, 1 - t")
+    if not torch.allclose(state["time_table"], _sit_time_table()):
+        raise AtollError("this network cannot be written in the SiT layout: its time table is not that of SiT, 1 - t")
     return _sign_reversed(state)
 
 
@@ -141,7 +146,7 @@ def _sit_config(state: State, given: Mapping[str, Any], heads: int | None) -> Di
 
 def _sit_refuses(config: DiTConfig) -> str | None:
     if not config.time_table:
-        return "SiT embeds the time 1 - t, and this network 1000 t"
+        return "SiT embeds the time 1 - t, but this network embeds 1000 t"
     return _dit_refuses(replace(config, time_table=False))
 
 
@@ -149,16 +154,14 @@ def _sit_refuses(config: DiTConfig) -> str | None:
 
 _NULL_CAPTION = "y_embedder.y_embedding"
 _NULL_TOKENS = 120
-"""Tokens of the null caption in PixArt-alpha's code, which fits no other number."""
+"""Number of tokens of the null caption, fixed in the code of PixArt-alpha."""
 
 
 def _pixart_config(state: State, given: Mapping[str, Any], heads: int | None) -> DiTConfig:
     if "csize_embedder.mlp.0.weight" in state:
-        raise AtollError(
-            "this PixArt embeds resolution and aspect ratio (its 1024 px kind), which Atoll's DiT does not"
-        )
+        raise AtollError("this PixArt embeds resolution and aspect ratio (the 1024 px model), which is not supported")
     if _NULL_CAPTION not in state:
-        raise AtollError(f"this PixArt has no null caption; add {_NULL_CAPTION} of the release to the file")
+        raise AtollError(f"this PixArt has no null caption; copy {_NULL_CAPTION} from the release into the file")
     width, channels, patch, _ = state["x_embedder.proj.weight"].shape
     null = state[_NULL_CAPTION]
     return DiTConfig(
@@ -186,8 +189,8 @@ def _pixart_positions(state: State, given: Mapping[str, Any], patch: int) -> _Si
         return {"size": grid * patch, **positions_of(state["pos_embed"], grid, POSITION_SCALES)}
     if "size" not in given:
         raise AtollError(
-            "this PixArt has no pos_embed, which would give the size of its latents; "
-            'put a config.json beside it with that size: {"size": 32} for images of 256 px, {"size": 64} for 512 px'
+            "this PixArt has no pos_embed, so the size of its latents is unknown; put a config.json "
+            'beside it with {"size": 32} for images of 256 px, {"size": 64} for 512 px'
         )
     return {"size": given["size"]}
 
@@ -196,7 +199,7 @@ def _pixart_made(state: State, config: DiTConfig) -> dict[str, tuple[Tensor, str
     if "pos_embed" in state:
         return {}
     made = sincos_positions(config.width, config.grid, config.grid, base=config.grid, scale=config.position_scale)
-    return {"pos_embed": (made, "the file has no positions: they are computed by the formula")}
+    return {"pos_embed": (made, "the file has no positions: they are computed with the formula")}
 
 
 def _pixart_pairs(config: DiTConfig) -> list[Pair]:
@@ -228,7 +231,7 @@ def _pixart_pairs(config: DiTConfig) -> list[Pair]:
 
 def _pixart_refuses(config: DiTConfig) -> str | None:
     if not config.text_width:
-        return "it needs text"
+        return "the network needs text conditioning"
     return differences(
         config, modulation="single", final="single", text_projection="mlp", num_classes=0, pooled_width=0,
         qk_norm=False, time_table=False,

@@ -1,1 +1,1 @@
-"""What every package needs: settings, artifacts, paths of a run, errors, checks. No torch but in `device`."""
+"""Shared foundations: configuration, artifacts, paths of a run, errors, checks. Only `device` imports torch."""

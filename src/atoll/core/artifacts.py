@@ -1,20 +1,21 @@
-"""Artifacts: a run is a folder, and the folder is the protocol between stages and islands.
+"""Artifacts: folders of files with a manifest, through which stages, jobs and islands exchange their results.
 
-An artifact is a folder of files inside a run. Its `manifest.json` is written last and only if there is none: that is
-the commit. The manifest names the kind, what the artifact was made from, what it declares (the fields of its kind, see
-`core/manifests.py`), and size and hash of every file.
+An artifact is a folder inside a run. Its `manifest.json` is written last, and only if there is none yet: that is the
+commit. The manifest holds the kind, the inputs that the artifact was made from, its declared content (the fields of
+its kind, see `core/manifests.py`), and the size and SHA-256 of every file.
 
     artifact = Artifact(run, layout.FEATURES)
     if not artifact.begin(FEATURES, {"model": "dinov2", "ingest": ingest.digest}):
-        artifact.write_tensors("00000.safetensors", {...})      # each file appears whole or not at all
+        artifact.write_tensors("00000.safetensors", {...})      # each file appears complete or not at all
         artifact.commit(FeaturesContent(rows=1000, dimensions=768))
-    rows = artifact.read(FEATURES).rows                         # what the next stage does
+    rows = artifact.read(FEATURES).rows                         # the next stage reads it
 
-Whoever makes an artifact says what it is made from before the first file is written; a folder that was made, or half
-made, from something else is refused with a message that says what changed. Names that start with a dot are scratch:
-they are no part of the artifact and are gone after the commit. There is no clock and no host name in a manifest, so
-on one machine the same inputs give the same bytes, and an artifact made after ten interruptions equals one made in a
-single go. (Another processor, or number of threads, rounds in another order.)
+The inputs are written as a plan before the first file. If the folder was made, or half made, from other inputs, the
+error message lists what changed. Names that start with a dot are scratch files: they do not belong to the artifact, and
+the commit removes them.
+
+A manifest contains no time and no host name. So on one machine equal inputs give equal bytes, and an artifact made
+with ten interruptions equals one made without. (Another processor or number of threads rounds in another order.)
 """
 
 import hashlib
@@ -38,16 +39,16 @@ if TYPE_CHECKING:
 
 _PLAN = ".plan.json"
 _NOT_PORTABLE = {"\\", ":", "\0"}
-"""Characters that separate folders, drives or streams on some system, or end a name in C."""
-FORMAT = 2
-"""Of manifests. 1 had its fields under other names."""
+"""Characters that separate folders, drives or streams on some operating system, or end a string in C."""
+FORMAT = 3
+"""Format of manifest.json. Formats 1 and 2 had other field names."""
 Inputs = Mapping[str, object]
-"""What an artifact is made from: settings and digests by name, which every kind chooses for itself. They are compared
-as JSON, so they must be plain values."""
+"""What an artifact is made from: settings and digests by name; each kind has other names. They are compared as JSON,
+so they must be plain values."""
 
 
 class Content(BaseModel):
-    """What an artifact of one kind declares: frozen plain values, closed to fields it does not know."""
+    """The content that an artifact of one kind declares: frozen plain values; unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -57,26 +58,26 @@ T = TypeVar("T", bound=Content)
 
 @dataclass(frozen=True)
 class Kind(Generic[T]):
-    """A kind of artifact: its name, the fields it declares, and the version of these fields."""
+    """A kind of artifact: its name, the type of its declared content, and the version of that type."""
 
     name: str
     content: type[T]
     version: int = 1
 
     def parse(self, manifest: "Manifest", source: object) -> T:
-        """Check what a manifest of this kind declares; `source` names it in errors."""
+        """Return the checked content of a manifest of this kind; `source` names the manifest in errors."""
         if (manifest.kind, manifest.version) != (self.name, self.version):
-            found = f"{manifest.kind!r} in version {manifest.version}"
-            raise AtollError(f"{source} holds {found}; expected {self.name!r} in version {self.version}")
+            found = f"{manifest.kind!r} version {manifest.version}"
+            raise AtollError(f"{source} is an artifact of kind {found}; expected {self.name!r} version {self.version}")
         try:
             return self.content.model_validate(manifest.content)
         except ValidationError as error:
-            raise AtollError(f"{source} does not declare what a {self.name} must: {wrong_fields(error)}") from error
+            raise AtollError(f"{source}: wrong content for the kind {self.name!r}: {wrong_fields(error)}") from error
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and hash of one file of an artifact."""
+    """Size in bytes and SHA-256 of one file of an artifact."""
 
     size: int
     sha256: str
@@ -84,17 +85,17 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an artifact says of itself."""
+    """The content of an artifact's manifest.json."""
 
     kind: str
     made_from: Mapping[str, Any]
     content: Mapping[str, Any]
-    """As it is stored, so that the digest is that of the file. `Kind.parse` gives it its type."""
+    """Untyped, as it is stored, so that the digest equals that of the file. `Kind.parse` returns it typed."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     version: int = 1
 
     def to_json(self) -> bytes:
-        """The bytes of `manifest.json`."""
+        """Return the bytes of `manifest.json`."""
         files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in self.files.items()}
         head = {"format": FORMAT, "kind": self.kind, "version": self.version}
         return to_json({**head, "made_from": self.made_from, "content": self.content, "files": files})
@@ -107,24 +108,24 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Hash of the whole artifact: its manifest holds the hash of everything else."""
+        """SHA-256 of the manifest. It identifies the whole artifact, since the manifest holds every file's hash."""
         return hashlib.sha256(self.to_json()).hexdigest()
 
 
 def to_json(value: object) -> bytes:
-    """JSON with one spelling for one value: sorted keys, UTF-8, a newline at the end."""
+    """Return canonical JSON, so that equal values give equal bytes: sorted keys, UTF-8, a newline at the end."""
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def sha256_of(file: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What an artifact is, or will be, made from. It is written before the first file."""
+    """Kind and inputs of an artifact. The plan is written before the first file."""
 
     kind: str
     version: int
@@ -132,24 +133,24 @@ class _Plan:
 
     @classmethod
     def of(cls, kind: Kind[Any], made_from: Inputs) -> "_Plan":
-        """Return the plan as it is read back from its file."""
+        """Return the plan as it would be read back from its file: tuples are lists, for example."""
         return cls(kind.name, kind.version, json.loads(to_json(made_from)))
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """One folder of a run, named by its path below the run."""
+    """One artifact of a run, named by the path of its folder below the run."""
 
     run: Path
     name: str
 
     @property
     def folder(self) -> Path:
-        """Where the artifact is."""
+        """Path of the artifact's folder."""
         return self.run / self.name
 
     def path(self, file: str) -> Path:
-        """Return the path of one of its files; a name that leads out of the folder is refused."""
+        """Return the path of one of its files. Raise `AtollError` for a name that leads out of the folder."""
         parts = PurePosixPath(file).parts
         if not parts or parts[0] == "/" or ".." in parts or not _NOT_PORTABLE.isdisjoint(file):
             raise AtollError(f"{file!r} is not the name of a file in {self.folder}")
@@ -158,7 +159,7 @@ class Artifact:
     # Reading
 
     def manifest(self) -> Manifest | None:
-        """The manifest, or None as long as the artifact is not committed."""
+        """Return the manifest, or None as long as the artifact is not committed."""
         file = self.path(MANIFEST_FILE)
         try:
             value = json.loads(file.read_text(encoding="utf-8"))
@@ -168,43 +169,46 @@ class Artifact:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise AtollError(f"{file} is not a manifest ({error!r}); delete {self.folder} to make it anew") from error
+            raise AtollError(f"{file} is not a manifest ({error!r}); delete {self.folder} to make it again") from error
 
     def open(self, kind: Kind[Any], *, verify: bool = False) -> Manifest:
-        """The manifest of a committed artifact; with `verify`, after checking the hash of every file."""
+        """Return the manifest of a committed artifact, after checking the size of every file.
+
+        With `verify`, check the SHA-256 of every file too.
+        """
         manifest = self.manifest()
         if manifest is None:
-            state = "is not finished" if self.folder.is_dir() else "is not there"
+            state = "is not finished" if self.folder.is_dir() else "does not exist"
             raise AtollError(f"{self.folder} {state}; make it with: atoll prepare {self.run}")
         if manifest.kind != kind.name:
-            raise AtollError(f"{self.folder} holds {manifest.kind!r}; expected {kind.name!r}")
+            raise AtollError(f"{self.folder} is an artifact of kind {manifest.kind!r}; expected {kind.name!r}")
         for name, entry in manifest.files.items():
             self._check_file(name, entry, verify)
         return manifest
 
     def read(self, kind: Kind[T], *, verify: bool = False) -> T:
-        """Return what a committed artifact declares; with `verify`, after checking the hash of every file."""
+        """Return the declared content of a committed artifact; `verify` as in `open`."""
         return kind.parse(self.open(kind, verify=verify), self.folder)
 
     def _check_file(self, name: str, entry: FileEntry, hashes: bool) -> None:
-        file, advice = self.path(name), f"copy it again, or delete {self.folder} to make it anew"
+        file, advice = self.path(name), f"copy it again, or delete {self.folder} to make it again"
         if not file.is_file():
-            raise AtollError(f"{file} is missing though the manifest lists it; {advice}")
+            raise AtollError(f"{file} is missing although the manifest lists it; {advice}")
         if file.stat().st_size != entry.size:
-            raise AtollError(f"{file} has {file.stat().st_size} bytes, the manifest says {entry.size}; {advice}")
+            raise AtollError(f"{file} has {file.stat().st_size} bytes, but the manifest lists {entry.size}; {advice}")
         if hashes and sha256_of(file) != entry.sha256:
-            raise AtollError(f"{file} is not what the manifest says (its SHA-256 differs); {advice}")
+            raise AtollError(f"{file} does not match the manifest: its SHA-256 differs; {advice}")
 
     def read_json(self, file: str) -> Any:
-        """One of its files, as JSON."""
+        """Return the content of one of its JSON files."""
         return json.loads(self.path(file).read_text(encoding="utf-8"))
 
     # Writing
 
     def begin(self, kind: Kind[Any], made_from: Inputs) -> Manifest | None:
-        """Say what the artifact will be made from; the manifest if it is already there, None if work remains.
+        """Write the plan. Return the manifest if the artifact is committed already, or None if work remains.
 
-        Raises `AtollError` if the folder was made, or half made, from something else.
+        Raise `AtollError` if the folder was made, or half made, from other inputs.
         """
         if self.check(kind, made_from):
             self.sweep()
@@ -212,10 +216,11 @@ class Artifact:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._create(_PLAN, to_json(vars(_Plan.of(kind, made_from)))):
             return None
+        # Another job wrote a plan since the check above: compare with that one.
         return self.manifest() if self.check(kind, made_from) else None
 
     def check(self, kind: Kind[Any], made_from: Inputs) -> bool:
-        """Whether the artifact is there and made from this. Raises `AtollError` if it is made from something else."""
+        """Return whether the artifact is committed. Raise `AtollError` if it is made from other inputs."""
         now = _Plan.of(kind, made_from)
         if changes := differences(vars(self._plan() or now), vars(now)):
             raise AtollError(
@@ -224,16 +229,17 @@ class Artifact:
         return self.manifest() is not None
 
     def begun(self) -> bool:
-        """Return whether somebody has said what it is, or will be, made from."""
+        """Return whether the artifact has a plan or a manifest."""
         return self._plan() is not None
 
     def orphaned(self) -> bool:
-        """Return whether there are files in it though nobody has said what they are made from."""
+        """Return whether the folder has files but neither a plan nor a manifest."""
         found = not self.begun() and any(map(self._belongs, self.folder.rglob("*")))
-        return found and not self.begun()  # another job may have begun it in between
+        # Another job may have written the plan and its first file between the two conditions above.
+        return found and not self.begun()
 
     def _plan(self) -> _Plan | None:
-        """What the artifact is, or will be, made from; None if nobody has begun it."""
+        """Return the plan, from its file or from the manifest; None if there is neither."""
         try:
             return _Plan(**self.read_json(_PLAN))
         except FileNotFoundError:
@@ -244,7 +250,7 @@ class Artifact:
 
     @contextmanager
     def writing(self, file: str) -> Iterator[Path]:
-        """A scratch path to write to; at the end it takes its place under its name, whole and on the disk."""
+        """Yield a temporary path to write to; at the end, flush the file to disk and rename it to `file`."""
         target = self.path(file)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.{uuid4().hex}")
@@ -254,15 +260,19 @@ class Artifact:
             temporary.replace(target)
             _flush(target.parent)
         except FileNotFoundError:
-            self._excuse()
+            self._reraise_unless_committed()
 
-    def _excuse(self) -> None:
-        """Scratch may vanish only because another job, doing the same, committed and swept it away."""
+    def _reraise_unless_committed(self) -> None:
+        """Raise the current `FileNotFoundError` again unless the artifact is committed.
+
+        Scratch files may disappear for one reason: another job that makes the same artifact committed it and removed
+        them.
+        """
         if self.manifest() is None:
             raise
 
     def write(self, file: str, data: bytes) -> None:
-        """Write one file."""
+        """Write one file of bytes."""
         with self.writing(file) as path:
             path.write_bytes(data)
 
@@ -273,10 +283,12 @@ class Artifact:
         with self.writing(file) as path:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
-    def commit(self, content: Content | Mapping[str, Any], leave: Collection[str] = ()) -> Manifest:
-        """Hash every file and write the manifest. Two jobs may race for it: they must have made the same thing.
+    def commit(self, content: Content | Mapping[str, Any], exclude: Collection[str] = ()) -> Manifest:
+        """Hash every file and write the manifest.
 
-        Files to `leave` out may lie in the folder, but are no part of the artifact.
+        Two jobs may make the same artifact at the same time. The first one to write the manifest commits it; the
+        other one checks that its manifest would be the same. Files in `exclude` may be in the folder, but do not
+        belong to the artifact.
         """
         plan = self._plan()
         if plan is None:
@@ -284,11 +296,12 @@ class Artifact:
         names = sorted(
             path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if self._belongs(path)
         )
-        names = [name for name in names if name not in leave]
+        names = [name for name in names if name not in exclude]
         files = {name: FileEntry(self.path(name).stat().st_size, sha256_of(self.path(name))) for name in names}
         plain = content.model_dump(mode="json") if isinstance(content, Content) else content
         made = Manifest(plan.kind, plan.made_from, json.loads(to_json(plain)), files, plan.version)
-        for name in names:  # the manifest must not reach the disk before what it vouches for
+        # The manifest must not reach the disk before the files whose hashes it lists.
+        for name in names:
             _flush(self.path(name))
         if not self._create(MANIFEST_FILE, made.to_json()) and (self.manifest() or made).digest != made.digest:
             raise AtollError(
@@ -302,7 +315,9 @@ class Artifact:
         return path.is_file() and not hidden and path != self.path(MANIFEST_FILE)
 
     def _create(self, file: str, data: bytes) -> bool:
-        """Write a file unless it exists; whether it was written. A link is made whole or not at all, unlike a write."""
+        """Write a file unless it exists. Return whether it was written."""
+        # A hard link is created atomically, with the full content, and fails if the name exists. A rename would
+        # replace the file of another job, and open(…, "x") would show a half-written file to readers.
         temporary = self.path(f"{'' if file.startswith('.') else '.'}{file}.{uuid4().hex}")
         try:
             temporary.write_bytes(data)
@@ -311,7 +326,7 @@ class Artifact:
         except FileExistsError:
             return False
         except FileNotFoundError:
-            self._excuse()
+            self._reraise_unless_committed()
             return False
         finally:
             temporary.unlink(missing_ok=True)
@@ -319,7 +334,8 @@ class Artifact:
         return True
 
     def sweep(self) -> None:
-        """Remove the scratch of a finished artifact, also that of jobs that were killed; a half-made one keeps it."""
+        """Remove the scratch files of a committed artifact, including those of killed jobs."""
+        # Before the commit, scratch files hold the plan and finished parts, from which an interrupted job resumes.
         if self.manifest() is None:
             return
         for path in self.folder.glob(".*"):
@@ -330,7 +346,7 @@ class Artifact:
 
 
 def differences(was: Any, now: Any, key: str = "") -> list[str]:
-    """What changed between two trees of settings, one phrase for each leaf."""
+    """Return what changed between two nested settings, one phrase for each leaf."""
     if was == now:
         return []
     if isinstance(was, dict) and isinstance(now, dict):
@@ -347,12 +363,13 @@ def differences(was: Any, now: Any, key: str = "") -> list[str]:
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
+    # Twelve digits distinguish the hashes of one run, as in git's abbreviated commits.
     is_hash = len(text) >= 32 and all(letter in "0123456789abcdef" for letter in text)
     return f"{text[:12]}…" if is_hash else text
 
 
 def _flush(path: Path) -> None:
-    """Ask the disk to keep what was written, so that a name never stands for half a file after a power cut."""
+    """Flush a file or folder to disk, so that no name refers to a half-written file after a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

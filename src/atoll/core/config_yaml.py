@@ -10,7 +10,7 @@ from atoll.core.config_sections import NAMED_OBJECTIVES, Objective
 
 
 def to_yaml(config: Config, notes: Mapping[str, str] | None = None) -> str:
-    """The whole configuration with a comment for every key, as `atoll init` writes it; `notes` by dotted key."""
+    """Return the whole configuration as YAML, with a comment for every key; `notes` add to the comments by key."""
     lines: list[str] = []
     _write_section(config, lines, "", notes=notes or {})
     return "\n".join(lines) + "\n"
@@ -39,7 +39,8 @@ def _write_section(section: BaseModel, lines: list[str], above: str, *, notes: M
 
 
 def _inline(value: object) -> str:
-    """One value as YAML on one line."""
+    """Return one value as YAML on one line."""
+    # The width is larger than any value, so that PyYAML never breaks the line.
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("\n...\n").strip()
 
 

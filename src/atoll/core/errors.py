@@ -1,4 +1,4 @@
-"""Refusing bad input: what was given, what was expected, and which right name is nearest."""
+"""Errors for users: what is wrong, what was expected, and the most similar valid name."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -9,26 +9,27 @@ if TYPE_CHECKING:
 
 
 class AtollError(Exception):
-    """Bad input that a person can mend. The message names the file or key, the reason and what to do."""
+    """Bad input that the user can fix. The message names the file or key, the reason and what to do."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, without its details."""
+    """Return the first line of another library's error message, without its details."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def wrong_fields(error: "ValidationError", limit: int = 3) -> str:
-    """Return what is wrong with a model, one phrase for each of its first wrong fields."""
+    """Return what is wrong with a pydantic model, one phrase for each of its first `limit` wrong fields."""
     return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:limit])
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, if any is like it at all."""
+    """Return the known name that is most similar to `name`, or None if no name is similar."""
+    # 0.5 is a choice below difflib's default of 0.6: our names are short, where two wrong letters weigh much.
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:
-    """The sentence for an unknown name: `unknown solver 'eulr' (did you mean 'euler'?); known: dpm++, euler, …`."""
+    """Return the message for an unknown name: `unknown solver 'eulr' (did you mean 'euler'?); known: dpm++, …`."""
     known = list(known)
     guess = nearest(str(name), known)
     hint = f" (did you mean {guess!r}?)" if guess else ""

@@ -1,15 +1,15 @@
-"""Every path of a run. No other module spells one.
+"""Every path of a run. Other modules take their paths from here.
 
     RUN/atoll.yaml, policy.json, report.html
     RUN/data/{ingest,features,clusters,latents,text}
     RUN/data/shards/cluster_003
     RUN/{experts/003,router,monolith,student}       one folder for each job
-        metrics.jsonl, grids/                       what a person looks at
-        checkpoints/000000012800                    what resuming needs
+        metrics.jsonl, grids/                       training metrics and preview images
+        checkpoints/000000012800                    state to resume from, after 12,800 images
         final                                       the trained network
     RUN/evaluation/{latest.json,…}
 
-Names are relative to the run, with forward slashes: they are also keys of an object store.
+Names are relative to the run and use forward slashes, because they are also keys of an object store.
 """
 
 import re
@@ -28,7 +28,7 @@ INGEST, FEATURES, CLUSTERS = "data/ingest", "data/features", "data/clusters"
 LATENTS, TEXT = "data/latents", "data/text"
 LAUNCH = "launch"
 LAUNCH_LOGS, LAUNCH_LISTS = f"{LAUNCH}/logs", f"{LAUNCH}/local"
-LAUNCH_SLURM, LAUNCH_TALLIES = f"{LAUNCH}/slurm", f"{LAUNCH}/tallies"
+LAUNCH_SLURM, LAUNCH_FAILURES = f"{LAUNCH}/slurm", f"{LAUNCH}/failures"
 SAMPLES = "samples"
 EVALUATION = "evaluation"
 LATEST_EVALUATION = f"{EVALUATION}/latest.json"
@@ -36,20 +36,20 @@ LATEST_EVALUATION = f"{EVALUATION}/latest.json"
 ROUTER, MONOLITH, STUDENT = "router", "monolith", "student"
 DENSE = (MONOLITH, STUDENT)
 OTHERS = (ROUTER, *DENSE)
-"""The jobs that are not experts."""
+"""Jobs that are not experts."""
 JobKind = Literal["expert", "router", "monolith", "student"]
 MODELS = ("experts", MONOLITH, STUDENT, "expert:K")
-"""The ids of what can be opened as one model: all experts under the router, a dense network, or one expert."""
+"""Model ids: the whole ensemble, one of the dense networks, or one expert (`expert:3`)."""
 
 _EXPERT = re.compile(r"experts/(\d{3,})")
 JOB_PATTERN = r"^(experts/[0-9]{3,5}|router|monolith|student)$"
-"""Of the names of jobs, to check those that a request names."""
+"""Pattern of job names, to check those in HTTP requests. It allows 99,999 experts."""
 CHECKPOINTS_PATTERN = "experts/[0-9]{3,6}/checkpoints"
-"""Of the folders of experts' checkpoints, to check names that somebody else wrote."""
+"""Pattern of the folders of experts' checkpoints, to check names from untrusted manifests."""
 
 
 def shards(cluster: int) -> str:
-    """Return the name of a cluster's shards."""
+    """Return the name of the artifact with a cluster's shards."""
     return f"data/shards/cluster_{cluster:03d}"
 
 
@@ -59,18 +59,18 @@ def expert_job(number: int) -> str:
 
 
 def expert_number(name: str) -> int | None:
-    """Return the number of the expert that a job, or an artifact of it, belongs to; None for other jobs."""
+    """Return the expert number of a job or of one of its artifacts; None if it is not an expert's."""
     found = _EXPERT.match(name)
     return int(found.group(1)) if found else None
 
 
 def is_expert(name: str) -> bool:
-    """Return whether a job, or an artifact of it, belongs to an expert."""
+    """Return whether a job or artifact belongs to an expert."""
     return expert_number(name) is not None
 
 
 def model_job(model: str) -> str:
-    """Return the job that trains a model with one network: `expert:3`, `monolith` or `student`."""
+    """Return the job that trains a single-network model: `expert:3`, `monolith` or `student`."""
     kind, _, number = model.partition(":")
     if kind == "expert" and number.isdecimal():
         return expert_job(int(number))
@@ -80,7 +80,7 @@ def model_job(model: str) -> str:
 
 
 def final(job: str) -> str:
-    """Return the name of a job's result."""
+    """Return the name of the artifact with a job's trained network."""
     return f"{job}/final"
 
 
@@ -90,32 +90,33 @@ def checkpoints(job: str) -> str:
 
 
 def checkpoint(job: str, images: int) -> str:
-    """Return the name of the checkpoint after so many images."""
+    """Return the name of the checkpoint after `images` training images."""
+    # Twelve digits keep the order of names equal to the order of numbers, up to 10^12 images.
     return f"{checkpoints(job)}/{images:012d}"
 
 
 def metrics(job: str) -> str:
-    """Return the name of a job's file of metrics."""
+    """Return the name of a job's metrics.jsonl."""
     return f"{job}/{METRICS_FILE}"
 
 
 def preview(folder: Path, images: int) -> Path:
-    """Return the file of the images that were sampled after so many images of training, in a job's folder."""
+    """Return the file of the preview samples after `images` training images; `folder` is the job's."""
     return folder / "grids" / f"{images:012d}.png"
 
 
 def newest_preview(folder: Path) -> Path | None:
-    """Return the file of the last images that were sampled during training, in a job's folder."""
+    """Return the file of the latest preview samples in a job's folder, or None."""
     return max((folder / "grids").glob("[0-9]*.png"), default=None)
 
 
 def jobs(run: Path) -> list[str]:
-    """Return the jobs that have a folder in a run: experts in their order, then the others."""
+    """Return the jobs that have a folder in a run: experts by number, then the others."""
     experts = sorted(path.name for path in (run / "experts").glob("[0-9]*") if path.is_dir())
     others = (job for job in (MONOLITH, ROUTER, STUDENT) if (run / job).is_dir())
     return [*(f"experts/{name}" for name in experts), *others]
 
 
 def shard_folders(run: Path) -> list[str]:
-    """Return the names of all shards of a run that have a folder."""
+    """Return the names of the shard artifacts that have a folder in a run, by cluster."""
     return [f"data/shards/{path.name}" for path in sorted((run / "data" / "shards").glob("cluster_*"))]

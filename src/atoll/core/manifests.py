@@ -1,7 +1,7 @@
-"""What every kind of artifact declares in its manifest, as plain frozen values. No torch here.
+"""The declared content of every kind of artifact, as plain frozen values. No torch here.
 
-A manifest that Atoll wrote and one that a stranger offers are read by the same code: `Kind.parse` checks every field
-and names the one that is wrong. Later packages turn these values into objects (`Statistics`, `Bridge`, networks).
+Trusted and untrusted manifests are parsed by the same code: `Kind.parse` checks every field and names a wrong one in
+its error. Other packages turn these values into objects (`Statistics`, `Bridge`, networks).
 """
 
 from typing import Annotated, Literal
@@ -16,42 +16,44 @@ Conditioning = Literal["text", "pooled", "label"]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 ByTime = tuple[float | None, ...]
-"""A metric in each of ten bins of time; None where there was no image."""
+"""A metric in each of ten equal bins of the time t from 0 to 1; None in a bin without images."""
 
 
-# The data
+# Artifacts of `atoll prepare`
 
 
 class IngestContent(Content):
-    """The index of all images."""
+    """The index of all readable images."""
 
     rows: Count
     rejected: Count
     captions: Count
     splits: dict[str, int]
     labels: dict[str, int]
-    """Images of each class, in the order of the classes' numbers."""
+    """Number of images per class name, in the order of the class indices."""
 
 
 class FeaturesContent(Content):
-    """Features of all images."""
+    """Feature vectors (rows, dimensions) of all images."""
 
     rows: Count
     dimensions: Positive
 
 
 class ClustersContent(Content):
-    """The partition."""
+    """The partition of the images into clusters."""
 
     method: str
     sizes: dict[str, tuple[int, ...]]
-    """Images of each cluster, by split."""
+    """Number of images of each cluster, by split."""
     imbalance: float
-    fine: int | None
+    """Largest cluster size divided by the mean size, over the training split."""
+    num_fine: int | None
+    """Number of fine clusters that were merged into the clusters."""
 
 
 class ChannelStatistics(Content):
-    """The normalization x0 = (z - mean) / std of each latent channel z, and the moments of the data that it gives."""
+    """The normalization x0 = (z - mean) / std of each latent channel z, and mean and std of the normalized data."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -60,7 +62,7 @@ class ChannelStatistics(Content):
 
 
 class LatentsContent(Content):
-    """The latents of all images, with mean and std of each channel over the training split."""
+    """The latents (rows, channels, height, width) of all images, and their statistics over the training split."""
 
     rows: Count
     shape: tuple[int, ...]
@@ -68,7 +70,7 @@ class LatentsContent(Content):
 
 
 class TextContent(Content):
-    """The token states and pooled vectors of all captions."""
+    """The token states (tokens, dimensions) and the pooled vector (pooled,) of every caption."""
 
     rows: Count
     max_tokens: Positive
@@ -77,7 +79,7 @@ class TextContent(Content):
 
 
 class LatentSpec(Content):
-    """The autoencoder that made the latents, and their shape (channels, height, width)."""
+    """The autoencoder of the latents, and their shape (channels, height, width)."""
 
     autoencoder: str
     weights: str | None = None
@@ -87,7 +89,7 @@ class LatentSpec(Content):
 
 
 class TextSpec(Content):
-    """The text encoder, and the shapes of what it gives."""
+    """The text encoder, and the shapes of its output."""
 
     encoder: str
     weights: str | None = None
@@ -97,7 +99,7 @@ class TextSpec(Content):
 
 
 class DataSpec(Content):
-    """What a network must know of the data it is trained on."""
+    """The properties of the training data that a network depends on."""
 
     labels: tuple[str, ...]
     source: str
@@ -111,15 +113,18 @@ class ShardsContent(DataSpec):
     """The shards of one cluster."""
 
     cluster: Count
+    """Index of the cluster."""
     clusters: Positive
+    """Number of clusters of the run."""
     rows: dict[str, int]
+    """Number of images by split."""
 
 
-# The networks
+# Networks and their training
 
 
 class ScheduleSpec(Content):
-    """A noise schedule: its name, and those options of its constructor that were given."""
+    """A noise schedule: its name, and the options that its constructor was given."""
 
     name: ScheduleName | Literal["ddpm"]
     alphas_cumprod: tuple[float, ...] | None = None
@@ -134,11 +139,12 @@ class ScheduleSpec(Content):
 
     @model_serializer(mode="wrap")
     def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
+        # Each schedule has few of the options, so only those that were given are stored.
         return {name: value for name, value in serialize(self).items() if value is not None}
 
 
 class ObjectiveSpec(Content):
-    """A training objective: `atoll.flow.objective(**spec.model_dump())` builds it."""
+    """A training objective. `atoll.flow.objective(**spec.model_dump())` builds it."""
 
     schedule: ScheduleSpec
     prediction: Prediction
@@ -153,7 +159,7 @@ class ObjectiveSpec(Content):
 
 
 class BridgeSpec(Content):
-    """Options of the bridge from an expert's prediction to velocity."""
+    """Options of the bridge, which converts an expert's prediction into the common velocity."""
 
     mode: BridgeMode = "exact"
     x0_bound: float | None = 10.0
@@ -161,7 +167,7 @@ class BridgeSpec(Content):
 
 
 class ComputeSpec(Content):
-    """What a training job cost."""
+    """The cost of a training job."""
 
     images: Count
     parameters: Count
@@ -170,17 +176,18 @@ class ComputeSpec(Content):
 
 
 class NetworkContent(DataSpec):
-    """What a trained network declares: all that whoever uses it needs to know."""
+    """The declared content of a trained network: everything that is needed to use it."""
 
     job: str
     clusters: tuple[int, ...]
+    """Clusters that it was trained on; for a router, those that it chooses from."""
     network: StoredNetwork
     conditioning: tuple[Conditioning, ...]
     compute: ComputeSpec | None = None
     held_out_loss: float | None = None
     loss_by_time: ByTime | None = None
     manifest: str | None = None
-    """In an export: the digest of the manifest in the run that it comes from."""
+    """In an export: the digest of the network's manifest in its run."""
 
 
 class ExpertContent(NetworkContent):
@@ -189,7 +196,7 @@ class ExpertContent(NetworkContent):
     objective: ObjectiveSpec
     bridge: BridgeSpec = BridgeSpec()
     teachers: tuple[str, ...] | None = None
-    """Digests of the experts that a student was distilled from."""
+    """Of a student: the digests of the experts that it was distilled from."""
 
 
 class RouterContent(NetworkContent):
@@ -205,19 +212,20 @@ class RouterContent(NetworkContent):
 
 
 class CheckpointContent(Content):
-    """The state of a job after some images."""
+    """The training state of a job after `images` images."""
 
     images: Positive
     seconds: float
 
 
 class PipelineContent(Content):
-    """An exported model."""
+    """An exported pipeline."""
 
     experts: Positive
     model: str = "experts"
 
 
+# The version of a kind is raised when its fields change their meaning, so that old artifacts are refused by version.
 INGEST = Kind("ingest", IngestContent)
 FEATURES = Kind("features", FeaturesContent)
 CLUSTERS = Kind("clusters", ClustersContent)

@@ -1,6 +1,6 @@
-"""metrics.jsonl: the metrics of a job along its training, one JSON object on each line. This is its one reader.
+"""Reader of metrics.jsonl: the training metrics of a job, one JSON object per line.
 
-A job appends to the file while others read it, so the last line may be half written. Readers pass over it.
+A job appends to the file while other processes read it, so the last line may be incomplete. It is skipped.
 """
 
 import json
@@ -9,11 +9,11 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 TAIL_BYTES = 1 << 16
-"""Enough to hold the last whole line: a line has about 1 kB."""
+"""How much of the end of the file is read to find its last complete line. A line has about 1 kB, so 64 kB suffice."""
 
 
 class MetricsLine(BaseModel):
-    """What every line has; the loss by time and metrics of one kind of job are extra."""
+    """The fields that every line has. Other fields, such as the loss by time, are ignored here."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -24,7 +24,7 @@ class MetricsLine(BaseModel):
 
 
 def parse_lines(data: bytes) -> list[MetricsLine]:
-    """Return the whole lines of a file, or of the end of one."""
+    """Return the complete lines in the content of a file or of its end."""
     found = []
     for line in data.splitlines():
         try:
@@ -35,15 +35,16 @@ def parse_lines(data: bytes) -> list[MetricsLine]:
 
 
 def read_lines(file: Path) -> list[MetricsLine]:
-    """Return all lines; none if there is no file yet."""
+    """Return all complete lines; an empty list if there is no file yet."""
     return parse_lines(file.read_bytes()) if file.is_file() else []
 
 
 def last_line(file: Path) -> MetricsLine | None:
-    """Return the last line, without reading the whole file; None if there is none yet."""
+    """Return the last complete line without reading the whole file; None if there is none yet."""
     if not file.is_file():
         return None
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
-        whole = parse_lines(b"\n".join(stream.read().splitlines()[-2:]))  # the last one may be half written
-    return whole[-1] if whole else None
+        # Two lines, since the last one may be incomplete.
+        complete = parse_lines(b"\n".join(stream.read().splitlines()[-2:]))
+    return complete[-1] if complete else None

@@ -1,4 +1,4 @@
-"""The names people type for schedules, predictions and objectives. No torch here: the command line reads this."""
+"""Names of schedules, predictions and objectives. No torch here: the command line imports this module."""
 
 from typing import Literal, TypedDict, get_args
 
@@ -18,7 +18,7 @@ SOLVERS: tuple[str, ...] = get_args(SolverName)
 
 
 class ObjectiveParts(TypedDict, total=False):
-    """The parts that a named objective sets."""
+    """The fields of `atoll.flow.Objective` that a named objective sets."""
 
     schedule: ScheduleName
     prediction: Prediction
@@ -29,6 +29,7 @@ class ObjectiveParts(TypedDict, total=False):
 
 
 OBJECTIVES: dict[str, ObjectiveParts] = {
+    # HDDM mixes experts of the objectives flow-matching and ddpm in one ensemble.
     "flow-matching": {"schedule": "linear", "prediction": "velocity"},
     "flow-matching-logit-normal": {"schedule": "linear", "prediction": "velocity", "times": "logit-normal"},
     "ddpm": {"schedule": "cosine", "prediction": "epsilon"},
@@ -36,8 +37,8 @@ OBJECTIVES: dict[str, ObjectiveParts] = {
     "ddpm-min-snr": {"schedule": "cosine", "prediction": "epsilon", "weighting": "min-snr"},
     "x0": {"schedule": "linear", "prediction": "x0", "weighting": "as-velocity"},
     "v-prediction": {"schedule": "cosine", "prediction": "v_prediction"},
-    # Denoising in the variance-exploding form with EDM's noise levels. It is not EDM: the network has no
-    # preconditioning, and the weights are capped.
+    # x0 prediction in the variance-exploding form, with the noise levels of EDM (Karras et al. 2022, table 1:
+    # P_mean = -1.2, P_std = 1.2). It is not EDM: the network has no preconditioning, and the weights are capped.
     "ve-x0": {
         "schedule": "edm",
         "prediction": "x0",
@@ -47,11 +48,11 @@ OBJECTIVES: dict[str, ObjectiveParts] = {
         "weighting": "as-epsilon",
     },
 }
-"""Objectives by name; what a name leaves out has the default of `atoll.flow.Objective`."""
+"""Objectives by name. Fields that are left out have the defaults of `atoll.flow.Objective`."""
 
 
 def unknown_objective(name: str) -> str:
-    """Return the sentence that refuses a name that is not an objective."""
+    """Return the error message for a name that is not an objective."""
     if name in renamed.OBJECTIVES:
         return f"the objective {name!r} is now {renamed.OBJECTIVES[name]!r}"
     return unknown("objective", name, OBJECTIVES)

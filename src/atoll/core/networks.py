@@ -1,6 +1,6 @@
-"""Network specifications: every field that fixes a DiT or a router, checked by pydantic, and the named sizes.
+"""Network specifications: all fields of a DiT and of a router, checked by pydantic, and the named sizes.
 
-No torch here: the configuration of a run is checked with these before anything is built.
+No torch here: the configuration of a run is checked with these before any network is built.
 """
 
 import json
@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from atoll.core.errors import AtollError, unknown
 
+# S to XL are the sizes of the DiT paper (Peebles and Xie 2023, table 1). XS is our addition: it trains on a CPU.
 SIZES: dict[str, dict[str, int]] = {
     "XS": {"width": 256, "depth": 8, "heads": 4},
     "S": {"width": 384, "depth": 12, "heads": 6},
@@ -27,13 +28,13 @@ NAMES: dict[str, dict[str, int]] = {
 DEFAULT_NAME = "DiT-XS/2"
 DiffusersName = Literal["PixArtExpert", "DiTExpert", "SD3Expert", "UNetExpert"]
 DIFFUSERS_EXPERTS: tuple[str, ...] = get_args(DiffusersName)
-"""Experts that wrap a diffusers model."""
+"""Classes of experts that wrap a diffusers model."""
 CLASS_NAME = "_class_name"
-"""The key of config.json that names the class of a network, as in diffusers."""
+"""The key of config.json for the class of a network, as in diffusers."""
 ConfigJson = dict[str, JsonValue]
 """The content of a config.json: `_class_name` and the fields of that class."""
 _ADDED = {"null_tokens": 1, "normalization": None}
-"""Fields newer than the first manifests. They are left out at these defaults, so that older runs resume."""
+"""Fields that the first manifests did not have. At these defaults they are not stored, so that older runs resume."""
 
 _CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
 Positive = Annotated[int, Field(gt=0)]
@@ -42,12 +43,12 @@ Ratio = Annotated[float, Field(gt=0)]
 
 
 AUTOENCODER_SCALES = {"AutoencoderKL": 0.18215, "AutoencoderTiny": 1.0}
-"""The scaling factor that diffusers assumes where a config.json has none, as that of stabilityai/sd-vae-ft-mse."""
+"""Defaults of diffusers for a config.json without a scaling factor, such as that of stabilityai/sd-vae-ft-mse."""
 
 
 @dataclass(frozen=True, config=_CHECKED)
 class LatentScale:
-    """The normalization x0 = (z - shift_factor) · scaling_factor of an autoencoder's latents z, by diffusers' names."""
+    """The normalization x0 = (z - shift_factor) · scaling_factor of an autoencoder's latents z, as in diffusers."""
 
     scaling_factor: Ratio
     shift_factor: float = 0.0
@@ -58,7 +59,7 @@ class LatentScale:
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: object) -> Self:
-        """Read the two factors; `source` names their file in errors."""
+        """Check the two factors; `source` names their file in errors."""
         try:
             return cls(**values)
         except (TypeError, ValidationError) as error:
@@ -67,36 +68,36 @@ class LatentScale:
 
     @classmethod
     def of_autoencoder(cls, settings: Mapping[str, Any], source: object) -> Self:
-        """Read the factors from an autoencoder's config.json."""
+        """Return the factors in an autoencoder's config.json."""
         scaling = settings.get("scaling_factor", AUTOENCODER_SCALES.get(settings.get("_class_name", "")))
         if scaling is None:
             raise AtollError(
-                f"{source} has no scaling_factor, so its latents cannot be normalized by it; "
-                "set latents.normalization: per-channel, or write the factor into that file"
+                f"{source} has no scaling_factor, which latents.normalization: scale needs; "
+                "set latents.normalization: per-channel, or add the factor to that file"
             )
         return cls.read({"scaling_factor": scaling, "shift_factor": settings.get("shift_factor") or 0.0}, source)
 
 
 STABLE_DIFFUSION = LatentScale(AUTOENCODER_SCALES["AutoencoderKL"])
-"""The normalization of Stable Diffusion's latents. DiT, SiT, PixArt-alpha and Paris were all trained with it."""
+"""The normalization of Stable Diffusion's latents. DiT, SiT, PixArt-alpha and Paris were trained with it."""
 
 
 @dataclass(frozen=True, config=_CHECKED)
 class NamedConfig:
-    """A specification that can start from a named size and is stored as a config.json."""
+    """A network specification that has named sizes and is stored as a config.json."""
 
     class_name: ClassVar[str]
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> Self:
-        """Return a named size (`DiT-XL/2`), with any other field given by keyword."""
+        """Return the specification of a named size (`DiT-XL/2`), with other fields given by keyword."""
         if name not in NAMES:
             raise AtollError(unknown("network size", name, NAMES))
         return cls.from_dict({**NAMES[name], **changes})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read the output of `to_dict`; an unknown field or a wrong value is refused by name."""
+        """Parse the output of `to_dict`. Raise `AtollError` with the name of an unknown field or a wrong value."""
         known = [field.name for field in fields(cls)]
         given = {name: value for name, value in values.items() if name != CLASS_NAME}
         for name in given:
@@ -117,7 +118,7 @@ class NamedConfig:
 
 @dataclass(frozen=True, config=_CHECKED)
 class DiTConfig(NamedConfig):
-    """Everything that fixes the shape and the arithmetic of a DiT."""
+    """The architecture of a DiT."""
 
     class_name = "DiT"
     width: Positive = 384
@@ -126,46 +127,46 @@ class DiTConfig(NamedConfig):
     patch: Positive = 2
     channels: Positive = 4
     out_channels: Positive = 4
-    """Twice `channels` if a learned variance is kept beside the prediction."""
+    """Twice `channels` for networks with a learned variance."""
     size: Positive = 32
-    """Side of the image or latent for which the positions are native; others are reached by resizing them."""
+    """Side of the latents that the position embedding is made for; it is interpolated for other sizes."""
     mlp_ratio: Ratio = 4.0
     modulation: Literal["single", "zero"] = "single"
-    """AdaLN-Single (one shared block and a table per block) or the original AdaLN-Zero (a projection per block)."""
+    """AdaLN-Single (one shared projection and a table per block) or AdaLN-Zero (one projection per block)."""
     final_modulation: Literal["single", "zero"] | None = None
-    """The same choice for the final layer; None follows `modulation`."""
+    """The same choice for the final layer; None is that of `modulation`."""
     text_width: Count = 0
     """Width of the text tokens; 0 for a network without text."""
     text_projection: Literal["linear", "mlp"] = "linear"
     null_tokens: Positive = 1
-    """Text tokens of the null condition: one learned token, or a whole null caption (120 tokens in PixArt-alpha)."""
+    """Tokens of the null condition: one learned token, or a whole null caption (120 tokens in PixArt-alpha)."""
     num_classes: Count = 0
     pooled_width: Count = 0
     qk_norm: bool = False
     positions: Literal["sincos", "learned"] = "sincos"
     position_scale: Ratio = 1.0
-    """Divides the coordinates of the positions (diffusers calls it interpolation scale)."""
+    """Divisor of the position coordinates (`interpolation_scale` in diffusers)."""
     frequency_shift: Literal[0, 1] = 0
-    """1 spreads the time frequencies down to exactly 1/10000, as diffusers does for DiT."""
+    """With 1, the lowest frequency of the timestep embedding is exactly 1/10000, as diffusers has it for DiT."""
     embedder_per_block: bool = False
-    """One time-and-label embedder for every block, as diffusers keeps them for DiT."""
+    """One timestep and label embedder per block, as diffusers has them for DiT."""
     time_table: bool = False
-    """Stored table from the network time to the time that is embedded, for weights that learned another clock."""
+    """A stored table from the timestep to the timestep that is embedded, for converted DDPM weights."""
     norm_eps: Ratio = 1e-6
     mlp_norm_eps: Ratio = 1e-6
     normalization: LatentScale | None = None
-    """How the latents of its training were scaled, if it comes from a release; it does not change the arithmetic."""
+    """Scaling of the latents that a released network was trained on; it does not change the network's output."""
 
     def __post_init__(self) -> None:
-        """Check what no single field shows."""
+        """Check the fields against each other."""
         _check_width(self.width, self.heads)
         _check_patch(self.size, self.patch)
         if self.embedder_per_block and self.modulation != "zero":
-            raise ValueError("an embedder per block needs modulation 'zero': AdaLN-Single shares one by definition")
+            raise ValueError("embedder_per_block needs modulation 'zero': AdaLN-Single has one shared embedder")
 
     @property
     def grid(self) -> int:
-        """Tokens along one side at the native size."""
+        """Number of tokens along one side, at the native size."""
         return self.size // self.patch
 
     @property
@@ -176,7 +177,7 @@ class DiTConfig(NamedConfig):
 
 @dataclass(frozen=True, config=_CHECKED)
 class RouterConfig(NamedConfig):
-    """Everything that fixes the shape and the arithmetic of a router; the default is the DiT-B/2 of DDM and Paris."""
+    """The architecture of a router; the default is the DiT-B/2 of DDM and Paris."""
 
     class_name = "Router"
     experts: Positive = 8
@@ -188,26 +189,27 @@ class RouterConfig(NamedConfig):
     size: Positive = 32
     mlp_ratio: Ratio = 4.0
     num_classes: Count = 0
-    """Classes that the router is conditioned on; 0 if it sees the noisy image and the time alone."""
+    """Number of classes that the router is conditioned on; 0 if it is not conditioned on the class label."""
     pooled_width: Count = 0
-    """Width of the pooled text that the router is conditioned on; 0 without."""
+    """Width of the pooled text that the router is conditioned on; 0 if it is not conditioned on text."""
     norm_eps: Ratio = 1e-6
     normalization: LatentScale | None = None
-    """How the latents of its training were scaled, if it comes from a release."""
+    """Scaling of the latents that a released router was trained on."""
 
     def __post_init__(self) -> None:
-        """Check what no single field shows."""
+        """Check the fields against each other."""
         _check_width(self.width, self.heads)
         _check_patch(self.size, self.patch)
 
 
 @dataclass(frozen=True, config=_CHECKED)
 class DiffusersConfig:
-    """A diffusers model as an expert. Its fields are those of the model, which are checked when it is built."""
+    """A diffusers model as an expert. Its fields are those of the model; diffusers checks them when it is built."""
 
     class_name: DiffusersName
+    # Through JSON, so that a specification equals the one that is read back: diffusers has tuples, JSON has lists.
     fields: Annotated[ConfigJson, BeforeValidator(lambda fields: json.loads(json.dumps(fields)))]
-    """As in config.json: what diffusers keeps as tuples are lists there."""
+    """The fields of config.json."""
 
     def to_dict(self) -> ConfigJson:
         """Return the content of config.json."""
@@ -232,7 +234,7 @@ NetworkConfig = DiTConfig | RouterConfig | DiffusersConfig
 
 
 def read_network(values: Mapping[str, Any]) -> NetworkConfig:
-    """Read the content of a config.json; a wrong class, field or value is refused by name."""
+    """Parse the content of a config.json. Raise `AtollError` with the name of a wrong class, field or value."""
     kind = values.get(CLASS_NAME, DiTConfig.class_name)
     if kind == DiTConfig.class_name:
         return DiTConfig.from_dict(values)
@@ -245,7 +247,7 @@ def read_network(values: Mapping[str, Any]) -> NetworkConfig:
 
 
 def _read(value: object) -> object:
-    """Read a network in a manifest, where pydantic expects errors of its own."""
+    """Parse a network in a manifest; pydantic expects a `ValueError`."""
     try:
         return read_network(value) if isinstance(value, Mapping) else value
     except AtollError as error:
@@ -257,7 +259,7 @@ StoredNetwork = Annotated[NetworkConfig, BeforeValidator(_read), PlainSerializer
 
 
 def check_choice(choice: str | Mapping[str, Any], kind: Literal["DiT", "Router"]) -> None:
-    """Refuse a network of the configuration that no data could be trained with: a wrong name, field or value."""
+    """Raise `AtollError` for a network in the configuration with a wrong name, field or value."""
     parts = {"name": choice} if isinstance(choice, str) else dict(choice)
     own = parts.pop(CLASS_NAME, kind)
     if own != kind:
@@ -269,24 +271,26 @@ def check_choice(choice: str | Mapping[str, Any], kind: Literal["DiT", "Router"]
     if name not in NAMES:
         raise AtollError(unknown("network size", name, NAMES))
     spec = {**NAMES[name], **parts}
-    # The size comes from the data: a size that fits any patch stands in for it.
+    # The size comes from the data, which may not be prepared yet. One patch is a size that is always valid.
     spec.setdefault("size", spec["patch"])
     (DiTConfig if kind == "DiT" else RouterConfig).from_dict(spec)
 
 
 def check_fits_data(choice: Mapping[str, Any], needed: Mapping[str, Any]) -> None:
-    """Refuse fields of a network, given by hand, that disagree with the data it is to be trained on.
+    """Raise `AtollError` if fields of a network in the configuration disagree with the prepared data.
 
-    The size may differ: positions are resized. The output may have twice the channels, for a learned variance.
+    `size` may differ, since position embeddings are interpolated. `out_channels` may be twice the channels, for a
+    learned variance.
     """
     for name, value in needed.items():
         given = choice.get(name, value)
         allowed: Iterable[Any] = (value, 2 * value) if name == "out_channels" else (value,)
         if name != "size" and given not in allowed:
-            raise AtollError(f"{name} is {given}, but the prepared data needs {value}; leave {name} out")
+            raise AtollError(f"{name} is {given}, but the prepared data needs {value}; omit {name}")
 
 
 def _check_width(width: int, heads: int) -> None:
+    # 2D sine-cosine positions take a quarter of the width each for sine and cosine of x and of y.
     if width % heads or width % 4:
         raise ValueError(f"width {width} must be a multiple of 4 and of heads {heads}")
 

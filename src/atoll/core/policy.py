@@ -1,12 +1,11 @@
-"""Who may publish in a run, and what: `policy.json` in the run, and ed25519 signatures over manifests.
+"""The policy of a shared run (`policy.json`): who may publish and admit experts, and limits on those experts.
 
-A signature is over the job's name, the manifest's digest and what it says (`publish` or `admit`), so it cannot be moved
-to another expert, to other weights, or to another purpose. A run without a policy trusts whoever can write to it.
+A run without a policy trusts everybody who can write to its store. Signatures are checked in `core/signing.py`.
 """
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -15,26 +14,25 @@ from atoll.core.errors import AtollError
 from atoll.core.layout import POLICY_FILE
 from atoll.core.names import OBJECTIVES, unknown_objective
 
-if TYPE_CHECKING:
-    pass
-
 Role = Literal["publish", "admit"]
 
 
 class Policy(Section):
-    """What contributors may do in a run."""
+    """The rules for contributions to a run."""
 
-    publishers: dict[str, str] = Field({}, description="name: public key of everyone who may publish; empty is anyone")
+    publishers: dict[str, str] = Field({}, description="name: public key of those who may publish; empty allows anyone")
     admitters: dict[str, str] = Field(
         {},
-        description="name: public key of those whose check lets an expert in; empty lets publishers check themselves",
+        description="name: public key of those who may admit an expert; empty needs no admission",
     )
-    objectives: list[str] | None = Field(None, description="names of the objectives allowed; null is any")
-    networks: list[str] = Field(["DiT"], description="kinds of networks (DiT, UNetExpert, …) allowed")
-    max_parameters: int = Field(2_000_000_000, ge=1, description="of one expert")
-    max_bytes: int = Field(32 << 30, ge=1, description="of all files of one expert")
+    objectives: list[str] | None = Field(None, description="names of the allowed objectives; null allows all")
+    networks: list[str] = Field(["DiT"], description="allowed kinds of networks (DiT, UNetExpert, …)")
+    # Both limits bound what a worker downloads and loads before it can judge an expert. Two billion parameters are
+    # three times the 606 M of DiT-XL/2 with text; 32 GB hold them four times over in float32.
+    max_parameters: int = Field(2_000_000_000, ge=1, description="largest number of parameters of one expert")
+    max_bytes: int = Field(32 << 30, ge=1, description="largest size of all files of one expert, in bytes")
     max_held_out_loss: float | None = Field(
-        None, gt=0, description="the bar: held-out velocity error on the expert's own cluster; null is none"
+        None, gt=0, description="largest held-out velocity error on the expert's cluster; null allows any"
     )
 
     @field_validator("publishers", "admitters")
@@ -42,7 +40,7 @@ class Policy(Section):
     def _are_keys(cls, keys: dict[str, str]) -> dict[str, str]:
         for name, key in keys.items():
             if len(key) != 64 or any(letter not in "0123456789abcdef" for letter in key):
-                raise ValueError(f"the key of {name} is not 64 hexadecimal digits; atoll keys prints one's own")
+                raise ValueError(f"the key of {name} is not 64 hexadecimal digits; atoll keys prints your public key")
         return keys
 
     @field_validator("objectives")
@@ -54,12 +52,12 @@ class Policy(Section):
         return names
 
     def keys(self, role: Role) -> dict[str, str]:
-        """Name and key of those who may sign in a role."""
+        """Return name and public key of those who may sign in a role."""
         return self.publishers if role == "publish" else self.admitters
 
 
 def read_policy(data: bytes | None, source: str) -> Policy | None:
-    """The policy of a run, or None if it has none."""
+    """Parse the content of a policy.json; None stays None. `source` names the file in errors."""
     if data is None:
         return None
     try:
@@ -69,9 +67,6 @@ def read_policy(data: bytes | None, source: str) -> Policy | None:
 
 
 def policy_of(run: Path) -> Policy | None:
-    """The policy in a run's folder."""
+    """Return the policy in a run's folder, or None if there is none."""
     file = run / POLICY_FILE
     return read_policy(file.read_bytes() if file.is_file() else None, str(file))
-
-
-# Keys

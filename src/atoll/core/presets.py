@@ -1,7 +1,7 @@
-"""Settings to start a run from: the built-in emoji, one's own pictures, and the papers' experiments.
+"""Presets to start a run from: the built-in emoji, your own images, and the experiments of the papers.
 
-`NOTES` says of a preset's settings where they are from; `atoll init` writes them beside the keys. What no paper tells
-is marked as our choice. `PUBLISHED` has the figures that `atoll train RUN --dry-run` shows beside its own estimate.
+`NOTES` gives the origin of a preset's settings; `atoll init` writes it into the comments. A setting that no paper
+states is marked as our choice. `PUBLISHED` has the costs that `atoll train RUN --dry-run` prints next to its estimate.
 """
 
 from dataclasses import dataclass
@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from atoll.core.names import ObjectiveParts
 
 Settings = dict[str, object]
-"""A part of a configuration, as atoll.yaml has it: `config.resolve` checks every key and value."""
+"""A part of a configuration, as in atoll.yaml. `config.resolve` checks every key and value."""
 EXPERTS = 8
+"""Number of experts in DDM, Paris and HDDM."""
 DDM_STEPS = 800_000
 """Optimizer steps of the DDM experiments: FID was published every 100,000 up to here."""
 
 
-def half_life(decay: float, batch: int) -> float:
-    """An average's half-life in samples, as Atoll counts it, from its decay per step."""
-    return round(0.6931471805599453 / (1 - decay)) * float(batch)
+def half_life(decay: float, batch_size: int) -> float:
+    """Return the half-life in images of an EMA with this decay per step."""
+    # decay^n = 1/2 has n = ln 2 / -ln(decay), about ln 2 / (1 - decay) for a decay near 1.
+    return round(0.6931471805599453 / (1 - decay)) * float(batch_size)
 
 
 _AUTOENCODER = {"autoencoder": "stabilityai/sd-vae-ft-mse"}
@@ -28,7 +30,9 @@ _PHOTOGRAPHS: Settings = {
     "text": {"encoder": "openai/clip-vit-large-patch14", "max_tokens": 77},
 }
 _SCALED = {**_AUTOENCODER, "normalization": "scale"}
-"""Latents as DiT and Paris had them, so that released networks can start, or join, an expert."""
+"""Latents scaled as in DiT and Paris, so that released networks can initialize an expert or join the ensemble."""
+# Common to the presets for GPUs. Intervals are in images, and are orders of magnitude: at 200 images per second, a log
+# line every minute, and a checkpoint and previews every 1.5 hours.
 _TRAIN: Settings = {
     "beta2": 0.999,
     "precision": "bfloat16",
@@ -45,14 +49,14 @@ _MIDDLE_TIMES: ObjectiveParts = {
     "times": "logit-normal",
     "time_mean": 0.4,
 }
-"""Flow matching that trains most where a picture takes shape: what little training there is shows sooner."""
+"""Flow matching with most training times around t = 0.6, where the image takes shape: a short training shows sooner."""
 _NOISY_TIMES: ObjectiveParts = {
     "schedule": "cosine",
     "prediction": "epsilon",
     "times": "logit-normal",
     "time_mean": 1.5,
 }
-"""DDPM that trains most at high noise, where an error of epsilon counts many times as an error of the picture."""
+"""DDPM with most training times at high noise, where an error of epsilon becomes a many times larger error of x0."""
 
 PRESETS: dict[str, Settings] = {
     "emoji": {
@@ -62,7 +66,7 @@ PRESETS: dict[str, Settings] = {
         "experts": {"default": "flow-matching"},
         "router": {"network": "DiT-XS/2", "conditioning": "auto"},
     },
-    # One's own pictures on one GPU: networks from the hub, and a router that reads what there is to read.
+    # Your own images on one GPU: networks from the hub, and a router conditioned on whatever the data has.
     "images": {
         **_PHOTOGRAPHS,
         "data": {"source": "path/to/images", "resolution": 256, "val_fraction": 0.01, "workers": 8},
@@ -81,7 +85,8 @@ PRESETS: dict[str, Settings] = {
         },
         "router": {"network": "DiT-S/2", "conditioning": "auto"},
     },
-    # What `atoll demo` does in its minutes: few pictures of one style, small networks, a router that reads the prompt.
+    # `atoll demo`, which takes minutes on a CPU: few images of one style, small networks, a router conditioned on the
+    # prompt. All sizes are choices for a few minutes of training, and the learning rate is high for the same reason.
     "demo": {
         "data": {
             "source": "emoji:styles=twemoji;categories=animals-nature,flags,food-drink,smileys-emotion;skin-tones=no",
@@ -109,7 +114,7 @@ PRESETS: dict[str, Settings] = {
             "total_images": 24_000,
         },
     },
-    # DDM section 4: 8 experts share the monolith's batch of 256 for 800,000 steps.
+    # DDM section 4: 8 experts with an eighth of the monolith's batch of 256 each, for 800,000 steps.
     "imagenet256": {
         "preset": "imagenet256",
         **_PHOTOGRAPHS,
@@ -130,7 +135,7 @@ PRESETS: dict[str, Settings] = {
         "router": {"network": "DiT-B/2", "total_images": 60_000_000, "batch_size": 256, "lr": 1e-4},
         "student": {"total_images": DDM_STEPS * 64, "batch_size": 64},
     },
-    # Paris and HDDM: experts of 606M, two of them DDPM, on 11 million pictures.
+    # Paris and HDDM: 8 experts of 606 M parameters, two of them DDPM, on 11 million images.
     "laion256": {
         "preset": "laion256",
         **_PHOTOGRAPHS,
@@ -156,7 +161,7 @@ PRESETS: dict[str, Settings] = {
             "lr_schedule": "cosine",
         },
     },
-    # DDM's largest: 8 MMDiT experts of 3 billion parameters, each on a node of 8 GPUs.
+    # The largest experiment of DDM: 8 MMDiT experts of 3 billion parameters, each on a node of 8 GPUs.
     "ddm24b": {
         "preset": "ddm24b",
         **_PHOTOGRAPHS,
@@ -199,13 +204,13 @@ PRESETS: dict[str, Settings] = {
 _OURS = "our choice: not published"
 _COMMON = {
     "clusters.count": "DDM, Paris and HDDM: 8; DDM found 4 and 16 worse",
-    "clusters.num_fine": "1024 in the clustering code that DDM names",
+    "clusters.num_fine": "1024 in the clustering code that DDM cites",
     "train.beta2": _OURS,
     "train.precision": _OURS,
     "train.warmup_images": _OURS,
     "train.weight_decay": _OURS,
     "train.max_grad_norm": _OURS,
-    "train.init_from": "HDDM starts from a DiT checkpoint: atoll convert SRC DST --to flow-matching, and DST here",
+    "train.init_from": "HDDM initializes from a DiT checkpoint: atoll convert SRC DST --to flow-matching, and DST here",
     "router.network": "DDM, Paris and HDDM: DiT-B/2",
     "data.val_fraction": _OURS,
 }
@@ -213,7 +218,7 @@ _DDM = {
     "features.model": "DDM: DINOv2; its size is our choice",
     "latents.autoencoder": _OURS,
     "train.lr": _OURS,
-    "train.ema": f"{_OURS}; 0.9999 a step",
+    "train.ema": f"{_OURS}; decay 0.9999 per step",
     "train.cfg_dropout": _OURS,
     "router.lr": _OURS,
     "router.batch_size": _OURS,
@@ -222,12 +227,12 @@ NOTES: dict[str, dict[str, str]] = {
     "imagenet256": {
         **_COMMON,
         **_DDM,
-        "latents.normalization": "our choice: as DiT, whose checkpoints can be train.init_from",
+        "latents.normalization": "our choice: as in DiT, whose checkpoints then fit train.init_from",
         "text.encoder": "our choice: class labels; DDM's FLOPs suggest that its network had text layers here too",
         "networks": "DDM: DiT-XL/2; AdaLN-Zero as in DiT is our choice",
         "train.total_images": "DDM: 800,000 steps",
-        "train.batch_size": "DDM: the monolith's 256 shared by 8 experts",
-        "router.total_images": "our choice: about the 4 % of the experts' FLOPs that DDM says its router takes",
+        "train.batch_size": "DDM: the monolith's 256 divided by 8 experts",
+        "router.total_images": "our choice: about 4 % of the experts' FLOPs, as DDM states for its router",
         "student.batch_size": "DDM: a quarter of the batch",
         "student.total_images": _OURS,
     },
@@ -239,14 +244,14 @@ NOTES: dict[str, dict[str, str]] = {
         "text.encoder": "Paris: CLIP ViT-L/14, 77 tokens",
         "experts": "HDDM: 2 DDPM to 6 flow matching, DDPM for clusters 0 and 3",
         "networks": "Paris and HDDM: DiT-XL/2 with AdaLN-Single, 606 M",
-        "train.total_images": "our choice: 120,000 steps for each expert; the release tells of about as many in total",
-        "train.batch_size": "Paris: 16 with 2 accumulated",
+        "train.total_images": "our choice: 120,000 steps per expert; the Paris release states about as many in total",
+        "train.batch_size": "Paris: 16 with 2 accumulation steps",
         "train.lr": "Paris",
-        "train.ema": "Paris: 0.9999 a step",
+        "train.ema": "Paris: decay 0.9999 per step",
         "train.precision": "our choice; Paris: float16 with loss scaling",
         "train.cfg_dropout": "Paris",
         "router.total_images": "Paris and HDDM: 25 epochs of 11 million",
-        "router.batch_size": "Paris: 64 with 4 accumulated",
+        "router.batch_size": "Paris: 64 with 4 accumulation steps",
         "router.lr": "Paris",
         "router.lr_schedule": "Paris",
     },
@@ -257,8 +262,8 @@ NOTES: dict[str, dict[str, str]] = {
         "experts": "flow matching as in DDM; the distribution of times is our choice",
         "networks": "DDM: MMDiT of 3 B; depth and width are our choice, near the proportions of SD3",
         "train.total_images": "DDM: 800,000 steps",
-        "train.batch_size": "our choice: 1024 for each expert comes near the published GPU-days",
-        "train.parallel": "our choice; DDM: one node of 8 GPUs for each expert",
+        "train.batch_size": "our choice: 1024 per expert comes near the published GPU-days",
+        "train.parallel": "our choice; DDM: one node of 8 GPUs per expert",
         "router.total_images": _OURS,
     },
 }
@@ -266,7 +271,7 @@ NOTES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper says its run took; None where it does not."""
+    """The cost of an experiment as its paper states it; None where the paper does not."""
 
     source: str
     parameters: str
@@ -279,7 +284,7 @@ PUBLISHED: dict[str, Published] = {
     "imagenet256": Published(
         "DDM (arXiv 2501.05450)",
         "8 DiT-XL/2; router 158 M",
-        "308 for an expert",
+        "308 per expert",
         "1.9e20, from 308 GFLOPs, batch 256 and 800,000 steps",
         None,
     ),
@@ -294,7 +299,7 @@ PUBLISHED: dict[str, Published] = {
         "DDM (arXiv 2501.05450)",
         "8 x 3 B",
         None,
-        "4.3e22, read off a plot; no GPU of the time does that in the published GPU-days",
-        "less than a week on 8 nodes of 8 GPUs; HDDM charges DDM with 1176 A100-days",
+        "4.3e22, read off a plot; more than GPUs of the time can do in the published GPU-days",
+        "less than a week on 8 nodes of 8 GPUs; HDDM states 1176 A100-days for DDM",
     ),
 }

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar with rate and time left on a terminal, plain lines elsewhere."""
+"""Progress of long work: a bar with rate and remaining time on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -8,14 +8,15 @@ from typing import Protocol
 
 from tqdm import tqdm
 
+# A choice: frequent enough to see that a job is alive, rare enough for a log of hours.
 SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress(Protocol):
-    """Counts work that is done."""
+    """A counter of finished work, such as tqdm's."""
 
     def update(self, amount: int = 1) -> object:
-        """So much more is done."""
+        """Add to the finished work."""
 
 
 class _Lines:
@@ -23,6 +24,7 @@ class _Lines:
 
     def __init__(self, what: str, total: int, done: int, *, unit: str) -> None:
         self.what, self.total, self.done, self.unit = what, total, done, unit
+        # The rate counts only this process's work, not what an interrupted one left behind.
         self.before = done
         self.start = self.last = time.monotonic()
 
@@ -33,13 +35,13 @@ class _Lines:
             self.last = now
             rate = (self.done - self.before) / (now - self.start)
             left = (self.total - self.done) / rate if rate else float("inf")
-            share = f"{self.done:,} of {self.total:,} {self.unit}"
-            print(f"{self.what}: {share}, {rate:.1f} a second, {left:.0f} s left", file=sys.stderr, flush=True)
+            count = f"{self.done:,} of {self.total:,} {self.unit}"
+            print(f"{self.what}: {count}, {rate:.1f} per second, {left:.0f} s left", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def progress(what: str, total: int, done: int = 0, *, unit: str = "samples") -> Iterator[Progress]:
-    """Show how far some work of `total` units is, of which `done` were there before."""
+def progress(what: str, total: int, done: int = 0, *, unit: str = "images") -> Iterator[Progress]:
+    """Show the progress of work of `total` units, of which `done` were finished before."""
     if sys.stderr.isatty():
         with tqdm(total=total, initial=done, desc=what, unit=f" {unit}", dynamic_ncols=True) as bar:
             yield bar

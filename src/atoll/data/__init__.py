@@ -1,1 +1,1 @@
-"""From pictures to each island's shards: sources, features, clusters, latents and text, shards, the reader."""
+"""Data preparation: from images to the shards of each island, and the reader that training uses."""

@@ -1,10 +1,11 @@
-"""Work in chunks: the unit that is committed, resumed and shared between jobs.
+"""Chunks: the unit in which a stage is computed, committed, resumed and divided among workers.
 
-Chunk c is the samples c·size up to (c+1)·size of the index (in the ingest stage: of the source), cut into batches in
-the same way whoever works on it and however often they were interrupted; so on one machine the same chunk always holds
-the same bytes.
+Chunk c holds the images c·size up to (c+1)·size of the index (in the ingest stage: of the source). It is cut into
+batches in the same way by every worker and after every interruption, because the batch size can change the rounding of
+a network's output. So on one machine a chunk always has the same bytes.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,23 +30,20 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Share:
-    """One worker's part of a stage: a run of neighboring chunks.
+class Worker:
+    """One of `count` workers that divide a stage. Worker `index` (from 0) computes consecutive chunks."""
 
-    Neighbors lie in the same tar or row group of the source, which then one worker reads instead of all. `index` counts
-    the workers from 0.
-    """
-
+    # Consecutive chunks are in the same tar or row group of the source, which then only one worker reads.
     index: int = 0
-    of: int = 1
+    count: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> "Share":
-        """Read `i/n`, with i from 0 to n-1."""
-        index, slash, of = text.partition("/")
-        if not (slash and index.isdecimal() and of.isdecimal() and int(index) < int(of)):
-            raise AtollError(f"share {text!r} is not i/n with i from 0 to n-1; for example 0/4, 1/4, 2/4 and 3/4")
-        return cls(int(index), int(of))
+    def parse(cls, text: str) -> "Worker":
+        """Parse `i/n`, with i from 0 to n-1."""
+        index, slash, count = text.partition("/")
+        if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+            raise AtollError(f"worker {text!r} is not i/n with i from 0 to n-1; for example 0/4, 1/4, 2/4 and 3/4")
+        return cls(int(index), int(count))
 
 
 @dataclass(frozen=True)
@@ -63,53 +61,62 @@ class Chunks:
         return -(-self.rows // self.size)
 
     def file(self, chunk: int) -> str:
-        """Name of a chunk's file."""
+        """Return the name of a chunk's file."""
         return self.files.format(chunk)
 
     def length(self, chunk: int) -> int:
-        """Number of samples in a chunk."""
+        """Return the number of images in a chunk; the last chunk may be shorter."""
         return min(self.size, self.rows - chunk * self.size)
 
-    def missing(self, share: Share = Share()) -> list[int]:  # noqa: B008 - it is frozen
-        """The chunks of this share that are not there yet."""
-        mine = range(self.count * share.index // share.of, self.count * (share.index + 1) // share.of)
+    def missing(self, worker: Worker = Worker()) -> list[int]:  # noqa: B008 - it is frozen
+        """Return the chunks of this worker that have no file yet."""
+        # Integer division distributes the chunks so that the numbers of two workers differ by at most one.
+        mine = range(self.count * worker.index // worker.count, self.count * (worker.index + 1) // worker.count)
         return [chunk for chunk in mine if not self.artifact.path(self.file(chunk)).is_file()]
 
     def fill(self, what: str, missing: list[int], batches: Iterable[tuple[int, int, dict[str, Tensor]]]) -> None:
-        """Write the missing chunks from their batches: (chunk, samples, tensors by name) in order of chunks."""
+        """Write the missing chunks from batches of (chunk, number of images, tensors by name), ordered by chunk."""
         done = self.rows - sum(map(self.length, missing))
         with progress(what, self.rows, done) as bar:
             for chunk, group in groupby(batches, key=itemgetter(0)):
                 parts = []
-                for _, samples, tensors in group:
+                for _, images, tensors in group:
                     parts.append(tensors)
-                    bar.update(samples)
+                    bar.update(images)
                 joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
                 self.artifact.write_tensors(self.file(chunk), joined)
 
 
 def read_rows(table: Path, chunk: int, columns: list[str] | None = None) -> pa.Table:
-    """The rows of one chunk of a parquet file that has a row group for each chunk."""
+    """Return the rows of one chunk from a parquet file that has one row group per chunk."""
     with pq.ParquetFile(table, metadata=_metadata(table, table.stat().st_mtime_ns)) as file:
         return file.read_row_group(chunk, columns=columns)
 
 
+# The footer lists all row groups, so it grows with their number. Reading it for each of n chunks would take O(n²).
+# Two entries would do for the index and the assignments of a run; four is a choice with some room.
 @lru_cache(maxsize=4)
-def _metadata(table: Path, mtime_ns: int) -> pq.FileMetaData:  # noqa: ARG001 - a file made anew is read anew
-    """What tells where the row groups are; it grows with their number, so it is not read again for each of them."""
+def _metadata(table: Path, mtime_ns: int) -> pq.FileMetaData:  # noqa: ARG001 - a new file is a new cache key
+    """Return the parquet footer, which locates the row groups."""
     return pq.read_metadata(table)
 
 
-def ahead(items: Iterable[T], work: Callable[[T], R], workers: int) -> Iterator[R]:
-    """Do `work` on every item in threads, a few items ahead of whoever consumes the results; the order is kept."""
-    waiting: deque[Future[R]] = deque()
+def prefetch(items: Iterable[T], work: Callable[[T], R], workers: int) -> Iterator[R]:
+    """Apply `work` to every item in threads, some items ahead of the consumer, and yield the results in order."""
+    # A generator that is not exhausted may be finalized when the interpreter exits. Module globals are None by then,
+    # and `ThreadPoolExecutor.shutdown` would fail on them, so this frame keeps its own reference.
+    is_finalizing = sys.is_finalizing
+    pending: deque[Future[R]] = deque()
     pool = ThreadPoolExecutor(workers)
     try:
         for item in items:
-            waiting.append(pool.submit(work, item))
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            pending.append(pool.submit(work, item))
+            # Two items per thread: one in work and one waiting, so that no thread is idle while the consumer works.
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        # At exit, concurrent.futures has already joined the threads: it does so before the interpreter finalizes.
+        if not is_finalizing():
+            pool.shutdown(cancel_futures=True)

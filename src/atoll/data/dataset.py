@@ -1,12 +1,13 @@
-"""The reader that training uses: batches out of shards, in an order that needs no state.
+"""The reader for training: batches from shards, in a shuffled order that needs no saved state.
 
     shards = Shards.open(run, [3])                       # one cluster; several for a router or a dense model
-    for batch in shards.stream(batch=256, seed=0, start=steps_done * 256, rank=rank, world=world):
+    for batch in shards.stream(batch_size=256, seed=0, start=steps * 256, rank=rank, world_size=world_size):
         x0 = shards.latents(batch, seed=0, position=position)
 
-Position p of the stream is sample `shuffled(p mod n)` of epoch p div n. Ranks take slices of one global batch, so any
-number of processes sees the same batches, and a run that stopped after any number of samples goes on with the next.
-Files are mapped into memory: they are read as they are needed, and share the system's cache between processes.
+The image at position p of the stream is `shuffled(p mod n)` of epoch p div n, for n images. Ranks take slices of one
+global batch, so the global batches do not depend on the number of processes. Training resumes at any position, since
+the position determines everything that follows. Files are memory-mapped: they are read on access, and processes share
+the system's page cache.
 """
 
 from collections.abc import Iterator
@@ -21,42 +22,50 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS, ShardsContent
-from atoll.data.chunks import ahead
+from atoll.data.chunks import prefetch
 from atoll.data.shuffle import shuffled
-from atoll.data.stages import shards
 from atoll.data.stages.latents import Statistics
 from atoll.flow import rng
 
 LATENT_STREAM = 11
-"""The stream of random numbers for samples of the autoencoder's posterior; each use of randomness has its own."""
+"""Random stream for samples of the autoencoder's posterior. Each use of randomness has its own number."""
+# A network that is trained on several clusters needs one meaning of latents, text and labels for all of them.
 _SAME_EVERYWHERE = ("labels", "latents", "statistics", "text", "fingerprint")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples. Text is None in a run without captions; `label` is -1 where a sample has none."""
+    """A batch of N encoded images."""
 
     index: Tensor
+    """Numbers of the images in the shards (N,)."""
     cluster: Tensor
     label: Tensor
+    """Class indices (N,); -1 for an image without a label."""
     mean: Tensor
+    """Mean of the autoencoder's posterior (N, C, H, W)."""
     std: Tensor | None
+    """Standard deviation of the posterior (N, C, H, W); None if the autoencoder has no posterior."""
     text: Tensor | None
+    """Token states (N, max_tokens, D), zero in the padding; like `mask` and `pooled`, None in a run without text."""
     mask: Tensor | None
+    """Whether each token is real (N, max_tokens)."""
     pooled: Tensor | None
+    """Pooled text (N, D')."""
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on another device."""
+        """Return the batch on another device."""
         required = (part.to(device) for part in (self.index, self.cluster, self.label, self.mean))
         optional = (part if part is None else part.to(device) for part in (self.std, self.text, self.mask, self.pooled))
         return Batch(*required, *optional)
 
 
 class _File:
-    """One shard file, mapped into memory."""
+    """One memory-mapped shard file."""
 
     def __init__(self, path: Path, cluster: int) -> None:
         self.path, self.cluster = path, cluster
@@ -65,13 +74,13 @@ class _File:
 
     @cached_property
     def starts(self) -> Tensor:
-        """Where each caption starts in `tokens`."""
+        """Index of the first token of each caption in `tokens`."""
         lengths = self.tensors["lengths"].long()
         return lengths.cumsum(0) - lengths
 
 
 class Shards:
-    """The samples of one or more clusters, numbered from 0 in the order of clusters, files and rows."""
+    """The images of one or more clusters, numbered from 0 in the order of clusters, files and rows."""
 
     def __init__(self, artifacts: list[Artifact], split: Literal["train", "held-out"], verify: bool = False) -> None:
         manifests = [artifact.open(SHARDS, verify=verify) for artifact in artifacts]
@@ -97,21 +106,21 @@ class Shards:
         *,
         verify: bool = False,
     ) -> "Shards":
-        """The shards of some clusters of a run."""
-        return cls([Artifact(Path(run), shards.name(cluster)) for cluster in clusters], split, verify)
+        """Open the shards of some clusters of a run; with `verify`, check the SHA-256 of every file."""
+        return cls([Artifact(Path(run), layout.shards(cluster)) for cluster in clusters], split, verify)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def cluster_sizes(self) -> list[int]:
-        """Samples of each cluster that is open here, in the order of the clusters."""
+        """Return the number of images of each open cluster, by cluster index."""
         sizes: dict[int, int] = {}
         for file in self._files:
             sizes[file.cluster] = sizes.get(file.cluster, 0) + file.rows
         return [sizes[cluster] for cluster in sorted(sizes)]
 
     def cluster_ranges(self) -> dict[int, range]:
-        """Return the numbers of each cluster's images; they are consecutive. A cluster without images is left out."""
+        """Return the image numbers of each cluster, which are consecutive. Clusters without images are omitted."""
         found: dict[int, range] = {}
         for file, end in zip(self._files, self._ends.tolist(), strict=True):
             if file.rows:
@@ -120,30 +129,31 @@ class Shards:
         return found
 
     def latents(self, batch: Batch, *, seed: int, position: int) -> Tensor:
-        """Return x0 (batch, C, H, W): a sample of the autoencoder's posterior, normalised.
+        """Return x0 (N, C, H, W): normalized samples of the autoencoder's posterior.
 
-        The sample is a function of (seed, position of the image), so it does not depend on how images are batched;
-        `position` is that of the first.
+        Each sample is a function of the seed and the position of its image in the stream, so it does not depend on the
+        batch size. `position` is that of the first image of the batch.
         """
         latents = batch.mean.float()
         if batch.std is not None:
             noise = rng.normal(tuple(latents.shape), seed=seed, stream=LATENT_STREAM, first=position)
             latents = latents + batch.std.float() * noise.to(latents.device)
-        return self.statistics.normalise(latents)
+        return self.statistics.normalize(latents)
 
     def read(self, indices: np.ndarray[Any, Any]) -> Batch:
-        """The samples with these numbers, in this order."""
+        """Return the images with these numbers, in this order."""
+        # Images are read file by file, and then brought back into the requested order by `restore`.
         wanted = torch.from_numpy(np.asarray(indices).astype(np.int64))
         owner = np.searchsorted(self._ends, wanted.numpy(), side="right")
-        places, parts = [], []
+        slots, parts = [], []
         for number in np.unique(owner):
             file = self._files[number]
             mine = torch.from_numpy(np.flatnonzero(owner == number))
             rows = wanted[mine] - int(self._ends[number]) + file.rows
-            places.append(mine)
+            slots.append(mine)
             parts.append(self._rows(file, rows))
-        back = torch.cat(places).argsort()
-        joined = {key: torch.cat([part[key] for part in parts])[back] for key in parts[0]}
+        restore = torch.cat(slots).argsort()
+        joined = {key: torch.cat([part[key] for part in parts])[restore] for key in parts[0]}
         optional = {key: joined.get(key) for key in ("std", "text", "mask", "pooled")}
         return Batch(wanted, joined["cluster"], joined["label"], joined["mean"], **optional)
 
@@ -153,49 +163,55 @@ class Shards:
         part["label"] = file.tensors["label"][rows].long()
         part["cluster"] = torch.full((len(rows),), file.cluster)
         if "tokens" in file.tensors:
+            # Shards store the real tokens of all captions in sequence, without padding (tokens, D). The batch gets
+            # them as (N, max_tokens, D).
             lengths = file.tensors["lengths"][rows].long()
             assert self.content.text is not None
             slots = torch.arange(self.content.text.max_tokens)
             part["mask"] = slots < lengths[:, None]
-            # Padding reads the first token of the caption and is then set to zero.
+            # Padding reads the first token of the caption, so that no index is out of range, and is then set to zero.
             at = file.starts[rows][:, None] + slots * part["mask"]
             part["text"] = file.tensors["tokens"][at] * part["mask"][..., None]
         return part
 
     def stream(
-        self, batch: int, seed: int, start: int = 0, *, rank: int = 0, world: int = 1, workers: int = 1
+        self, batch_size: int, seed: int, start: int = 0, *, rank: int = 0, world_size: int = 1, workers: int = 1
     ) -> Iterator[Batch]:
-        """Batches without end, from position `start` on: this rank's share of every global batch of `batch` samples."""
-        if batch % world or not 0 <= rank < world:
-            raise ValueError(f"rank {rank} of {world} cannot take its share of a batch of {batch}")
+        """Yield batches without end, from position `start` on: this rank's slice of each global batch of `batch_size`.
+
+        `workers` threads read ahead of the consumer.
+        """
+        if batch_size % world_size or not 0 <= rank < world_size:
+            raise ValueError(f"a batch of {batch_size} cannot be divided: rank {rank}, world size {world_size}")
         if not len(self):
-            raise AtollError(f"{self.artifacts[0].folder}: there is no sample in this split")
-        share = batch // world
+            raise AtollError(f"{self.artifacts[0].folder} has no image in this split; change data.val_fraction")
+        size = batch_size // world_size
 
         def positions() -> Iterator[np.ndarray[Any, Any]]:
-            first = start + rank * share
+            first = start + rank * size
             while True:
-                yield np.arange(first, first + share, dtype=np.uint64)
-                first += batch
+                yield np.arange(first, first + size, dtype=np.uint64)
+                first += batch_size
 
-        return ahead(positions(), lambda places: self.read(self.order(places, seed)), workers)
+        return prefetch(positions(), lambda part: self.read(self.order(part, seed)), workers)
 
     def order(self, positions: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
-        """The number of the sample at each position of the stream."""
+        """Return the number of the image at each position of the stream."""
+        # A batch may cross the end of an epoch; each epoch has its own shuffle.
         count = np.uint64(len(self))
-        epochs, places = positions // count, positions % count
-        result = np.empty_like(places)
+        epochs, within = positions // count, positions % count
+        result = np.empty_like(within)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            result[here] = shuffled(places[here], len(self), seed, epoch=int(epoch))
+            result[here] = shuffled(within[here], len(self), seed, epoch=int(epoch))
         return result
 
     def ids(self, indices: list[int] | None = None) -> list[str]:
-        """Ids of the samples with these numbers; of all of them if none are given."""
+        """Return the ids of the images with these numbers, or of all images."""
         return self._column("id", indices)
 
     def captions(self, indices: list[int] | None = None) -> list[str]:
-        """Captions of the samples with these numbers; of all of them if none are given."""
+        """Return the captions of the images with these numbers, or of all images."""
         return self._column("caption", indices)
 
     def _column(self, name: str, indices: list[int] | None) -> list[str]:
@@ -205,7 +221,7 @@ class Shards:
 
 
 def _check_alike(artifacts: list[Artifact], contents: list[ShardsContent]) -> None:
-    """Check that clusters which are read together come from one preparation."""
+    """Raise `AtollError` unless all clusters come from the same preparation."""
     for artifact, content in zip(artifacts, contents, strict=True):
         for key in _SAME_EVERYWHERE:
             if getattr(content, key) != getattr(contents[0], key):

@@ -1,8 +1,18 @@
-"""The mathematics of the partition: fine spherical k-means, and a balanced merge of its centres.
+"""The clustering: fine spherical k-means, and a balanced merge of the fine clusters.
 
-Features are unit vectors. A cluster k is described by the sum T_k of its vectors; the direction of T_k is the best
-centre, and the total cosine of the samples to their centres is Σ_k ‖T_k‖. That sum is what the merge maximises while no
-cluster may hold more samples than the limit.
+Features are unit vectors. Let T_k be the sum of the vectors of cluster k. The best center of the cluster is the
+direction of T_k, and the sum of the cosines between all images and their centers is Σ_k ‖T_k‖. The merge maximizes
+this sum under the constraint that no cluster has more images than a limit.
+
+Balance matters because each cluster trains one expert: a small cluster's expert overfits, and a large one's determines
+how long the training takes. k-means alone gives sizes that differ by factors. So the data is first divided into many
+fine clusters, which are then merged as a whole: the merge handles F fine clusters of sizes n_f and sums S_f, of shape
+(F,) and (F, D), instead of all images. It has three steps, repeated from several random starts:
+
+1. Balanced k-means: assign fine clusters to centers, with a price per image for each cluster that rises while the
+   cluster is too large and falls while it is not (the dual variable of the size constraint).
+2. Move fine clusters out of clusters that are still too large, with the least loss per image.
+3. Move single fine clusters as long as a move increases Σ_k ‖T_k‖ and respects the limit.
 """
 
 from collections.abc import Iterator
@@ -22,18 +32,22 @@ _ADVICE: dict[Part, str] = {
     "fine cluster": "raise clusters.num_fine or clusters.max_imbalance",
     "class": "raise clusters.max_imbalance or lower clusters.count",
 }
+# Orders of magnitude. Restarts and rounds are cheap, because the merge handles at most clusters.num_fine vectors, not
+# images. Assignments usually stop changing within some ten rounds.
 _RESTARTS = 8
 _ROUNDS = 30
 _PRICE_STEPS = 60
 
 
 def fine_count(rows: int, clusters: int, at_most: int) -> int:
-    """Number of fine clusters: about 32 samples in each, enough of them to balance, never more than samples."""
+    """Return the number of fine clusters: about 32 images in each, enough of them to balance, at most one per image."""
+    # 32 images give a stable center, and eight fine clusters per cluster let sizes vary in steps of an eighth. Both
+    # numbers are choices, which matter for small datasets only: large ones have `at_most`.
     return min(rows, max(clusters, min(at_most, max(rows // 32, 8 * clusters))))
 
 
 def fit_fine(rows: Floats, count: int, iterations: int, *, seed: int) -> Floats:
-    """Centres (count, D) of spherical k-means, each of length one."""
+    """Return the centers (count, D) of spherical k-means, each of length 1."""
     import faiss
 
     kmeans = faiss.Kmeans(
@@ -42,6 +56,7 @@ def fit_fine(rows: Floats, count: int, iterations: int, *, seed: int) -> Floats:
         niter=iterations,
         seed=seed,
         spherical=True,
+        # Use all rows: faiss would otherwise warn below 39 rows per center and subsample above 256.
         min_points_per_centroid=1,
         max_points_per_centroid=len(rows),
     )
@@ -49,24 +64,26 @@ def fit_fine(rows: Floats, count: int, iterations: int, *, seed: int) -> Floats:
     return np.asarray(kmeans.centroids)
 
 
-def nearest_centre(rows: Floats, centres: Floats) -> tuple[Integers, Floats]:
-    """The centre with the largest cosine for every row, and 1 minus that cosine."""
+def nearest_center(rows: Floats, centers: Floats) -> tuple[Integers, Floats]:
+    """Return the center with the largest cosine for every row, and 1 minus that cosine."""
     import faiss
 
-    index = faiss.IndexFlatIP(centres.shape[1])
-    index.add(np.ascontiguousarray(centres, dtype=np.float32))
+    index = faiss.IndexFlatIP(centers.shape[1])
+    index.add(np.ascontiguousarray(centers, dtype=np.float32))
     cosine, nearest = index.search(np.ascontiguousarray(rows, dtype=np.float32), 1)
     return nearest[:, 0].astype(np.int32), 1 - cosine[:, 0]
 
 
 @dataclass(frozen=True)
 class Merged:
-    """A balanced merge: which cluster every fine cluster went to, and how well it fits."""
+    """The result of a balanced merge."""
 
     coarse_of_fine: Integers
+    """The cluster of each fine cluster (F,)."""
     imbalance: float
+    """Largest cluster size divided by the mean size."""
     cosine: float
-    """Mean cosine of the samples to the centre of their cluster."""
+    """Mean cosine between the images and the center of their cluster."""
 
 
 class _Stuck(Exception):  # noqa: N818 - it names a state
@@ -76,7 +93,10 @@ class _Stuck(Exception):  # noqa: N818 - it names a state
 def merge(
     sums: Floats, sizes: Integers, clusters: int, *, max_imbalance: float, seed: int, part: Part = "fine cluster"
 ) -> Merged:
-    """Join parts, given by the sum of their vectors and their number of samples, into `clusters` even ones."""
+    """Merge parts, given by the sums of their vectors (F, D) and their sizes (F,), into `clusters` balanced clusters.
+
+    No cluster gets more than `max_imbalance` times the mean number of images. Raise `AtollError` if that is impossible.
+    """
     total = int(sizes.sum())
     limit = max_imbalance * total / clusters
     _check_parts(sizes, clusters, limit, part=part)
@@ -88,27 +108,27 @@ def merge(
             best = score, groups
     if best is None:
         raise AtollError(
-            f"the samples of a {part} stay together, which is too coarse to fill {clusters} clusters with at most "
-            f"{limit:.0f} samples each; {_ADVICE[part]}"
+            f"cannot fill {clusters} clusters with at most {limit:.0f} images each, because the images of a {part} "
+            f"stay together; {_ADVICE[part]}"
         )
     loads = np.bincount(best[1], weights=sizes, minlength=clusters)
     return Merged(best[1].astype(np.int32), float(loads.max() * clusters / total), best[0] / total)
 
 
 def _check_parts(sizes: Integers, clusters: int, limit: float, *, part: Part) -> None:
-    """Refuse what no merge can fill or balance."""
+    """Raise `AtollError` if there are too few parts, or if one part alone exceeds the limit."""
     if (found := np.count_nonzero(sizes)) < clusters:
-        raise AtollError(f"only {found} distinct groups of samples for {clusters} clusters; lower clusters.count")
+        raise AtollError(f"only {found} distinct groups of images for {clusters} clusters; lower clusters.count")
     if sizes.max() > limit:
         total = sizes.sum()
         raise AtollError(
-            f"one {part} holds {sizes.max()} of {total} samples, but {clusters} clusters with max_imbalance "
-            f"{limit * clusters / total:g} may hold {limit:.0f} each; {_ADVICE[part]}"
+            f"one {part} has {sizes.max()} of {total} images, but {clusters} clusters with max_imbalance "
+            f"{limit * clusters / total:g} may have {limit:.0f} each; {_ADVICE[part]}"
         )
 
 
 def _attempts(sums: Floats, sizes: Integers, clusters: int, *, limit: float, seed: int) -> Iterator[Integers]:
-    """Every balanced grouping that some restart finds; if none does, that of packing the largest first."""
+    """Yield the balanced grouping of every restart that finds one; if none does, that of packing largest first."""
     generator = np.random.Generator(np.random.PCG64(seed))
     found = False
     for _ in range(_RESTARTS if clusters > 1 else 1):
@@ -121,7 +141,7 @@ def _attempts(sums: Floats, sizes: Integers, clusters: int, *, limit: float, see
 
 
 def _pack(sizes: Integers, clusters: int, limit: float) -> Integers:
-    """Largest first, each to the emptiest cluster, whatever it looks like."""
+    """Assign the largest part first, each to the smallest cluster, regardless of similarity."""
     groups: Integers = np.zeros(len(sizes), int)
     loads = np.zeros(clusters)
     for fine in np.argsort(-sizes, kind="stable"):
@@ -147,19 +167,19 @@ def _unit(vectors: Floats) -> Floats:
 def _balanced_kmeans(
     sums: Floats, sizes: Integers, clusters: int, *, limit: float, generator: np.random.Generator
 ) -> Integers:
-    """Spherical k-means over the fine clusters in which every assignment respects the limit."""
-    centres = _spread_centres(sums, sizes, clusters, generator=generator)
+    """Return the cluster of each fine cluster, by spherical k-means whose assignments respect the limit."""
+    centers = _spread_centers(sums, sizes, clusters, generator=generator)
     groups: Integers = np.full(len(sums), -1)
     for _ in range(_ROUNDS):
-        before, groups = groups, _assign_evenly(sums @ centres.T, sizes, limit)
+        before, groups = groups, _assign_evenly(sums @ centers.T, sizes, limit)
         if np.array_equal(before, groups):
             break
-        centres = _unit(_group_sums(sums, groups, clusters))
+        centers = _unit(_group_sums(sums, groups, clusters))
     return groups
 
 
-def _spread_centres(sums: Floats, sizes: Integers, clusters: int, *, generator: np.random.Generator) -> Floats:
-    """k-means++ by samples: each next centre is drawn with the weight of what the ones before it leave unexplained."""
+def _spread_centers(sums: Floats, sizes: Integers, clusters: int, *, generator: np.random.Generator) -> Floats:
+    """Return initial centers (clusters, D) by k-means++, with weights size · (1 - cosine to the nearest center)."""
     directions = _unit(sums)
     weight = sizes.astype(float)
     chosen: list[int] = []
@@ -168,16 +188,19 @@ def _spread_centres(sums: Floats, sizes: Integers, clusters: int, *, generator: 
         distance = np.clip(1 - directions @ directions[chosen].T, 0, None).min(1)
         weight = sizes * distance
         weight[chosen] = 0
+        # All remaining parts coincide with a center: draw any of them.
         if weight.sum() <= 0:
             weight = np.where(np.isin(np.arange(len(sums)), chosen), 0.0, 1.0)
     return directions[chosen]
 
 
 def _assign_evenly(gain: Floats, sizes: Integers, limit: float) -> Integers:
-    """Send each fine cluster where `gain` (F, K) is largest, at prices that rise where too many samples go."""
+    """Assign each fine cluster to the largest `gain` (F, K), minus prices that rise for clusters above the limit."""
     clusters = gain.shape[1]
     weight = np.maximum(sizes, 1)[:, None]
     price = np.zeros(clusters)
+    # Subgradient steps on the prices. The first step is a quarter of the range of gains per image, and steps shrink
+    # like 1/(1 + round/4), as convergence needs; the exact numbers are choices.
     step = float(np.ptp(gain / weight)) / 4
     for round in range(_PRICE_STEPS):
         groups = (gain - price * weight).argmax(1)
@@ -185,12 +208,14 @@ def _assign_evenly(gain: Floats, sizes: Integers, limit: float) -> Integers:
         if loads.max() <= limit:
             break
         price = np.maximum(0, price + step / (1 + round / 4) * (loads / limit - 1))
+        # Only differences of prices matter.
         price -= price.min()
+    # Fine clusters are indivisible, so prices alone may never meet the limit.
     return _relieve(gain - price * weight, sizes, groups, limit=limit)
 
 
 def _relieve(gain: Floats, sizes: Integers, groups: Integers, *, limit: float) -> Integers:
-    """Move fine clusters out of full clusters, the least loss for a sample first, until the limit holds."""
+    """Move fine clusters out of the largest cluster, with the least loss per image, until the limit holds."""
     groups = groups.copy()
     clusters = gain.shape[1]
     loads = np.bincount(groups, weights=sizes, minlength=clusters)
@@ -211,13 +236,17 @@ def _relieve(gain: Floats, sizes: Integers, groups: Integers, *, limit: float) -
 
 
 def _improve(sums: Floats, sizes: Integers, groups: Integers, *, clusters: int, limit: float) -> Integers:
-    """Take the best single move again and again while it raises Σ‖T_k‖ and keeps the limit."""
+    """Make the best single move repeatedly, while it increases Σ‖T_k‖ and respects the limit."""
+    # Moving part f from cluster a to b changes the sum by ‖T_b + S_f‖ - ‖T_b‖ (joined) plus ‖T_a - S_f‖ - ‖T_a‖
+    # (left). With the products S_f·T_k (F, K) at hand, all F·K moves are evaluated without forming new vectors:
+    # ‖T + S‖² = ‖T‖² + 2 S·T + ‖S‖².
     groups = groups.copy()
     everyone = np.arange(len(sums))
     totals = _group_sums(sums, groups, clusters)
     loads = np.bincount(groups, weights=sizes, minlength=clusters)
     own_square = (sums**2).sum(1)
     inner = sums @ totals.T
+    # Each move increases the sum, so the loop ends by itself; the bound is for rounding errors.
     for _ in range(10 * len(sums)):
         norms = np.linalg.norm(totals, axis=1)
         joined = np.sqrt(np.maximum(norms**2 + 2 * inner + own_square[:, None], 0)) - norms
@@ -226,7 +255,8 @@ def _improve(sums: Floats, sizes: Integers, groups: Integers, *, clusters: int, 
         rise = joined + left[:, None]
         rise[loads[None, :] + sizes[:, None] > limit] = -np.inf
         rise[everyone, groups] = -np.inf
-        rise[loads[groups] <= sizes] = -np.inf  # the last member stays: no cluster may end up empty
+        # The last member stays, so that no cluster becomes empty.
+        rise[loads[groups] <= sizes] = -np.inf
         fine, target = np.unravel_index(rise.argmax(), rise.shape)
         if rise[fine, target] <= 1e-9 * norms.sum():
             break
@@ -240,19 +270,19 @@ def _improve(sums: Floats, sizes: Integers, groups: Integers, *, clusters: int, 
     return groups
 
 
-def separation(rows: Floats, groups: Integers, neighbours: int = 10) -> dict[str, float]:
-    """How well groups of unit vectors keep apart.
+def separation(rows: Floats, groups: Integers, neighbors: int = 10) -> dict[str, float]:
+    """Return how well groups of unit vectors (N, D) are separated.
 
-    `neighbours`: share of a row's nearest neighbours that are in its own group. `explained`: share of the spread about
-    the common centre that the group centres take away. `silhouette`: (b - a) / max(a, b) averaged, with a and b the
-    cosine distances to the own and to the nearest other centre.
+    `neighbors`: fraction of a row's nearest neighbors in the same group. `explained`: fraction of the spread around the
+    common center that the group centers explain. `silhouette`: mean of (b - a) / max(a, b), with a and b the cosine
+    distances to the row's center and to the nearest other center.
     """
     clusters = int(groups.max()) + 1
     rows = rows.astype(np.float64)
     totals = _group_sums(rows, groups, clusters)
     similar = rows @ rows.T
     np.fill_diagonal(similar, -np.inf)
-    count = min(neighbours, len(rows) - 1)
+    count = min(neighbors, len(rows) - 1)
     nearest = np.argpartition(-similar, count - 1, axis=1)[:, :count]
     spread = len(rows) - np.linalg.norm(totals.sum(0))
     explained = (np.linalg.norm(totals, axis=1).sum() - np.linalg.norm(totals.sum(0))) / spread
@@ -261,7 +291,7 @@ def separation(rows: Floats, groups: Integers, neighbours: int = 10) -> dict[str
     distance[np.arange(len(rows)), groups] = np.inf
     other = distance.min(1)
     return {
-        "neighbours": float((groups[nearest] == groups[:, None]).mean()),
+        "neighbors": float((groups[nearest] == groups[:, None]).mean()),
         "explained": float(explained),
         "silhouette": float(((other - own) / np.maximum(own, other)).mean()) if clusters > 1 else 0.0,
     }

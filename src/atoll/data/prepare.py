@@ -1,4 +1,4 @@
-"""From images to shards, stage by stage. Each stage makes its artifacts; what is done is not done again.
+"""Prepare a run's data, stage by stage, from images to shards. Finished stages are skipped.
 
 ingest -> features -> clusters ─┐
    └────> latents, text ────────┴─> shards
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.data.chunks import Share
+from atoll.data.chunks import Worker
 from atoll.data.stages import clusters, features, ingest, latents, shards, text
 from atoll.data.stages.base import Job, Stage, StageName
 
 STAGES: tuple[Stage, ...] = tuple(module.STAGE for module in (ingest, features, clusters, latents, text, shards))
-"""In an order in which each comes after those it needs."""
+"""All stages, each after those whose artifacts it reads."""
 
 
 def open_job(run: Path, config: Config) -> Job:
@@ -23,36 +23,37 @@ def open_job(run: Path, config: Config) -> Job:
     return Job(run, config, ingest.open_configured(config.data))
 
 
-def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, share: Share = Share()) -> None:  # noqa: B008 - it is frozen
-    """Do the wanted stages, or all of them, in their order."""
-    wanted = [stage for stage in STAGES if not stages or stage.name in stages]
-    if share.of > 1 and not all(stage.divisible for stage in wanted):
+def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, worker: Worker = Worker()) -> None:  # noqa: B008 - it is frozen
+    """Run the given stages, or all of them, in their order."""
+    chosen = [stage for stage in STAGES if not stages or stage.name in stages]
+    if worker.count > 1 and not all(stage.divisible for stage in chosen):
         divisible = ", ".join(stage.name for stage in STAGES if stage.divisible)
         raise AtollError(f"--worker divides the stages {divisible}; name one of them with --stage")
     job = open_job(run, config)
-    for stage in wanted:
+    for stage in chosen:
         name = stage.name
         if earlier := stage.first_missing(job):
             command = f"atoll prepare {run} --stage {earlier.name}"
             raise AtollError(f"the stage {name!r} needs the stage {earlier.name!r} first: {command}")
         if stage.is_done(job):
             for artifact in stage.artifacts(job):
-                artifact.sweep()  # what a job that was killed right after its commit left behind
-            print(f"{name}: {stage.unneeded(job) or 'done before'}", flush=True)
+                # A job that was killed right after its commit has left scratch files behind.
+                artifact.sweep()
+            print(f"{name}: {stage.unneeded(job) or 'already done'}", flush=True)
             continue
         if note := stage.note(config):
             print(f"note: {note}", flush=True)
         start = time.monotonic()
-        if stage.make(job, share):
+        if stage.make(job, worker):
             artifact = stage.artifacts(job)[0]
             summary = stage.summary(artifact, artifact.read(stage.kind))
         else:
-            summary = f"this share is done; of all shares: {stage.state(job)}"
+            summary = f"this worker is done; all workers together: {stage.state(job)}"
         print(f"{name}: {summary} ({time.monotonic() - start:.1f} s)", flush=True)
 
 
 def plan(job: Job) -> list[dict[str, str]]:
-    """Return every stage with its state, what it would use and its folder."""
+    """Return name, state, main setting and folder of every stage."""
     rows = []
     for stage in STAGES:
         first, *others = list(stage.outputs(job.config))

@@ -1,4 +1,4 @@
-"""Other people's networks: where their files are, what identifies them, where they run."""
+"""Pretrained networks: find or download their files, hash them, load them without running foreign code."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,12 @@ import torch
 from atoll.core.artifacts import sha256_of
 from atoll.core.errors import AtollError, first_line
 
+# Configuration, weights, vocabularies and SentencePiece models. Pickled weights and Python code are never downloaded.
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
 
 
-def folder_of(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
-    """The folder of a network: a local one, or one fetched by its name from the Hugging Face hub."""
+def model_folder(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
+    """Return the folder of a network: a local one, or one downloaded by its name from the Hugging Face hub."""
     local = Path(name).expanduser()
     if local.is_dir():
         return local
@@ -27,20 +28,20 @@ def folder_of(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise AtollError(
-            f"{name!r} is neither a folder nor a model that could be fetched ({first_line(error)}); give a folder that "
-            "holds config.json and *.safetensors"
+            f"{name!r} is not a folder, and could not be downloaded from the hub ({first_line(error)}); give a folder "
+            "with config.json and *.safetensors"
         ) from error
 
 
 def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
-    """Load a model, configuration or tokenizer of transformers from its folder, without running code from there."""
+    """Load a transformers model, configuration or tokenizer from a folder, without running code of that folder."""
     try:
-        # Without the argument, transformers asks on the terminal whether it may run the folder's code.
+        # Without the argument, transformers prompts on the terminal for permission to run the folder's code.
         return kind.from_pretrained(folder, trust_remote_code=False, **options)
     except ValueError as error:
         if "trust_remote_code" in str(error):
             raise AtollError(
-                f"{folder} needs Python code of its own, which Atoll never runs; give a model whose class is part of "
+                f"{folder} needs custom Python code, which Atoll never runs; give a model whose class is part of "
                 "transformers"
             ) from error
         raise
@@ -48,12 +49,12 @@ def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
 
 @cache
 def fingerprint(path: Path) -> str:
-    """Hash of a network: of its one file, or of every file in its folder that says what it computes."""
+    """Return the SHA-256 of a network: of its file, or of all files in its folder that `_PATTERNS` match."""
     if path.is_file():
         return sha256_of(path)
     files = sorted({file for pattern in _PATTERNS for file in path.rglob(pattern)})
     if not any(file.suffix == ".safetensors" for file in files):
-        raise AtollError(f"{path} has no *.safetensors file; Atoll reads no other weights")
+        raise AtollError(f"{path} has no *.safetensors file; convert the weights, since Atoll reads no other format")
     state = hashlib.sha256()
     for file in files:
         state.update(f"{file.relative_to(path).as_posix()} {sha256_of(file)}\n".encode())
@@ -61,8 +62,8 @@ def fingerprint(path: Path) -> str:
 
 
 @contextmanager
-def repeatable() -> Iterator[None]:
-    """No gradients, and no kernel picked by timing: on one machine the same batch gives the same bytes."""
+def deterministic_inference() -> Iterator[None]:
+    """Disable gradients and the choice of cuDNN kernels by timing, so that equal batches give equal bytes."""
     before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     try:

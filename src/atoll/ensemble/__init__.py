@@ -1,4 +1,4 @@
-"""Many experts, one model: routing, the velocity field, sampling."""
+"""Many experts as one model: routing, the velocity field and sampling."""
 
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.loading import load

@@ -1,7 +1,8 @@
-"""An ensemble whose every answer is known: ideal experts and the ideal router of a Gaussian mixture.
+"""An ensemble with a known velocity: ideal experts and the ideal router of a Gaussian mixture.
 
-Routing strategies and whatever is built on the ensemble can be measured against it, as bridges and solvers are against
-`flow.GaussianMixture`.
+The marginal velocity of a Gaussian mixture has a closed form, and so do its restriction to some components (an ideal
+expert) and the posterior of the components (an ideal router). Routing strategies are tested against this ensemble, as
+bridges and solvers are against `flow.GaussianMixture`.
 """
 
 from collections.abc import Sequence
@@ -16,39 +17,40 @@ from atoll.core.manifests import LatentSpec
 from atoll.core.networks import DiTConfig
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble.ensemble import Ensemble
-from atoll.experts.density import SAMPLES, Density
+from atoll.experts.density import FIT_IMAGES, Density
 from atoll.experts.expert import Declaration, ExpertReference, OpenRouter
 from atoll.nets import Router
 
 END = 1e-5
-"""Times nearer to data than this are taken as this: a prediction divides by sigma."""
+"""Smallest time: predictions divide by sigma. It is far below any solver step (1e-3 for 1,000 steps)."""
 
 
 class IdealNetwork(nn.Module):
-    """What a network trained to perfection on some components, with some objective, would answer."""
+    """The output of a perfectly trained network, for some components and an objective."""
 
     def __init__(self, mixture: flow.GaussianMixture, objective: flow.Objective) -> None:
         super().__init__()
         self.mixture, self.objective = mixture, objective
 
     def forward(self, x: Tensor, time: Tensor, _condition: object = None) -> Tensor:
-        """The exact prediction at a network's input and network time."""
+        """Return the exact prediction at a network's input (batch, D, 1, 1) and timestep (batch or 1,)."""
         schedule = self.objective.schedule
         last = float(schedule.timestep(torch.ones(1)))
         t = (time.double() / last).clamp(END, 1).expand(len(x))
+        # The network's input is the scaled state of its schedule; the mixture needs the unscaled one.
         z = x.flatten(1).double() / schedule.input_scale(t)[:, None]
         return self.mixture.predict(z, t, self.objective.prediction, schedule=schedule).view(x.shape).to(x.dtype)
 
 
 class IdealRouter(nn.Module):
-    """The exact posterior of the clusters, each some components of the mixture."""
+    """The exact posterior of the clusters, where a cluster is a set of components."""
 
     def __init__(self, mixture: flow.GaussianMixture, clusters: Sequence[Sequence[int]]) -> None:
         super().__init__()
         self.mixture, self.clusters = mixture, clusters
 
     def logits(self, x: Tensor, time: Tensor, _condition: object = None) -> Tensor:
-        """Log-probabilities of the clusters."""
+        """Return the log-probabilities of the clusters (batch, clusters), up to a constant."""
         t = (time.double() / flow.TIMESTEP_SCALE).clamp(END, 1).expand(len(x))
         density = self.mixture.log_density(x.flatten(1).double(), t)
         return torch.stack([density[:, list(cluster)].logsumexp(1) for cluster in self.clusters], 1).to(x.dtype)
@@ -61,29 +63,30 @@ def ideal_ensemble(
     *,
     spaces: Sequence[Statistics] | None = None,
 ) -> Ensemble:
-    """One ideal expert for each cluster of components, with objectives in turn, behind the ideal router.
+    """Build one ideal expert for each cluster of components, and the ideal router.
 
-    The mixture is over latents of shape (D, 1, 1). `spaces` gives each expert statistics of its own, in which it then
-    was trained; the mixture's own space has mean 0 and standard deviation 1.
+    The experts take the objectives in turn. The mixture is over latents of shape (D, 1, 1). `spaces` gives each expert
+    the statistics by which its latents are normalized; the default is mean 0 and standard deviation 1, as the mixture.
     """
     dimensions = mixture.means.shape[1]
     plain = Statistics((0.0,) * dimensions, (1.0,) * dimensions)
-    members = []
+    references = []
     for number, components in enumerate(clusters):
         objective = flow.objective(objectives[number % len(objectives)])
         space = spaces[number] if spaces else plain
-        part = seen_in(mixture.part(components), space)
+        part = normalize_mixture(mixture.part(components), space)
         share = float(mixture.weights[list(components)].sum())
-        drawn = part.sample(SAMPLES, torch.Generator().manual_seed(number)).view(-1, dimensions, 1, 1)
+        drawn = part.sample(FIT_IMAGES, torch.Generator().manual_seed(number)).view(-1, dimensions, 1, 1)
+        # Counts matter only relative to each other; a million images make the rounding of the shares negligible.
         density = Density.fit(drawn, count=round(1e6 * share))
         declaration = _declaration(layout.expert_job(number), (number,), space, bridge=objective.bridge(x0_bound=None))
-        members.append(ExpertReference(declaration, _opener(part, objective), 0, density=density))
+        references.append(ExpertReference(declaration, _opener(part, objective), 0, density=density))
     known = _declaration("router", tuple(range(len(clusters))), plain, bridge=flow.Objective().bridge())
-    return Ensemble(members, OpenRouter(known, cast(Router, IdealRouter(mixture, clusters))))
+    return Ensemble(references, OpenRouter(known, cast(Router, IdealRouter(mixture, clusters))))
 
 
-def seen_in(mixture: flow.GaussianMixture, space: Statistics) -> flow.GaussianMixture:
-    """The same data, normalised by other statistics."""
+def normalize_mixture(mixture: flow.GaussianMixture, space: Statistics) -> flow.GaussianMixture:
+    """Return the mixture of the same data, normalized by other statistics."""
     mean = torch.tensor(space.mean, dtype=mixture.means.dtype)
     scale = 1 / torch.tensor(space.std, dtype=mixture.means.dtype)
     covariances = scale[:, None] * mixture.covariances * scale
@@ -96,5 +99,5 @@ def _opener(mixture: flow.GaussianMixture, objective: flow.Objective) -> Any:
 
 def _declaration(name: str, clusters: tuple[int, ...], space: Statistics, *, bridge: flow.Bridge) -> Declaration:
     latents = LatentSpec(autoencoder="pixels", shape=(len(space.mean), 1, 1))
-    no_network = DiTConfig()  # an ideal expert computes its velocity; nothing is built from this
+    no_network = DiTConfig()  # a required field; no network is built from it
     return Declaration(name, clusters, no_network, frozenset(), space, latents, None, (), bridge)

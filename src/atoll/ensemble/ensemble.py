@@ -1,7 +1,18 @@
 """The ensemble: many experts as one velocity field.
 
-At every evaluation the router is evaluated once, each image is given its experts, and every expert that is needed runs
-once on all of its images: those with their conditions and, under guidance, those with the null condition, in one batch.
+DDM splits the marginal velocity of the data into that of its clusters, u_t(x) = sum_k p_t(k | x) u_t^(k)(x): the router
+gives the weights p_t(k | x), and expert k the velocity of cluster k. One evaluation for a batch of N images with K
+experts goes as follows. Under guidance, G of the images also need the velocity with the null condition.
+
+1. `route` computes the weights (N + G, K): a row for each image, then a row for each guided image with the null
+   condition. Most weights are 0, for example all but one of a row with top-1.
+2. `_mixture` groups the nonzero weights by expert. Each needed expert runs once, on one batch of all of its rows, with
+   and without conditions. Its velocities are weighted and added to (N + G, C, H, W).
+3. `guide` combines the last G rows with the rows of their images to (N, C, H, W).
+
+Guidance combines mixtures, not experts: v_null + g (v - v_null), where v and v_null are weighted sums that may have
+different weights. With the exact weights p_t(k | x, c) and p_t(k | x) both sums are exact marginal velocities. A router
+that is not conditioned has the same weights for both, and then the order does not matter.
 """
 
 from collections.abc import Sequence
@@ -22,50 +33,55 @@ from atoll.nets import Condition
 
 
 class Ensemble(nn.Module):
-    """Experts and a router as one velocity field. An ensemble of one expert is a dense model and needs no router."""
+    """Experts and a router as one velocity field. An ensemble of one expert is a dense model without a router."""
 
     def __init__(
         self,
-        members: Sequence[ExpertReference],
+        references: Sequence[ExpertReference],
         router: OpenRouter | None = None,
         *,
-        placement: DeviceOptions | None = None,
+        device_options: DeviceOptions | None = None,
         max_loaded_experts: int | None = None,
         routing: str | Routing = "top-1",
     ) -> None:
-        """Put at most `max_loaded_experts` experts in memory at once; None is all of them."""
+        """Keep at most `max_loaded_experts` experts in memory at once; None means all."""
         super().__init__()
-        if not members:
+        if not references:
             raise AtollError("an ensemble needs at least one expert")
-        self.placement = placement or DeviceOptions()
-        self.members = tuple(members)
+        self.device_options = device_options or DeviceOptions()
+        self.references = tuple(references)
         self.router = router
         self.routing = parse(routing)
-        self.experts: tuple[Declaration, ...] = tuple(member.declaration for member in members)
-        """What each expert declares, in the order of the columns of weights."""
+        self.experts: tuple[Declaration, ...] = tuple(reference.declaration for reference in references)
+        """The declarations of the experts, in the order of the columns of weights."""
         declared = [*self.experts, *([router.declaration] if router else [])]
         _check_alike(declared)
+        # The router has no rescaling, so its normalization is the common one; experts are converted to it.
         self.space = declared[-1 if router else 0].statistics
-        """How the latents of the states are normalized."""
-        self.cache = ExpertCache(self.members, self.space, self.placement, max_loaded_experts or len(members))
+        """The common normalization of the latents."""
+        self.cache = ExpertCache(
+            self.references, self.space, self.device_options, max_loaded_experts or len(references)
+        )
         self.conditioning: frozenset[str] = frozenset().union(*(declaration.conditioning for declaration in declared))
-        """What any of the experts, or the routing, is conditioned on."""
-        if "text" in self.conditioning and any(member.density and member.density.caption for member in members):
+        """What any of the experts, or the routing, is conditioned on: any of text, pooled and label."""
+        if "text" in self.conditioning and any(
+            reference.density and reference.density.caption for reference in references
+        ):
             self.conditioning |= {"pooled"}
 
     @classmethod
     def of_expert(cls, expert: OpenExpert) -> "Ensemble":
-        """Make a dense model of one expert that is open already."""
+        """Return a dense model of one expert that is already open."""
         device = next(expert.network.parameters()).device
         options = DeviceOptions(device, expert.dtype)
-        ensemble = cls([ExpertReference(expert.declaration, lambda: expert.network, 0)], placement=options)
+        ensemble = cls([ExpertReference(expert.declaration, lambda: expert.network, 0)], device_options=options)
         ensemble.cache.put(0, expert)
         return ensemble
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
-        return self.placement.device
+        """The device of the experts."""
+        return self.device_options.device
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,18 +107,20 @@ class Ensemble(nn.Module):
         draw: Tensor | None = None,
         state: RoutingState | None = None,
     ) -> Tensor:
-        """Return the velocity at states x (batch, channels, height, width) of the ensemble's space.
+        """Return the velocity (batch, C, H, W) at states x (batch, C, H, W) of normalized latents.
 
-        Times t and `guidance` are one number, or one for each image. `cluster` is what routing by oracle needs, `draw`
-        what drawn and sample-1 need; `state` carries routing from one evaluation to the next.
+        Times t and `guidance_scale` are one number, or one for each image (batch,). Oracle routing needs `cluster`
+        (batch,); drawn and sample-1 take `draw` (batch,), or else draw from `state`, which carries the routing from one
+        evaluation to the next. `rescale` is described in `guide`.
         """
         _check_batch(x, self.shape[0], guidance_scale=guidance_scale, cluster=cluster, draw=draw)
         t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
         conditions = self._conditions(condition, x)
-        guided = guided_rows(guidance_scale, x, conditioned=conditions.something and bool(self.conditioning))
+        guided = guided_rows(guidance_scale, x, conditioned=conditions.conditioned and bool(self.conditioning))
         weights = self.route(
             x, t, conditions, routing=routing, guided=guided, cluster=cluster, draw=draw, state=state
         )  # fmt: skip
+        # Row i of the mixture is image images[i] with condition rows[i].
         images = torch.cat([torch.arange(len(x), device=x.device), guided])
         rows = torch.cat([conditions.rows, conditions.null[guided]])
         v = self._mixture(x, t, conditions, images=images, rows=rows, weights=weights)
@@ -120,22 +138,22 @@ class Ensemble(nn.Module):
         draw: Tensor | None = None,
         state: RoutingState | None = None,
     ) -> Tensor:
-        """Return the weights (batch + guided, experts): of each image, then of each guided image without condition.
+        """Return the weights (batch + guided, experts) of all images, then of the guided ones with the null condition.
 
-        A weight is decided in three steps.
+        `guided` (guided,) are the indices of the guided images. Weights are computed in three steps.
 
-        1. *Source.* The probabilities of the experts come from the router, from the clusters' densities, or from the
-           given clusters. A router that is conditioned has one opinion of an image with its prompt and another without,
-           so under guidance it is evaluated for both: 2 · batch rows. All other sources have one row for each image.
+        1. *Source.* The probabilities of the experts come from the router, from the densities of the clusters, or from
+           the given clusters. If the source is conditioned and there is guidance, it gives two rows for each image,
+           p(k | x, c) and p(k | x), so 2 · batch rows. Otherwise it gives one row for each image.
         2. *Rule.* A rule (top-2, nucleus, drawn …) turns every row of probabilities into weights that sum to 1.
-        3. *Guidance rows.* Guidance mixes the velocity with and without the condition. The row of an image without the
-           condition is the one of step 1 if there is one; else both velocities have the same weights.
+        3. *Guidance rows.* The row of a guided image with the null condition is p(k | x) of step 1 if the source gave
+           it; otherwise both velocities of the image have the same weights.
         """
         _check_batch(x, self.shape[0], cluster=cluster, draw=draw)
         t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
         chosen, state = parse(routing or self.routing), state or RoutingState()
         guided = torch.empty(0, dtype=torch.long, device=x.device) if guided is None else guided
-        if len(self.members) == 1:
+        if len(self.references) == 1:
             weights = torch.ones(len(x), 1, device=x.device)
             state.record(t, weights, weights)
         else:
@@ -143,8 +161,8 @@ class Ensemble(nn.Module):
                 x, t, self._conditions(condition, x), chosen=chosen, cluster=cluster, null=len(guided) > 0, state=state
             )
             weights = chosen.apply(t, state, draw=draw, count=len(x))
-        without = len(weights) - len(x)  # 0 if the source has one row for each image
-        return torch.cat([weights[: len(x)], weights[without + guided]])
+        offset = len(weights) - len(x)  # of the rows with the null condition; 0 if there is one row for each image
+        return torch.cat([weights[: len(x)], weights[offset + guided]])
 
     def _conditions(self, condition: Condition | BatchConditions | None, x: Tensor) -> BatchConditions:
         if isinstance(condition, BatchConditions):
@@ -162,27 +180,33 @@ class Ensemble(nn.Module):
         null: bool,
         state: RoutingState,
     ) -> None:
-        """Take the first step of routing: the probabilities of every source that a rule needs now, in `state`."""
+        """Compute the probabilities of every source that an active rule needs, and store them in `state`."""
         fresh = set()
         for rule in chosen.active(t):
             if rule.source == "given":
-                state.kept["given"] = self._given(cluster, x)
-            elif (settled := chosen.settled(rule, state)) is not None:  # the router is not needed again
-                state.kept.setdefault(rule.source, settled)
+                state.probabilities["given"] = self._given(cluster, x)
+            elif (final_weights := chosen.final_weights(rule, state)) is not None:
+                # All images have drawn their expert. The last probabilities stay, for the trace; they decide nothing.
+                state.probabilities.setdefault(rule.source, final_weights)
             elif rule.source not in fresh:
                 source = self._nearest if rule.source == "nearest" else self._routed
-                state.kept[rule.source] = source(x, t, conditions, null=null)
+                state.probabilities[rule.source] = source(x, t, conditions, null=null)
                 fresh.add(rule.source)
 
     def _routed(self, x: Tensor, t: Tensor, conditions: BatchConditions, *, null: bool) -> Tensor:
-        """Return the router's probabilities, renormalized over the experts that are there; below, without condition."""
+        """Return the router's probabilities (batch, experts), renormalized over the experts of this ensemble.
+
+        With `null`, a conditioned router also gives those with the null condition: (2 · batch, experts).
+        """
         if self.router is None:
-            raise AtollError("this ensemble has no router; train one, or use --routing nearest or oracle")
+            raise AtollError("this model has no router; train one, or use --routing nearest or oracle")
         column = {cluster: number for number, cluster in enumerate(self.router.declaration.clusters)}
         unknown = [expert.name for expert in self.experts if expert.clusters[0] not in column]
         if unknown:
-            raise AtollError(f"the router does not know {', '.join(unknown)}; train it again, or use --routing nearest")
-        if self.router.declaration.conditioning and conditions.something:
+            raise AtollError(
+                f"the router was trained without {', '.join(unknown)}; train it again, or use --routing nearest"
+            )
+        if self.router.declaration.conditioning and conditions.conditioned:
             rows, halves = (torch.cat([conditions.rows, conditions.null]), 2) if null else (conditions.rows, 1)
             times = t if t.numel() == 1 else t.repeat(halves)
             logits = self.router.logits(x.repeat(halves, 1, 1, 1), times, conditions.distinct[rows])
@@ -191,23 +215,28 @@ class Ensemble(nn.Module):
         return logits[:, [column[expert.clusters[0]] for expert in self.experts]].softmax(-1)
 
     def _nearest(self, x: Tensor, t: Tensor, conditions: BatchConditions, *, null: bool) -> Tensor:
-        """Return the posterior of the clusters by their own densities, each measured in its expert's own space."""
+        """Return the posterior of the clusters (batch, experts) by their densities.
+
+        With `null` and known conditions, the rows with the null condition follow: (2 · batch, experts). Each density is
+        evaluated in the normalization of its expert; `log_volume` makes the columns comparable.
+        """
         columns, captions, t, states = [], [], t.cpu().expand(len(x)), x.detach().cpu()
-        for member in self.members:
-            name = member.declaration.name
-            if member.density is None:
+        for reference in self.references:
+            name = reference.declaration.name
+            if reference.density is None:
                 raise AtollError(
-                    f"{name} does not declare how its cluster is distributed (it was trained by an older Atoll, or "
-                    "comes from elsewhere), so --routing nearest cannot judge it; train it again, or use a router"
+                    f"{name} has no cluster density (a foreign expert, or one of an older version of Atoll), which "
+                    "--routing nearest needs; train it again, or use a router"
                 )
-            change = rescaling(self.space, member.declaration.statistics, name)
+            change = rescaling(self.space, reference.declaration.statistics, name)
             own, own_t = (states, t) if change is None else change.state(states, t)
-            density = member.density.log_density(own, own_t)
+            density = reference.density.log_density(own, own_t)
             columns.append(density if change is None else density + change.log_volume(t, x[0].numel()))
-            captions.append(member.density.log_told(conditions.distinct) if conditions.something else None)
+            captions.append(reference.density.log_condition(conditions.distinct) if conditions.conditioned else None)
         posterior = torch.stack(columns, 1)
         known = [caption for caption in captions if caption is not None]
-        if len(known) == len(captions):  # else some would be judged by less than others
+        # Only if every expert has a density of its captions: otherwise the columns would not be comparable.
+        if len(known) == len(captions):
             conditioned = posterior + torch.stack(known, 1)[conditions.rows.cpu()]
             posterior = torch.cat([conditioned, posterior]) if null else conditioned
         return posterior.softmax(-1).to(x.device, x.dtype)
@@ -215,24 +244,25 @@ class Ensemble(nn.Module):
     def _given(self, cluster: Tensor | None, x: Tensor) -> Tensor:
         """Put all weight on the expert of the given cluster."""
         if cluster is None:
-            raise AtollError("routing by oracle needs the cluster of every image")
+            raise AtollError("oracle routing needs the cluster of every image")
         clusters = torch.tensor([expert.clusters[0] for expert in self.experts], device=x.device)
         given = cluster.to(x.device).reshape(-1).expand(len(x))
         weights = (given[:, None] == clusters).float()
         if not bool(weights.any(-1).all()):
             absent = sorted(set(given.tolist()) - set(clusters.tolist()))
-            raise AtollError(f"there is no expert of cluster {', '.join(map(str, absent))} here")
+            raise AtollError(f"this model has no expert of cluster {', '.join(map(str, absent))}")
         return weights
 
     def _mixture(
         self, x: Tensor, t: Tensor, conditions: BatchConditions, *, images: Tensor, rows: Tensor, weights: Tensor
     ) -> Tensor:
-        """Return the weighted sum of the experts' velocities; each expert runs once.
+        """Return the weighted sum (rows, C, H, W) of the experts' velocities; each expert runs at most once.
 
-        Row i of `weights` (rows, experts) is the image `images[i]` with the condition of number `rows[i]`.
+        Row i of `weights` (rows, experts) belongs to image `images[i]` with condition `rows[i]` of `conditions`.
         """
-        expert, row = torch.nonzero(weights.T).unbind(1)  # sorted by expert
-        borders = [0, *torch.bincount(expert, minlength=len(self.members)).cumsum(0).tolist()]
+        # All pairs (expert, row) with a nonzero weight, sorted by expert: those of one expert are a contiguous span.
+        expert, row = torch.nonzero(weights.T).unbind(1)
+        borders = [0, *torch.bincount(expert, minlength=len(self.references)).cumsum(0).tolist()]
         spans = {number: span for number, span in enumerate(pairwise(borders)) if span[0] < span[1]}
         order = self.cache.order(list(spans))
         velocities: dict[int, Tensor] = {}
@@ -242,20 +272,20 @@ class Ensemble(nn.Module):
             which = images[mine]
             condition = loaded.condition(conditions, rows[mine])
             velocities[number] = loaded.expert.velocity(x[which], t if t.numel() == 1 else t[which], condition)
-            del loaded, condition  # else this one would still be there while the next one comes
-        # The terms are in the order of the experts, whatever order they ran in. Two terms have one sum. Three or more
-        # have one up to float32 rounding only: on an accelerator, index_add adds rows of equal index in any order.
+            del loaded, condition  # otherwise the expert would stay in memory while the next one is loaded
+        # Terms are concatenated in the order of the experts, whatever order they ran in. The sum of two terms does not
+        # depend on their order. That of three or more does, by rounding: on accelerators index_add has no fixed order.
         parts = torch.cat([velocities[number] for number in spans])
         parts = parts * broadcast(weights.T[expert, row].to(x.dtype), x)
         return torch.zeros(len(rows), *x.shape[1:], dtype=x.dtype, device=x.device).index_add(0, row, parts)
 
 
 def _check_batch(x: Tensor, channels: int, **options: Tensor | float | None) -> None:
-    """Refuse states of other latents, and options of another batch size."""
+    """Raise an error for states of another shape, and for options of another batch size."""
     if x.ndim != 4 or x.shape[1] != channels:
         raise AtollError(
-            f"got states of shape {tuple(x.shape)}, expected (batch, {channels}, height, width) in the latent "
-            "space of these experts"
+            f"got states of shape {tuple(x.shape)}, expected (batch, {channels}, height, width), the latents of "
+            "these experts"
         )
     for name, value in options.items():
         if isinstance(value, Tensor) and value.numel() not in (1, len(x)):
@@ -263,7 +293,7 @@ def _check_batch(x: Tensor, channels: int, **options: Tensor | float | None) -> 
 
 
 def _check_alike(declarations: Sequence[Declaration]) -> None:
-    """Refuse experts that differ in what a latent, a text token or a class is; all else may differ."""
+    """Raise an error for experts with different latents, text encoders or classes; everything else may differ."""
     first = declarations[0]
     for other in declarations[1:]:
         for what, ours, theirs in (
@@ -274,5 +304,5 @@ def _check_alike(declarations: Sequence[Declaration]) -> None:
         ):
             if ours and theirs and ours != theirs:
                 raise AtollError(
-                    f"{first.name} and {other.name} differ in {what}: {ours} and {theirs}; they are not one model"
+                    f"{first.name} and {other.name} differ in {what}: {ours} and {theirs}; they cannot be mixed"
                 )

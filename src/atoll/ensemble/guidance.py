@@ -1,4 +1,8 @@
-"""Classifier-free guidance: the velocity is extrapolated from the one without the condition (Ho and Salimans 2022)."""
+"""Classifier-free guidance (Ho and Salimans 2022): v = v_null + g (v_condition - v_null).
+
+Only images whose guidance scale g is not 1 need the velocity with the null condition. The rows of a batch are therefore
+all images with their conditions, followed by the guided images with the null condition: (batch + guided, C, H, W).
+"""
 
 import torch
 from torch import Tensor
@@ -6,11 +10,11 @@ from torch import Tensor
 from atoll.flow.schedules import broadcast
 
 Guidance = float | Tensor
-"""A guidance scale: one for all images, or one for each (batch,). 1 is no guidance."""
+"""A guidance scale: one number for all images, or one for each (batch,). 1 is no guidance."""
 
 
 def guided_rows(guidance_scale: Guidance, x: Tensor, *, conditioned: bool) -> Tensor:
-    """Return the numbers of the images that also need the velocity without condition."""
+    """Return the indices (guided,) of the images that also need the velocity with the null condition."""
     if not conditioned or (isinstance(guidance_scale, float | int) and guidance_scale == 1):
         return torch.empty(0, dtype=torch.long, device=x.device)
     if isinstance(guidance_scale, Tensor):
@@ -19,17 +23,18 @@ def guided_rows(guidance_scale: Guidance, x: Tensor, *, conditioned: bool) -> Te
 
 
 def guide(v: Tensor, guided: Tensor, guidance_scale: Guidance, *, rescale: float = 0.0) -> Tensor:
-    """Return v_null + g (v - v_null) for the guided images, and v for the others.
+    """Return v_null + g (v - v_null) for the guided images, and v for the others: (batch, C, H, W).
 
-    `v` (batch + guided, …) holds the velocities of all images, then those of the guided ones without condition.
-    Guidance makes velocities too large; `rescale` moves their spread back to that of the unguided ones (Lin 2023).
+    `v` (batch + guided, C, H, W) holds the velocities of all images, then those of the guided ones with the null
+    condition. Guidance increases the standard deviation of the velocity; `rescale` in [0, 1] moves it back towards that
+    of the conditional velocity (Lin et al. 2023, arXiv 2305.08891, section 3.4).
     """
     count = len(v) - len(guided)
     conditioned, null = v[:count][guided], v[count:]
     scale = guidance_scale if isinstance(guidance_scale, float | int) else broadcast(guidance_scale.to(v)[guided], v)
     result = null + scale * (conditioned - null)
     if rescale:
-        spread = tuple(range(1, v.ndim))
-        factor = conditioned.std(spread, keepdim=True) / result.std(spread, keepdim=True).clamp(min=1e-12)
+        pixels = tuple(range(1, v.ndim))
+        factor = conditioned.std(pixels, keepdim=True) / result.std(pixels, keepdim=True).clamp(min=1e-12)
         result = result * (rescale * factor + 1 - rescale)
     return v[:count].index_copy(0, guided, result)

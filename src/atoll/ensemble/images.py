@@ -1,4 +1,4 @@
-"""Samples as files: single pictures and a grid, with their settings inside, and a picture of the routing."""
+"""Samples as files: single images and a grid, with their settings as metadata, and a plot of the routing."""
 
 import json
 from io import BytesIO
@@ -10,50 +10,54 @@ from atoll.core import layout
 from atoll.data.contact_sheet import sheet
 from atoll.ensemble.samples import Samples, Trace
 
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99ddff", "#bbbbbb")
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99ddff", "#bbbbbb")
+"""Color of each expert in plots, reused beyond ten experts: Paul Tol's schemes for color-blind readers."""
+# Pixels of the routing plot: row of an image, width of the bars, margin, line of the legend. By eye.
 _ROW, _WIDTH, _MARGIN, _LEGEND = 56, 640, 8, 22
 
 
 def save(samples: Samples, folder: Path) -> dict[str, list[str] | str]:
-    """Write 000.png, 001.png, …, grid.png and, if decisions were recorded, trace.png; the paths by kind."""
+    """Write 000.png, 001.png, …, grid.png and, if the routing was recorded, routing.png; return the paths by kind."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for number, image in enumerate(samples.images):
         files.append(str(folder / f"{number:03d}.png"))
         image.save(files[-1], pnginfo=_described(samples.metadata(number)))
+    # A square grid up to 64 images, then eight columns, so that it stays readable on a screen.
     columns = min(8, max(1, round(len(samples.images) ** 0.5)))
     grid = folder / "grid.png"
     settings = {**samples.metadata(0), "prompt": samples.prompts, "number": None}
     sheet(samples.images, columns).save(grid, pnginfo=_described(settings))
     written: dict[str, list[str] | str] = {"images": files, "grid": str(grid)}
     if samples.trace is not None:
-        draw_trace(samples.trace, samples.images).save(folder / "trace.png")
-        written["trace"] = str(folder / "trace.png")
+        draw_trace(samples.trace, samples.images).save(folder / "routing.png")
+        written["routing"] = str(folder / "routing.png")
     return written
 
 
 def to_png(image: Image.Image, settings: dict[str, object] | None = None) -> bytes:
-    """A picture as the bytes of a PNG file, with its settings inside."""
+    """Return an image as the bytes of a PNG file with its settings as metadata."""
     target = BytesIO()
     image.save(target, format="PNG", pnginfo=None if settings is None else _described(settings))
     return target.getvalue()
 
 
 def _described(settings: dict[str, object]) -> PngImagePlugin.PngInfo:
+    # An iTXt chunk: international text, because prompts may be in any script.
     info = PngImagePlugin.PngInfo()
     info.add_itxt("atoll", json.dumps(settings, ensure_ascii=False))
     return info
 
 
 def read_settings(file: Path | str) -> dict[str, object]:
-    """The settings that a picture was made with."""
+    """Return the settings with which an image was sampled."""
     with Image.open(file) as image:
         settings: dict[str, object] = json.loads(image.info["atoll"])
     return settings
 
 
 def draw_trace(trace: Trace, images: list[Image.Image]) -> Image.Image:
-    """Each picture with the weights of its experts over the steps, from noise on the left to data on the right."""
+    """Plot the experts' weights of each image over the steps as stacked bars, from noise (left) to data (right)."""
     steps, count, experts = trace.weights.shape
     step = max(3, _WIDTH // steps)
     left = _ROW + 2 * _MARGIN
@@ -70,7 +74,7 @@ def draw_trace(trace: Trace, images: list[Image.Image]) -> Image.Image:
                 part = float(trace.weights[position, number, expert]) * _ROW
                 if part > 0:
                     x = left + step * position
-                    pen.rectangle((x, round(bottom - part), x + step - 2, round(bottom) - 1), fill=_colour(expert))
+                    pen.rectangle((x, round(bottom - part), x + step - 2, round(bottom) - 1), fill=_color(expert))
                 bottom -= part
     for position in range(0, steps, max(1, steps // 5)):
         pen.text((left + step * position, _LEGEND), f"t = {float(trace.t[position]):.2f}", fill="black")
@@ -81,10 +85,10 @@ def _legend(pen: ImageDraw.ImageDraw, experts: tuple[str, ...], x: float) -> Non
     for number, name in enumerate(experts):
         expert = layout.expert_number(name)
         label = name if expert is None else f"{expert:03d}"
-        pen.rectangle((x, 6, x + 10, 16), fill=_colour(number))
+        pen.rectangle((x, 6, x + 10, 16), fill=_color(number))
         pen.text((x + 14, 5), label, fill="black")
         x += 26 + pen.textlength(label)
 
 
-def _colour(expert: int) -> str:
-    return COLOURS[expert % len(COLOURS)]
+def _color(expert: int) -> str:
+    return COLORS[expert % len(COLORS)]

@@ -1,4 +1,4 @@
-"""Open a run, an exported folder or a release as one model, ready to sample from."""
+"""Open a run, an exported folder or a release as a sampler."""
 
 from pathlib import Path
 
@@ -29,12 +29,12 @@ def load(
     compile: bool = False,
     verify: bool = False,
 ) -> Sampler:
-    """Open a run as one model; or a folder that `atoll export` wrote, or the Paris release, here or by its hub name.
+    """Open a run, a folder written by `atoll export`, or the Paris release; the latter two also by their hub names.
 
-    `model` is all experts under the router (`experts`), one of them (`expert:3`), the `monolith` or the `student`.
-    At most `max_loaded_experts` experts are in memory at once; None is all of them. Experts that are not finished are
-    listed in `.missing`, and the others are sampled without them; with `strict` that is an error. `verify` checks the
-    hash of every file; in a run with a policy hashes and signatures are always checked.
+    `model` is `experts` (all experts with the router), one of them (`expert:3`), the `monolith` or the `student`.
+    At most `max_loaded_experts` experts are in memory at once; None means all. Experts that are not finished are listed
+    in `.missing`, and the model works without them; with `strict` they are an error. `verify` checks the hash of every
+    file; a run with a policy always checks hashes and signatures.
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise AtollError(unknown("dtype", dtype, DTYPES))
@@ -46,9 +46,9 @@ def load(
     elif is_folder(source):
         opened = open_folder(source, model)
     else:
-        raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}")
+        raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}; nor is it a pipeline folder or a hub name")
     router = None if opened.router is None else open_router(opened.router, options)
     ensemble = Ensemble(
-        opened.experts, router, placement=options, max_loaded_experts=max_loaded_experts, routing=routing
+        opened.experts, router, device_options=options, max_loaded_experts=max_loaded_experts, routing=routing
     )
     return Sampler(ensemble, opened.encoders, opened.missing)

@@ -1,6 +1,6 @@
-"""Routing: which experts answer for a sample, and how much each counts.
+"""Routing: which experts compute the velocity of an image, and with which weights.
 
-A routing is written as a few words, the same in Python and on the command line:
+A routing is a short string, the same in Python and on the command line:
 
     top-1, top-2, …       the most probable experts, weighted by their probabilities
     full                  all experts
@@ -8,11 +8,16 @@ A routing is written as a few words, the same in Python and on the command line:
     nucleus-0.9           the fewest experts that together have probability 0.9
     drawn                 one expert, drawn once by its probability and kept to the end
     sample-1              one expert, drawn anew at every step by its probability
-    oracle                the expert of the cluster that is given for the sample
-    nearest               no router: probabilities from the clusters' own densities (`nearest:top-2`; alone, top-1)
+    oracle                the expert of the given cluster of each image
+    nearest               no router: probabilities from the densities of the clusters (`nearest:top-2`; alone, top-1)
     top-2@0.6,top-1       top-2 at times of 0.6 and above, top-1 below
 
-Weights are renormalised over the chosen experts, and decided for each sample by itself.
+The weights of an image depend on its probabilities alone and are renormalized over the chosen experts. DDM compares
+full, top-K, nucleus, sample-1 and oracle; HDDM adds threshold; drawn and nearest are Atoll's.
+
+Tensors: probabilities p (rows, experts) become weights (rows, experts) that sum to 1. A batch of N images has N rows,
+or 2 N if the source of the probabilities distinguishes the images with their conditions (first N rows) from the images
+with the null condition (last N rows).
 """
 
 from dataclasses import dataclass, field
@@ -25,9 +30,10 @@ from atoll.core.errors import AtollError, nearest
 from atoll.flow import rng
 
 NEGLIGIBLE = 1e-7
-"""Weights below this, the rounding of float32, are taken as 0: their experts need not run."""
+"""Smaller weights are set to 0, so that their experts need not run: float32 rounds at 6e-8 of the largest weight."""
 DRAW_STREAM = 1 << 20
-"""Stream of the first step's draws of drawn and sample-1; later steps have the streams after it."""
+"""Random stream of drawn and of the first step of sample-1; later steps of sample-1 use the streams after it. It is far
+above all other stream numbers, so that no number of steps reaches one of them."""
 RULES = ("full", "top-K", "threshold-P", "nucleus-P", "drawn", "sample-1", "oracle", "nearest")
 _EXAMPLES = (
     *("full", "top-1", "top-2", "threshold-0.2", "nucleus-0.9", "drawn", "sample-1", "oracle"),
@@ -39,7 +45,7 @@ Source = Literal["router", "nearest", "given"]
 
 @dataclass(frozen=True)
 class Rule:
-    """How experts are chosen and weighted, from times of `above` on."""
+    """A rule that selects and weights experts, at times of `above` and more."""
 
     name: str
     number: float = 0.0
@@ -48,11 +54,12 @@ class Rule:
 
     @property
     def draws(self) -> bool:
-        """Whether it leaves the choice to chance."""
+        """Whether the rule selects an expert at random."""
         return self.name in ("drawn", "sample")
 
     def weights(self, p: Tensor, draw: Tensor | None) -> Tensor:
-        """Weights (rows, experts) that sum to 1, from probabilities p."""
+        """Return weights (rows, experts) that sum to 1, from probabilities p; `draw` (rows,) is in [0, 1)."""
+        # Chosen experts may all have probability 0 in float32; the clamp avoids 0/0.
         kept = torch.where(self._chosen(p, draw), p.clamp(min=1e-30), 0)
         kept = kept / kept.sum(-1, keepdim=True)
         return torch.where(kept < NEGLIGIBLE, 0, kept)
@@ -62,10 +69,12 @@ class Rule:
             return torch.ones_like(p, dtype=torch.bool)
         if self.draws:
             if draw is None:
-                raise ValueError("drawn and sample-1 need `draw`: one number in [0, 1) for each sample")
+                raise ValueError("drawn and sample-1 need `draw`: one number in [0, 1) for each image")
+            # Inverse transform sampling: the first expert whose cumulative probability exceeds the number.
             cumulated = (p / p.sum(-1, keepdim=True)).cumsum(-1)
             index = (cumulated <= draw[:, None]).sum(-1, keepdim=True).clamp(max=p.shape[-1] - 1)
         elif self.name == "nucleus":
+            # An expert is kept if those before it, in descending order, do not reach the mass yet.
             ordered, order = p.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
             keep = before < self.number * p.sum(-1, keepdim=True)
@@ -80,75 +89,82 @@ class Rule:
 
 @dataclass(frozen=True)
 class Routing:
-    """One rule, or several over time, the earliest (noisiest) first."""
+    """One rule, or several over time, the first for the noisiest times."""
 
     rules: tuple[Rule, ...]
     text: str
 
     def active(self, t: Tensor) -> tuple[Rule, ...]:
-        """The rules that some sample needs at times t."""
+        """Return the rules that apply to some image at times t (rows or 1,)."""
         if len(self.rules) == 1:
             return self.rules
         stage = self._stage(t)
         return tuple(rule for number, rule in enumerate(self.rules) if bool((stage == number).any()))
 
     @property
-    def asks_router(self) -> bool:
+    def needs_router(self) -> bool:
         """Whether any of its rules needs a router."""
         return any(rule.source == "router" for rule in self.rules)
 
     @property
     def draws(self) -> bool:
-        """Whether any of its rules leaves the choice to chance."""
+        """Whether any of its rules selects experts at random."""
         return any(rule.draws for rule in self.rules)
 
     def stream(self, step: int) -> int:
-        """The stream of random numbers at a step: another at every step only for what is drawn anew."""
+        """Return the random stream of a step: sample-1 draws anew at every step, drawn only once."""
         return DRAW_STREAM + (step if any(rule.name == "sample" for rule in self.rules) else 0)
 
-    def settled(self, rule: Rule, state: "RoutingState") -> Tensor | None:
-        """The weights (samples, experts) to the end, once all samples have drawn and no other rule follows."""
+    def final_weights(self, rule: Rule, state: "RoutingState") -> Tensor | None:
+        """Return the weights (images, experts) of all later steps once they are known, else None.
+
+        They are known if `rule` is drawn, all images have drawn, and no other rule follows. The router is not needed
+        then.
+        """
         drawn = state.drawn if rule.name == "drawn" and rule is self.rules[-1] else None
         return drawn if drawn is not None and bool(drawn.any(-1).all()) else None
 
     def apply(self, t: Tensor, state: "RoutingState", *, count: int, draw: Tensor | None = None) -> Tensor:
         """Return the weights (rows, experts) of `count` images from the probabilities in `state`, and record them.
 
-        A source has one row for each image, or two: the second ones, below, are those without condition.
+        A source has one row for each image, or two: the rows with the null condition follow those with the conditions.
         """
-        rows = max(len(p) for p in state.kept.values())
-        kept = {source: p.repeat(rows // len(p), 1) for source, p in state.kept.items()}
+        # Sources with one row per image are repeated, so that all sources have the same number of rows.
+        rows = max(len(p) for p in state.probabilities.values())
+        sources = {source: p.repeat(rows // len(p), 1) for source, p in state.probabilities.items()}
         first = self.active(t)[0].source
         if draw is None and self.draws:
             draw = state.draw(self, count)
-        draw = None if draw is None else draw.to(kept[first].device)
+        draw = None if draw is None else draw.to(sources[first].device)
         times = t if t.numel() == 1 else t.repeat(rows // count)
-        weights = self.weights(kept, times, state, draw=draw)
-        state.record(t, kept[first][:count], weights[:count])
+        weights = self.weights(sources, times, state, draw=draw)
+        state.record(t, sources[first][:count], weights[:count])
         return weights
 
     def weights(
         self, probabilities: dict[Source, Tensor], t: Tensor, state: "RoutingState", *, draw: Tensor | None
     ) -> Tensor:
-        """Weights (rows, experts) at times t (rows or 1,); `draw` (samples,), where a sample may have several rows."""
+        """Return weights (rows, experts) at times t (rows or 1,); the rows of an image share its number in `draw`."""
         active, stage = self.active(t), self._stage(t)[:, None]
         weights = None
         for rule in active:
-            here = stage == self.rules.index(rule)
-            part = self._one(rule, probabilities[rule.source], here, state=state, draw=draw)
+            p, here = probabilities[rule.source], stage == self.rules.index(rule)
+            if rule.source == "given":
+                part = p
+            elif rule.name == "drawn" and draw is not None:
+                part = self._drawn(rule, p, here, state=state, draw=draw)
+            else:
+                part = rule.weights(p, None if draw is None else draw.repeat(len(p) // len(draw)))
             weights = part if weights is None else torch.where(here, part, weights)
         assert weights is not None
         return weights
 
-    def _one(self, rule: Rule, p: Tensor, here: Tensor, *, state: "RoutingState", draw: Tensor | None) -> Tensor:
-        if rule.source == "given":
-            return p
-        if rule.name == "drawn" and draw is not None:
-            return self._drawn(rule, p, here, state=state, draw=draw)
-        return rule.weights(p, None if draw is None else draw.repeat(len(p) // len(draw)))
-
     def _drawn(self, rule: Rule, p: Tensor, here: Tensor, *, state: "RoutingState", draw: Tensor) -> Tensor:
-        """What was drawn before, else what is drawn now: one expert answers for all rows of a sample."""
+        """Return the expert that each image drew before, or draws now; it serves all rows of the image.
+
+        The draw uses the probabilities with the condition; the row with the null condition gets the same expert. `here`
+        (rows or 1, 1) marks the rows to which the rule applies now.
+        """
         new = rule.weights(p[: len(draw)], draw)
         before = torch.zeros_like(new) if state.drawn is None else state.drawn
         drawn = torch.where(before.any(-1, keepdim=True), before, new)
@@ -156,31 +172,32 @@ class Routing:
         return drawn.repeat(len(p) // len(draw), 1)
 
     def _stage(self, t: Tensor) -> Tensor:
-        """The number of the rule for each time."""
+        """Return the index of the rule for each time."""
         borders = torch.tensor([rule.above for rule in self.rules[:-1]], device=t.device, dtype=t.dtype)
         return (t[:, None] < borders).sum(-1)
 
 
 @dataclass
 class RoutingState:
-    """What routing remembers along a batch's way from noise to data."""
+    """The state of routing from one evaluation of a batch to the next."""
 
     seed: int = 0
     first: int = 0
+    """Position of the batch's first image, which with the seed determines its draws."""
     trace: "list[Decision] | None" = None
     evaluations: int = 0
-    kept: dict[Source, Tensor] = field(default_factory=dict)
-    """The last probabilities of each source."""
+    probabilities: dict[Source, Tensor] = field(default_factory=dict)
+    """The most recent probabilities of each source."""
     drawn: Tensor | None = None
-    """The one expert that each sample has drawn (samples, experts); zeros where it has not yet."""
+    """The expert that each image has drawn, one-hot (images, experts); zeros for images that have not drawn yet."""
 
     def draw(self, routing: Routing, count: int) -> Tensor:
-        """The numbers of drawn and sample-1 for this evaluation: a function of seed and position, and of the step."""
+        """Return the random numbers (count,) of this evaluation, by seed, position and, for sample-1, step."""
         stream = routing.stream(self.evaluations)
         return rng.uniform(count, seed=self.seed, stream=stream, first=self.first)
 
     def record(self, t: Tensor, probabilities: Tensor, weights: Tensor) -> None:
-        """One more evaluation is decided."""
+        """Count an evaluation, and add its decision to the trace."""
         if self.trace is not None:
             self.trace.append(Decision(t.cpu(), probabilities.cpu(), weights.cpu()))
         self.evaluations += 1
@@ -188,7 +205,7 @@ class RoutingState:
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """One routing decision of a batch: probabilities and weights (samples, experts) at time t."""
+    """One routing decision of a batch: probabilities and weights (images, experts) at time t."""
 
     t: Tensor
     probabilities: Tensor
@@ -196,7 +213,7 @@ class Decision:
 
 
 def parse(text: str | Routing) -> Routing:
-    """Read a routing as people write it; a wrong one is refused with the nearest right one."""
+    """Parse a routing; an error suggests the most similar valid one."""
     if isinstance(text, Routing):
         return text
     parts = [part.strip() for part in text.split(",")]
@@ -204,11 +221,11 @@ def parse(text: str | Routing) -> Routing:
     for number, part in enumerate(parts):
         word, at, above = part.partition("@")
         if bool(at) != (number < len(parts) - 1):
-            raise _refused(text, "all rules but the last say from which time on they count")
+            raise _invalid(text, "every rule but the last needs its smallest time, as in top-2@0.6")
         rules.append(_rule(word, _number(above, text, 0, high=1) if at else 0.0, text))
     times = [rule.above for rule in rules]
     if times != sorted(times, reverse=True) or len(set(times)) != len(times):
-        raise _refused(text, "times must fall from rule to rule")
+        raise _invalid(text, "times must decrease from rule to rule")
     return Routing(tuple(rules), text)
 
 
@@ -232,18 +249,18 @@ def _rule(word: str, above: float, text: str) -> Rule:
     if name in ("threshold", "nucleus") and value:
         return Rule(name, _number(value, text, 0, high=1), source=source, above=above)
     guess = nearest(word, _EXAMPLES)
-    raise _refused(text, f"unknown rule {word!r}" + (f" (did you mean {guess!r}?)" if guess else ""))
+    raise _invalid(text, f"unknown rule {word!r}" + (f" (did you mean {guess!r}?)" if guess else ""))
 
 
 def _number(value: str, text: str, low: float, *, high: float) -> float:
     try:
         number = float(value)
     except ValueError:
-        raise _refused(text, f"{value!r} is not a number") from None
+        raise _invalid(text, f"{value!r} is not a number") from None
     if not low <= number <= high:
-        raise _refused(text, f"{value} is not between {low} and {high}")
+        raise _invalid(text, f"{value} is not between {low} and {high}")
     return number
 
 
-def _refused(text: str, reason: str) -> AtollError:
+def _invalid(text: str, reason: str) -> AtollError:
     return AtollError(f"routing {text!r}: {reason}; known: {', '.join(RULES)}, and rules over time: top-2@0.6,top-1")

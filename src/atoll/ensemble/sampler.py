@@ -1,10 +1,10 @@
-"""From prompts to images: noise, steps along the ensemble's velocity, and the autoencoder.
+"""From prompts to images: encode the prompts, integrate the ensemble's velocity from noise, decode the latents.
 
     sampler = atoll.load("RUN")
     sampler.sample(["a red apple"], steps=50, guidance_scale=4.0)[0].save("apple.png")
 
-Every image's noise is a function of (seed, its position), so the same seed gives the same image whatever the batch, up
-to the rounding of float32: a batch of another size is summed in another order.
+The noise of an image is a function of (seed, position), so a seed gives the same images at any batch size, up to
+float32 rounding: kernels sum batches of different sizes in different orders.
 """
 
 import sys
@@ -30,22 +30,24 @@ from atoll.flow import rng
 from atoll.nets import Condition
 
 NOISE_STREAM = 21
+"""Random stream of the initial noise. Stream numbers are arbitrary; changing one changes every image."""
 DECODE_BATCH = 16
-"""Latents that the autoencoder decodes at once: it takes more memory for an image than the networks do."""
+"""Latents that are decoded at once. For one image the autoencoder needs more memory than the networks, because it works
+at full resolution; so its batches are smaller."""
 
 
 @dataclass(eq=False)
 class SamplerState:
-    """Some images on their way from noise to data."""
+    """The state of a batch of images between noise and data."""
 
     x: Tensor
-    """(batch, channels, height, width)."""
+    """Noisy latents (batch, C, H, W)."""
     conditions: BatchConditions
     routing: RoutingState
     cluster: Tensor | None = None
-    """The cluster of each image (batch,), for routing by oracle."""
+    """The cluster of each image (batch,), for oracle routing."""
     draw: Tensor | None = None
-    """A number in [0, 1) for each image (batch,), for rules that draw experts; None takes it from the routing state."""
+    """A number in [0, 1) for each image (batch,), for rules that draw experts; by default it comes from `routing`."""
 
 
 OnVelocity = Callable[[Tensor, float, Tensor], object]
@@ -54,13 +56,16 @@ OnVelocity = Callable[[Tensor, float, Tensor], object]
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What is wanted: for each image its prompt or class (or neither), and its cluster if the oracle routes."""
+    """The prompt, class and cluster of each requested image."""
 
     prompts: list[str | None]
+    """Prompt or class of each image as text, for its metadata."""
     condition: Condition | None
-    """One row for each different prompt or class."""
+    """One row for each distinct pair of prompt and class."""
     rows: Tensor
+    """Row of `condition` for each image (images,)."""
     clusters: Tensor | None
+    """Cluster of each image (images,), for oracle routing."""
 
 
 class Sampler:
@@ -71,12 +76,12 @@ class Sampler:
         self.missing = tuple(missing)
         """Experts of the run that are not finished."""
         self.scheduler: Any = None
-        """A diffusers scheduler that takes the place of the solver."""
+        """A diffusers scheduler that replaces the solver of the settings."""
 
     # From prompts to images
 
     def sample(self, prompts: Sequence[str] | None = None, **options: Any) -> list[Image.Image]:
-        """Return images of prompts, of `labels`, or of anything; see `generate` for all options."""
+        """Return images of prompts or of `labels`, or unconditional ones; see `generate` for all options."""
         return self.generate(prompts, **options).images
 
     @torch.no_grad()
@@ -93,59 +98,60 @@ class Sampler:
     ) -> Samples:
         """Return images with their latents and, with `trace`, every routing decision.
 
-        `num_images` images take prompts, labels and clusters (for oracle routing) in turn; the default is one for each.
+        The images cycle through prompts, labels and clusters (for oracle routing); the default is one image for each.
         Further keyword arguments are the fields of `Settings`.
         """
         chosen = Settings(**{"routing": self.ensemble.routing.text, **settings})
-        wanted = self._request(prompts, labels, num_images=num_images, clusters=clusters)
-        for notice in self._notices(prompts is not None, labels is not None, settings=chosen):
-            print(f"warning: {notice}", file=sys.stderr)
-        self.encoders.autoencoder()  # one that is missing is noticed before the work
-        count = len(wanted.prompts)
+        request = self._request(prompts, labels, num_images=num_images, clusters=clusters)
+        for warning in self._warnings(prompts is not None, labels is not None, settings=chosen):
+            print(f"warning: {warning}", file=sys.stderr)
+        self.encoders.autoencoder()  # raises an error before the work if it is missing
+        count = len(request.prompts)
         parts: list[Tensor] = []
         decisions: list[list[Decision]] = []
         with progress("sampling", -(-count // batch_size) * len(chosen.evaluated_at), unit="steps") as bar:
             for first in range(0, count, batch_size):
-                state = self._begin(wanted, chosen, part=slice(first, min(first + batch_size, count)), trace=trace)
+                state = self._begin(request, chosen, part=slice(first, min(first + batch_size, count)), trace=trace)
                 parts.append(self.run(state, chosen, on_velocity=lambda *_: bar.update(1)))
                 decisions.append(state.routing.trace or [])
         latents = torch.cat(parts)
         names = tuple(expert.name for expert in self.ensemble.experts)
         made = Trace.of(decisions, names) if trace else None
-        return Samples(latents, self.decode(latents), wanted.prompts, chosen, made)
+        return Samples(latents, self.decode(latents), request.prompts, chosen, made)
 
     def encode(self, prompts: Sequence[str] | None = None, labels: Sequence[str | int] | None = None) -> Condition:
         """Return the condition of prompts, of classes (names or numbers), or of both, one row for each."""
         if prompts is not None and labels is not None and len(prompts) != len(labels):
-            raise AtollError(f"there are {len(prompts)} prompts and {len(labels)} labels; expected as many of both")
-        told, device = self.ensemble.conditioning, self.ensemble.device
+            raise AtollError(f"there are {len(prompts)} prompts and {len(labels)} labels; expected equal numbers")
+        conditioning, device = self.ensemble.conditioning, self.ensemble.device
         text = mask = pooled = label = None
-        if prompts is not None and told & {"text", "pooled"}:
+        if prompts is not None and conditioning & {"text", "pooled"}:
             text, mask, pooled = (part.to(device) for part in self.encoders.text_encoder()(list(prompts)))
-        if labels is not None and "label" in told:
+        if labels is not None and "label" in conditioning:
             label = torch.tensor([self.class_number(name) for name in labels]).to(device)
         return Condition(text, mask, pooled, label)
 
     def decode(self, latents: Tensor) -> list[Image.Image]:
-        """Return the images of latents in the ensemble's space."""
+        """Return the images of normalized latents (images, C, H, W)."""
         images: list[Image.Image] = []
-        for part in torch.split(self.ensemble.space.restore(latents.float()), DECODE_BATCH):
+        for part in torch.split(self.ensemble.space.denormalize(latents.float()), DECODE_BATCH):
             images += [Image.fromarray(pixels) for pixels in self.encoders.autoencoder().decode(part.cpu())]
         return images
 
-    def plan(self, batch: int = 64, distinct: int | None = None, guided: bool = True) -> Plan:
-        """Estimate the memory of sampling batches of that size; `distinct` prompts, one for each image if None."""
-        return plan(self.ensemble, self.encoders, batch=batch, distinct=distinct or batch, guided=guided)
+    def plan(self, batch_size: int = 64, distinct: int | None = None, guided: bool = True) -> Plan:
+        """Estimate the memory of sampling; a batch has `distinct` prompts, by default one for each image."""
+        distinct = distinct or batch_size
+        return plan(self.ensemble, self.encoders, batch_size=batch_size, distinct=distinct, guided=guided)
 
     # From noise to latents
 
     def noise(self, count: int, seed: int, first: int = 0) -> Tensor:
-        """Return the noise (count, channels, height, width) of the images from position `first` on."""
+        """Return the noise (count, C, H, W) of the images from position `first` on."""
         shape = (count, *self.ensemble.shape)
         return rng.normal(shape, seed=seed, stream=NOISE_STREAM, first=first).to(self.ensemble.device)
 
     def run(self, state: SamplerState, settings: Settings, *, on_velocity: OnVelocity | None = None) -> Tensor:
-        """Return the latents of images that begin as noise."""
+        """Integrate a batch from noise to latents (batch, C, H, W)."""
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
             now = float(t[0])
@@ -169,21 +175,20 @@ class Sampler:
         settings: Settings,
         guidance_scale: Guidance,
     ) -> flow.Step:
-        """Move images from their own times t to the times `to` by one Euler step."""
-        # One time for all images costs a network less than one for each.
-        alike = len(set(t)) == 1
+        """Move each image from its time in t to its time in `to` by one Euler step."""
+        # If all times are equal, the networks get one: they then compute the modulation once, not once per image.
+        same_time = len(set(t)) == 1
 
         def velocity(x: Tensor, times: Tensor) -> Tensor:
-            return self.velocity(
-                state, x, times[:1] if alike else times, settings=settings, guidance_scale=guidance_scale
-            )
+            times = times[:1] if same_time else times
+            return self.velocity(state, x, times, settings=settings, guidance_scale=guidance_scale)
 
         return flow.step(velocity, state.x, t, to=to)
 
     def velocity(
         self, state: SamplerState, x: Tensor, t: Tensor, *, settings: Settings, guidance_scale: Guidance
     ) -> Tensor:
-        """Return the ensemble's velocity for images at states x and times t (1 or batch,)."""
+        """Return the ensemble's velocity at states x (batch, C, H, W) and times t (batch or 1,)."""
         return self.ensemble.velocity(
             x,
             t,
@@ -196,7 +201,7 @@ class Sampler:
             state=state.routing,
         )
 
-    # What is wanted
+    # Requests
 
     def _request(
         self,
@@ -206,7 +211,7 @@ class Sampler:
         num_images: int | None,
         clusters: Sequence[int] | None,
     ) -> Request:
-        """Line up what is wanted; `num_images` images take prompts, labels and clusters in turn."""
+        """Assign prompts, labels and clusters to the images in turn, and encode each distinct pair once."""
         for name, values in (("prompts", prompts), ("labels", labels), ("clusters", clusters)):
             if isinstance(values, str) or (values is not None and not len(values)):
                 raise AtollError(f"{name} must be a list that is not empty, got {values!r}")
@@ -223,50 +228,52 @@ class Sampler:
         if prompts is not None or labels is not None:
             texts = None if prompts is None else [prompt for prompt, _ in distinct]
             condition = self.encode(texts, None if labels is None else [label for _, label in distinct])
-        number = {pair: place for place, pair in enumerate(distinct)}
-        rows = torch.tensor([number[pair] for pair in pairs])
-        told = [" / ".join(str(part) for part in pair if part is not None) or None for pair in pairs]
-        return Request(told, condition, rows, None if clusters is None else torch.tensor(turns(clusters)))
+        row_of = {pair: row for row, pair in enumerate(distinct)}
+        rows = torch.tensor([row_of[pair] for pair in pairs])
+        texts = [" / ".join(str(part) for part in pair if part is not None) or None for pair in pairs]
+        return Request(texts, condition, rows, None if clusters is None else torch.tensor(turns(clusters)))
 
-    def _begin(self, wanted: Request, settings: Settings, *, part: slice, trace: bool) -> SamplerState:
-        """Return the images of one batch, as noise."""
-        used, rows = (rows.to(self.ensemble.device) for rows in torch.unique(wanted.rows[part], return_inverse=True))
-        condition = None if wanted.condition is None else wanted.condition[used]
+    def _begin(self, request: Request, settings: Settings, *, part: slice, trace: bool) -> SamplerState:
+        """Return the initial state of one batch: noise, and the distinct conditions of this batch only."""
+        used, rows = (rows.to(self.ensemble.device) for rows in torch.unique(request.rows[part], return_inverse=True))
+        condition = None if request.condition is None else request.condition[used]
         return SamplerState(
             self.noise(len(rows), settings.seed, part.start),
             BatchConditions.of(condition, rows, reused=True),
             RoutingState(settings.seed, part.start, [] if trace else None),
-            None if wanted.clusters is None else wanted.clusters[part],
+            None if request.clusters is None else request.clusters[part],
         )
 
     def class_number(self, name: str | int) -> int:
-        """Return the number of a class that is given by its name or number."""
+        """Return the number of a class, given by name or number."""
         known = self.ensemble.experts[0].labels
         if isinstance(name, str) and name not in known:
             raise AtollError(unknown("class", name, known))
         if isinstance(name, int) and not 0 <= name < len(known):
-            raise AtollError(f"there is no class {name}: the experts know {len(known)} classes, numbered from 0")
+            raise AtollError(f"there is no class {name}: the experts have {len(known)} classes, numbered from 0")
         return known.index(name) if isinstance(name, str) else name
 
-    def _notices(self, prompts: bool, labels: bool, *, settings: Settings) -> list[str]:
-        """Return what a person should know before the images come."""
+    def _warnings(self, prompts: bool, labels: bool, *, settings: Settings) -> list[str]:
+        """Return warnings about missing experts and about inputs without effect."""
         found = []
         if self.missing:
-            are = "is" if len(self.missing) == 1 else "are"
-            found.append(f"{', '.join(self.missing)} {are} not there; the others act without")
-        told = self.ensemble.conditioning
+            are, them = ("is", "it") if len(self.missing) == 1 else ("are", "them")
+            found.append(f"{', '.join(self.missing)} {are} missing; sampling without {them}")
+        conditioning = self.ensemble.conditioning
         given = [name for name, value in (("prompts", prompts), ("labels", labels)) if value]
-        takes = {"prompts": told & {"text", "pooled"}, "labels": told & {"label"}}
-        found += [f"these experts are not told {name}; they have no effect" for name in given if not takes[name]]
+        takes = {"prompts": conditioning & {"text", "pooled"}, "labels": conditioning & {"label"}}
+        found += [
+            f"these experts are not conditioned on {name}, which have no effect" for name in given if not takes[name]
+        ]
         if settings.guidance_scale != 1 and not any(takes[name] for name in given):
-            found.append("without a prompt or label guidance has no effect")
+            found.append("without a prompt or label the guidance scale has no effect")
         if any(takes[name] for name in given) and draws_unconditioned(self.ensemble, settings.routing):
-            found.append("the router is not told the prompt, so the expert that is drawn has nothing to do with it")
+            found.append("the router is not conditioned on the prompt, so the drawn expert does not depend on it")
         return found
 
 
 def draws_unconditioned(ensemble: Ensemble, routing: str) -> bool:
-    """Whether an expert is drawn from the start by a router that is not conditioned on the prompt."""
+    """Return whether an expert is drawn at t = 1 by a router that is not conditioned on the prompt."""
     first = parse(routing).rules[0]
     unconditioned = ensemble.router is not None and not ensemble.router.declaration.conditioning
-    return len(ensemble.members) > 1 and first.name == "drawn" and first.source == "router" and unconditioned
+    return len(ensemble.references) > 1 and first.name == "drawn" and first.source == "router" and unconditioned

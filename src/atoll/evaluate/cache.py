@@ -1,7 +1,7 @@
-"""Where evaluation keeps what it made: `RUN/evaluation/GROUP/LABEL-HASH`, one artifact for each set of settings.
+"""The cache of an evaluation: one artifact `RUN/evaluation/GROUP/LABEL-HASH` for each set of settings.
 
-The hash is of everything the artifact is made from, so metrics under other settings stand beside each other, none is
-ever stale, and the same command finds what is there and makes what is missing.
+The hash covers everything the artifact is made from. Results under other settings therefore get other folders, a cached
+result is never stale, and running the same command again computes only what is missing.
 """
 
 import hashlib
@@ -17,32 +17,35 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Content, Kind, to_json
 from atoll.evaluate.results import plain
 
-ROOM = layout.EVALUATION
-FIGURES = "figures.json"
-METRICS = Kind("figures", Content)
-"""Metrics are in the file: they differ from evaluation to evaluation."""
+METRICS_FILE = "metrics.json"
+# The manifest declares no fields: each metric has different ones, and they are in METRICS_FILE.
+METRICS = Kind("metrics", Content)
 T = TypeVar("T")
 
 
 def keyed(run: Path, group: str, label: str, *, made_from: Mapping[str, object]) -> Artifact:
-    """The artifact for these settings; `label` is for people."""
+    """Return the artifact for these settings; `label` only makes its folder name readable."""
+    # 60 characters keep the folder name far below the 255 bytes of common file systems. Ten hexadecimal digits are 40
+    # bits: among 10,000 cached results a collision has a probability of 5e-5, and `Artifact.begin` would report it,
+    # because it compares `made_from` itself.
     name = re.sub(r"[^A-Za-z0-9.@]+", "-", label).strip("-")[:60]
     digest = hashlib.sha256(to_json(made_from)).hexdigest()[:10]
-    return Artifact(run, f"{ROOM}/{group}/{name}-{digest}")
+    return Artifact(run, f"{layout.EVALUATION}/{group}/{name}-{digest}")
 
 
 def cached(
     run: Path, group: str, label: str, *, made_from: Mapping[str, object], result: type[T], compute: Callable[[], T]
 ) -> T:
-    """Return metrics that are computed once and kept: `figures.json` of an artifact."""
+    """Return a result from the cache, or compute and store it."""
     artifact, parser = keyed(run, group, label, made_from=made_from), TypeAdapter(result)
     if artifact.begin(METRICS, made_from) is not None:
         try:
-            return parser.validate_python(artifact.read_json(FIGURES))
+            return parser.validate_python(artifact.read_json(METRICS_FILE))
         except ValidationError:  # another version of Atoll stored it with other fields
             shutil.rmtree(artifact.folder)
             artifact.begin(METRICS, made_from)
-    artifact.write(FIGURES, to_json(plain(compute())))
+    artifact.write(METRICS_FILE, to_json(plain(compute())))
     artifact.commit(Content())
-    # Not the computed value: JSON sorts its keys, and the first time shall give what every later one gives.
-    return parser.validate_python(artifact.read_json(FIGURES))
+    # Read the file instead of returning the computed value: JSON sorts the keys, and the first call must return the
+    # same as every later one.
+    return parser.validate_python(artifact.read_json(METRICS_FILE))

@@ -1,7 +1,7 @@
-"""`atoll evaluate RUN`: draw samples of every model that is there, take their figures, and diagnose the ensemble.
+"""`atoll evaluate RUN`: generate images with every trained model, compute their metrics, and diagnose the ensemble.
 
-Everything that takes time is an artifact below `RUN/evaluation`, so the same command continues, and other settings
-add to what is there. `RUN/evaluation/latest.json` keeps the last result.
+Every slow step is an artifact below `RUN/evaluation`. You can interrupt the command; running it again resumes. Other
+settings add new artifacts beside the old ones. `RUN/evaluation/latest.json` is the last result.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import SHARDS
 from atoll.ensemble import Settings
 from atoll.evaluate import diagnostics, metrics, trajectories
-from atoll.evaluate.cache import ROOM, cached
+from atoll.evaluate.cache import cached
 from atoll.evaluate.extractors import open_alignment
-from atoll.evaluate.features import Reference, of_reference
-from atoll.evaluate.generated import Prompts, Samples, draw, prompts_of
-from atoll.evaluate.models import Subject, subjects
+from atoll.evaluate.features import Reference, reference_features
+from atoll.evaluate.generated import GeneratedSet, Prompts, generate, prompts_of
+from atoll.evaluate.models import EvaluatedModel, evaluated_models
 from atoll.evaluate.results import (
     Diagnostics,
     DiagnosticsProtocol,
@@ -37,199 +37,204 @@ from atoll.evaluate.results import (
 from atoll.experts.validation import IMAGES, TIME_BINS, Summary, ValidationSet
 
 PARTS = ("metrics", "diversity", "diagnostics", "trajectories")
-LATEST = "latest.json"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to evaluate and how."""
+    """The options of an evaluation."""
 
+    # 2500 is a little more than the 2049 images that an Inception covariance of 2048 dimensions needs. Published FID
+    # uses 10,000 to 50,000.
     num_images: int = 2500
     models: tuple[str, ...] = ()
     routings: tuple[str, ...] = ("top-1", "top-2", "full")
     settings: Settings = Settings()  # noqa: RUF009 - it is frozen
-    """Steps, guidance, solver and seed; its routing is not looked at."""
+    """Steps, guidance scale, solver and seed. Its routing is ignored; see `routings`."""
     extractors: tuple[str, ...] = ("inception",)
     reference: Split = "train"
     num_real: int = 10_000
     diversity: tuple[int, int] = (32, 4)
-    """Prompts, and samples of each."""
+    """Number of prompts, and images per prompt."""
     lpips: Path | None = None
     clip: str | None = None
     num_val: int = IMAGES
-    """Held-out images of each cluster, at most, that diagnostics noise once in every bin of time.
+    """Maximum number of held-out images of each cluster for the diagnostics; each is noised once in every time bin.
 
-    With the default the error of an expert on its own cluster is the one in its manifest.
+    With the default, the error of an expert on its cluster is the number in its manifest.
     """
     num_trajectories: int = 32
-    """Samples that are followed from noise to data, with N and 2 N steps."""
+    """Number of images that are sampled with N and with 2 N steps."""
     without: tuple[str, ...] = ()
     batch_size: int = 64
     max_loaded_experts: int | None = None
     allow_small: bool = False
     prompts: Split = "held-out"
-    """Whose captions or classes the pictures are drawn for."""
+    """The split whose captions or classes are the prompts."""
 
     def __post_init__(self) -> None:
         """Check the values."""
         for part in self.without:
             if part not in PARTS:
                 raise AtollError(unknown("part of the evaluation", part, PARTS))
+        # A covariance needs two images; the real-vs-real baseline needs two such sets; a distance needs two images.
         if self.num_images < 2 or self.num_real < 4 or min(self.diversity) < 1 or self.diversity[1] < 2:
             raise AtollError(
-                "expected at least 2 samples, 4 reference pictures, 1 prompt and 2 samples of each for diversity, got "
-                f"{self.num_images}, {self.num_real}, {self.diversity[0]} and {self.diversity[1]}"
+                "expected --num-images of at least 2, --num-real of at least 4, and --diversity of at least 1 prompt "
+                f"and 2 images per prompt, got {self.num_images}, {self.num_real}, {self.diversity[0]} and "
+                f"{self.diversity[1]}"
             )
 
     def does(self, part: str) -> bool:
-        """Whether a part is wanted."""
+        """Return whether a part is included."""
         return part not in self.without
 
 
 def evaluate(run: Path, config: Config, options: Options) -> EvaluationResult:
-    """Measure the models of a run under some options; what is there is not computed again."""
-    work = Evaluation(run, config, options)
-    found = subjects(run, options.models, options.routings if config.clusters.count > 1 else ("top-1",))
-    references = work.references() if options.does("metrics") else {}
+    """Evaluate the models of a run. Results that exist already are not computed again."""
+    evaluation = Evaluation(run, config, options)
+    models = evaluated_models(run, options.models, options.routings if config.clusters.count > 1 else ("top-1",))
+    references = evaluation.references() if options.does("metrics") else {}
     if options.does("metrics") and not options.allow_small:
         for reference in references.values():
             metrics.check_enough(options.num_images, reference)
     result = EvaluationResult(
         run=str(run),
         prompts=options.prompts,
-        models=tuple(work.model(subject, references) for subject in found),
-        diagnostics=work.diagnose(found) if options.does("diagnostics") else None,
+        models=tuple(evaluation.model(model, references) for model in models),
+        diagnostics=evaluation.diagnose(models) if options.does("diagnostics") else None,
     )
-    Artifact(run, ROOM).write(LATEST, to_json(plain(result)))
+    Artifact(run, layout.EVALUATION).write(Path(layout.LATEST_EVALUATION).name, to_json(plain(result)))
     return result
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The work on one run under some options."""
+    """The evaluation of one run with some options."""
 
     run: Path
     config: Config
     options: Options
 
     def references(self) -> dict[str, Reference]:
-        """Features of real pictures, through each network."""
-        how = self.options
+        """Return the features of the real images, by feature network."""
+        options = self.options
         return {
-            name: of_reference(self.run, self.config, how.reference, count=how.num_real, vision=name)
-            for name in how.extractors
+            name: reference_features(self.run, self.config, options.reference, num_real=options.num_real, vision=name)
+            for name in options.extractors
         }
 
     def prompts(self, count: int) -> Prompts:
-        """Prompts for so many samples."""
+        """Return `count` prompts."""
         return prompts_of(self.run, self.config.clusters.count, count, split=self.options.prompts)
 
-    def settings(self, subject: Subject) -> Settings:
-        """How a subject is sampled."""
-        return Settings(**{**asdict(self.options.settings), "routing": subject.routing or "top-1"})
+    def settings(self, model: EvaluatedModel) -> Settings:
+        """Return the sampling settings of a model."""
+        return Settings(**{**asdict(self.options.settings), "routing": model.routing or "top-1"})
 
-    def model(self, subject: Subject, references: dict[str, Reference]) -> ModelResult:
-        """Measure one model."""
-        how, samples, repeated = self.options, None, None
+    def model(self, model: EvaluatedModel, references: dict[str, Reference]) -> ModelResult:
+        """Evaluate one model."""
+        options, images, repeated = self.options, None, None
         compared, aligned, spread = {}, None, None
-        if how.does("metrics"):
-            samples = self._draw(subject, self.prompts(how.num_images), "samples")
+        if options.does("metrics"):
+            images = self._generate(model, self.prompts(options.num_images), "metrics")
             compared = {
-                name: metrics.against_reference(self.run, samples, reference, vision=name)
+                name: metrics.against_reference(self.run, images, reference, vision=name)
                 for name, reference in references.items()
             }
-            if how.clip is not None:
-                aligned = metrics.alignment(self.run, samples, _opened_alignment(how.clip))
-        if how.does("diversity"):
-            prompts, seeds = how.diversity
-            repeated = self._draw(subject, self.prompts(prompts).repeated(prompts, seeds), "diversity")
-            spread = metrics.diversity(self.run, repeated, seeds, vision=how.extractors[0], lpips=how.lpips)
-        drawn = samples or repeated
-        use, cost = self._use(subject, drawn) if drawn else (None, None)
+            if options.clip is not None:
+                aligned = metrics.alignment(self.run, images, _opened_alignment(options.clip))
+        if options.does("diversity"):
+            prompts, seeds = options.diversity
+            repeated = self._generate(model, self.prompts(prompts).repeated(prompts, seeds), "diversity")
+            spread = metrics.diversity(self.run, repeated, seeds, vision=options.extractors[0], lpips=options.lpips)
+        generated = images or repeated
+        use, cost = self._use(model, generated) if generated else (None, None)
         return ModelResult(
-            model=subject.model,
-            routing=subject.routing,
-            label=subject.label,
-            training=subject.training(self.config),
+            model=model.model,
+            routing=model.routing,
+            label=model.label,
+            training=model.training(self.config),
             metrics=compared,
             alignment=aligned,
             diversity=spread,
             expert_use=use,
             sampling=cost,
-            trajectory=self._trajectory(subject) if how.does("trajectories") else None,
+            trajectory=self._trajectory(model) if options.does("trajectories") else None,
         )
 
-    def _draw(self, subject: Subject, prompts: Prompts, what: str) -> Samples:
-        return draw(
-            subject,
+    def _generate(self, model: EvaluatedModel, prompts: Prompts, purpose: str) -> GeneratedSet:
+        return generate(
+            model,
             prompts,
-            self.settings(subject),
-            what=what,
+            self.settings(model),
+            purpose=purpose,
             batch_size=self.options.batch_size,
             max_loaded_experts=self.options.max_loaded_experts,
         )
 
-    def _use(self, subject: Subject, samples: Samples) -> tuple[ExpertUse | None, SamplingCost]:
-        """Return which experts ran, and what an image cost."""
-        use = trajectories.expert_use(samples)
-        cost = subject.sampling(self.settings(subject), 1.0 if use is None else use.mean_active)
-        memory, seconds = self._memory(subject, len(samples)), samples.seconds() / len(samples)
+    def _use(self, model: EvaluatedModel, images: GeneratedSet) -> tuple[ExpertUse | None, SamplingCost]:
+        """Return the use of the experts, and the cost of one image."""
+        use = trajectories.expert_use(images)
+        cost = model.sampling(self.settings(model), 1.0 if use is None else use.mean_active)
+        memory, seconds = self._memory(model, len(images)), images.seconds() / len(images)
         return use, SamplingCost(**dict(cost), **dict(memory), seconds=seconds)
 
-    def _memory(self, subject: Subject, samples: int) -> MemoryPlan:
-        batch, guided = min(self.options.batch_size, samples), self.options.settings.guidance_scale != 1
+    def _memory(self, model: EvaluatedModel, num_images: int) -> MemoryPlan:
+        batch_size, guided = min(self.options.batch_size, num_images), self.options.settings.guidance_scale != 1
         made_from = {
-            "networks": subject.digests(),
-            "batch_size": batch,
+            "networks": model.digests(),
+            "batch_size": batch_size,
             "guided": guided,
             "max_loaded_experts": self.options.max_loaded_experts,
         }
 
         def compute() -> MemoryPlan:
-            return MemoryPlan(bytes=subject.open(self.options.max_loaded_experts).plan(batch, guided=guided).total)
+            plan = model.open(self.options.max_loaded_experts).plan(batch_size, guided=guided)
+            return MemoryPlan(memory_bytes=plan.total)
 
-        return cached(self.run, "plans", subject.model, made_from=made_from, result=MemoryPlan, compute=compute)
+        return cached(self.run, "plans", model.model, made_from=made_from, result=MemoryPlan, compute=compute)
 
-    def _trajectory(self, subject: Subject) -> Trajectory:
-        settings, prompts = self.settings(subject), self.prompts(self.options.num_trajectories)
+    def _trajectory(self, model: EvaluatedModel) -> Trajectory:
+        settings, prompts = self.settings(model), self.prompts(self.options.num_trajectories)
         made_from = {
             "settings": asdict(settings),
             "prompts": asdict(prompts),
-            "networks": subject.digests(),
+            "networks": model.digests(),
             "data": Artifact(self.run, layout.shards(0)).read(SHARDS).fingerprint,
         }
 
         def compute() -> Trajectory:
-            clusters = trajectories.bank(self.run, self.config.clusters.count)
-            return trajectories.follow(
-                subject.open(self.options.max_loaded_experts), prompts, settings, clusters=clusters, what=subject.label
-            )
+            clusters = trajectories.cluster_latents(self.run, self.config.clusters.count)
+            sampler = model.open(self.options.max_loaded_experts)
+            return trajectories.follow(sampler, prompts, settings, clusters=clusters, label=model.label)
 
-        return cached(self.run, "trajectories", subject.label, made_from=made_from, result=Trajectory, compute=compute)
+        return cached(self.run, "trajectories", model.label, made_from=made_from, result=Trajectory, compute=compute)
 
-    def diagnose(self, found: Sequence[Subject]) -> Diagnostics:
+    def diagnose(self, models: Sequence[EvaluatedModel]) -> Diagnostics:
         """Measure errors on the same held-out images: of every expert, of their mixtures, and of the dense models."""
-        how, experts = self.options, None
-        shards = diagnostics.held_out(self.run, self.config.clusters.count)
+        options, experts = self.options, None
+        shards = diagnostics.held_out_shards(self.run, self.config.clusters.count)
         if not len(shards):
-            raise AtollError(f"{self.run} has no held-out sample; raise data.val_fraction, or --without diagnostics")
+            raise AtollError(
+                f"{self.run} has no held-out images; raise data.val_fraction, or use --without diagnostics"
+            )
         data = [artifact.open(SHARDS).digest for artifact in shards.artifacts]
-        # The seed of training, not of sampling: it is the one that training and admission validate with.
+        # The seed of training, not of sampling: training and admission validate with it too, so their numbers agree.
         seed = self.config.train.seed
-        limit = min(how.num_val, max(map(len, shards.cluster_ranges().values())))
-        made_from = {"data": data, "samples": limit, "seed": seed, "form": diagnostics.FORM}
-        routings = [subject.routing for subject in found if subject.routing is not None]
+        # A limit above the largest cluster changes nothing. Clamping it lets such options share one cached result.
+        limit = min(options.num_val, max(map(len, shards.cluster_ranges().values())))
+        made_from = {"data": data, "images": limit, "seed": seed, "definition": diagnostics.DEFINITION_VERSION}
+        routings = [model.routing for model in models if model.routing is not None]
         if routings:
-            group = Subject(self.run, "experts", routings[0])
-            digests = sorted({digest for subject in found if subject.routing for digest in subject.digests()})
-            router = Artifact(
-                self.run, layout.final(layout.ROUTER)
-            ).manifest()  # it is measured whether or not a routing asks it
+            ensemble = EvaluatedModel(self.run, "experts", routings[0])
+            digests = sorted({digest for model in models if model.routing for digest in model.digests()})
+            # The router is measured even if no routing uses it.
+            router = Artifact(self.run, layout.final(layout.ROUTER)).manifest()
             digests += [router.digest] if router and router.digest not in digests else []
 
-            def ask() -> ExpertDiagnostics:
-                model = group.open(how.max_loaded_experts).ensemble
-                return diagnostics.report(diagnostics.ask(model, shards, routings, limit=limit, seed=seed))
+            def compute_experts() -> ExpertDiagnostics:
+                opened = ensemble.open(options.max_loaded_experts).ensemble
+                return diagnostics.summarize(diagnostics.measure(opened, shards, routings, limit=limit, seed=seed))
 
             experts = cached(
                 self.run,
@@ -237,24 +242,26 @@ class Evaluation:
                 "experts",
                 made_from={**made_from, "networks": digests, "routings": routings},
                 result=ExpertDiagnostics,
-                compute=ask,
+                compute=compute_experts,
             )
 
-        def dense(subject: Subject) -> Summary:
+        def dense(model: EvaluatedModel) -> Summary:
             def compute() -> Summary:
-                model = subject.open().ensemble
-                return diagnostics.dense_error(model, shards, limit, seed=seed, name=subject.model)
+                opened = model.open().ensemble
+                return diagnostics.dense_error(opened, shards, limit, seed=seed, name=model.model)
 
-            own = {**made_from, "networks": subject.digests()}
-            return cached(self.run, "diagnostics", subject.model, made_from=own, result=Summary, compute=compute)
+            key = {**made_from, "networks": model.digests()}
+            return cached(self.run, "diagnostics", model.model, made_from=key, result=Summary, compute=compute)
 
-        images = ValidationSet(shards, seed, limit).images
-        alone = [one for one in found if one.routing is None and not one.model.startswith("expert:")]
+        num_images = ValidationSet(shards, seed, limit).images
+        # Single experts are columns of the matrix of the experts; here are the models of one network for all clusters.
+        dense_models = [model for model in models if model.routing is None and not model.model.startswith("expert:")]
         return Diagnostics(
-            protocol=DiagnosticsProtocol(held_out_samples=images, seed=seed, time_bins=TIME_BINS),
+            protocol=DiagnosticsProtocol(num_images=num_images, seed=seed, time_bins=TIME_BINS),
             experts=experts,
-            dense={subject.model: dense(subject) for subject in alone},
+            dense={model.model: dense(model) for model in dense_models},
         )
 
 
+# Opened once for all models.
 _opened_alignment = cache(open_alignment)

@@ -1,8 +1,8 @@
-"""Vision networks that metrics look through: pictures of eight bits in, features out, with a hash of the weights.
+"""Feature networks of the metrics: 8-bit images in, features and the SHA-256 of the weights out.
 
-`inception` is the network of FID (`inception:PATH` for other files of its weights); any other name is a feature model
-as in `features.model`: efficientnet-lite0, or a vision model of transformers such as DINOv2 or CLIP by name or
-folder. Features are taken as the network gives them, not scaled to length 1.
+`inception` is the network of FID (`inception:PATH` for another file of its weights). Any other name is a feature model
+as in the configuration key `features.model`: efficientnet-lite0, or a vision model of transformers such as DINOv2 or
+CLIP, by hub name or folder. The features are the raw outputs, not normalized to length 1.
 """
 
 from dataclasses import dataclass
@@ -14,43 +14,46 @@ from torch import Tensor, nn
 
 from atoll.core.device import device
 from atoll.core.errors import AtollError
-from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
+from atoll.data.pretrained import deterministic_inference, fingerprint, load_pretrained, model_folder
 from atoll.data.stages.features import Extractor, open_extractor
 from atoll.data.stages.ingest import Pixels
 from atoll.data.vision import efficientnet, inception
 from atoll.data.vision.base import Vision, to_pixels
 
+# Images per forward pass of a feature network. Small: inputs have up to 299 pixels a side, also on a CPU. Features are
+# stored, so a change may alter their last digits.
 BATCH = 32
 
 
 def open_vision(name: str) -> Vision:
-    """The vision network of that name."""
+    """Open the feature network with this name."""
     kind, _, path = name.partition(":")
     return _open_inception(Path(path) if path else None) if kind == "inception" else _open_features(name)
 
 
 def weights_of(name: str) -> str:
-    """SHA-256 of a vision network's weights, without opening it."""
+    """Return the SHA-256 of the weights of a feature network, without opening it."""
     kind, _, path = name.partition(":")
     if kind == "inception":
         return fingerprint(Path(path) if path else inception.weights_file())
-    return fingerprint(efficientnet.weights_file() if name == "efficientnet-lite0" else folder_of(name))
+    return fingerprint(efficientnet.weights_file() if name == "efficientnet-lite0" else model_folder(name))
 
 
 def _open_inception(file: Path | None) -> Vision:
     network = inception.load(file).to(device())
 
     def prepared(x: Tensor) -> Tensor:
-        # For pictures below 299 this is the bilinear resize of the customary tools; larger ones are smoothed too.
+        # Up to 299 pixels a side this is the bilinear resize of the common FID tools. Larger images are antialiased
+        # too, as clean-fid recommends (Parmar et al. 2022). The constants are those of the TensorFlow original.
         return resized(x, inception.SIDE, "bilinear").sub_(128).div_(128)
 
     def features(x: Tensor) -> Tensor:
-        with repeatable():
-            answer: Tensor = network(prepared(x))
-        return answer
+        with deterministic_inference():
+            output: Tensor = network(prepared(x))
+        return output
 
     def maps(x: Tensor) -> list[Tensor]:
-        with repeatable():
+        with deterministic_inference():
             return network.maps(prepared(x))
 
     weights = fingerprint(file or inception.weights_file())
@@ -64,7 +67,7 @@ def _open_features(name: str) -> Vision:
 
 
 def resized(x: Tensor, side: int, mode: str) -> Tensor:
-    """Pixels in another size, still from 0 to 255."""
+    """Resize pixels (N, 3, H, W) to `side`; they stay in 0 to 255."""
     if x.shape[-1] == side:
         return x.clone()
     return nn.functional.interpolate(x, (side, side), mode=mode, align_corners=False, antialias=True).clamp_(0, 255)
@@ -72,7 +75,7 @@ def resized(x: Tensor, side: int, mode: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Alignment:
-    """An image-text model, to tell how well pictures fit their captions."""
+    """An image-text model that scores how well images match their captions."""
 
     name: str
     weights: str
@@ -80,7 +83,7 @@ class Alignment:
     tokenizer: Any
 
     def __call__(self, pixels: Pixels, captions: list[str]) -> Tensor:
-        """Cosine (N,) between each picture (N, H, W, 3) and its caption."""
+        """Return the cosine (N,) between each image (N, H, W, 3) and its caption."""
         parts = []
         for start in range(0, len(pixels), BATCH):
             x = resized(to_pixels(pixels[start : start + BATCH]), self.extractor.side, "bicubic")
@@ -89,21 +92,24 @@ class Alignment:
 
     def _text(self, captions: list[str]) -> Tensor:
         model: Any = self.extractor.network.network
-        # All captions get the full length: SigLIP was trained so, and to CLIP padding makes no difference.
+        # Pad all captions to the full length: SigLIP was trained that way, and CLIP ignores the padding.
         length = model.config.text_config.max_position_embeddings
         tokens = self.tokenizer(captions, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
-        wanted = {key: tokens[key].to(device()) for key in ("input_ids", "attention_mask") if key in tokens}
-        with repeatable():
-            answer = model.get_text_features(**wanted)
-        features: Tensor = answer if isinstance(answer, Tensor) else answer.pooler_output
+        inputs = {key: tokens[key].to(device()) for key in ("input_ids", "attention_mask") if key in tokens}
+        with deterministic_inference():
+            output = model.get_text_features(**inputs)
+        # Some versions of transformers return the tensor itself, others an object that holds it.
+        features: Tensor = output if isinstance(output, Tensor) else output.pooler_output
         return features.float()
 
 
 def open_alignment(name: str) -> Alignment:
-    """An image-text model of transformers (CLIP, SigLIP) by name or folder."""
+    """Open an image-text model of transformers (CLIP, SigLIP) by hub name or folder."""
     from transformers import AutoTokenizer
 
     extractor = open_extractor(name)
     if not hasattr(getattr(extractor.network, "network", None), "get_text_features"):
-        raise AtollError(f"{name} is no image-text model: it has no text features; give a CLIP or SigLIP")
-    return Alignment(name, fingerprint(folder_of(name)), extractor, load_pretrained(AutoTokenizer, folder_of(name)))
+        raise AtollError(f"{name} is no image-text model: it has no text features; use a CLIP or SigLIP model")
+    return Alignment(
+        name, fingerprint(model_folder(name)), extractor, load_pretrained(AutoTokenizer, model_folder(name))
+    )

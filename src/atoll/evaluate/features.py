@@ -1,4 +1,4 @@
-"""Features of real pictures and of samples, each computed once and kept in the run."""
+"""Features of real and of generated images, computed once and stored in the run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from torch import Tensor
 from atoll.core.artifacts import Artifact, Content, Kind
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.data.chunks import Chunks, ahead
+from atoll.data.chunks import Chunks, prefetch
 from atoll.data.shuffle import shuffled
-from atoll.data.sources.base import BadImage, Sample, Source, decode
+from atoll.data.sources.base import BadImage, Source, SourceImage, decode
 from atoll.data.stages.ingest import Index, Pixels, open_configured
 from atoll.data.vision.base import Vision
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.distances import Gaussian
 from atoll.evaluate.extractors import BATCH, open_vision, weights_of
-from atoll.evaluate.generated import CHUNK, Samples
+from atoll.evaluate.generated import CHUNK, GeneratedSet
 from atoll.evaluate.results import ReferenceSpec, Split, VisionProtocol
 
 
 class FeaturesContent(Content):
-    """Features of a set of images, and how they were taken."""
+    """The manifest of a feature set: its shape, and how the features were computed."""
 
     rows: int
     dimensions: int
@@ -38,19 +38,18 @@ class FeaturesContent(Content):
 FEATURES = Kind("evaluation features", FeaturesContent)
 _STATISTICS = "statistics.safetensors"
 
+# One feature network serves many sets: open each once.
 opened = cache(open_vision)
-"""Vision networks, each opened once."""
 
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Features of some pictures through one network, in the run."""
+    """Stored features of some images from one network."""
 
     artifact: Artifact
     content: FeaturesContent
-    """The shape of the features, and how they were taken."""
     digest: str
-    """Of the artifact's manifest."""
+    """The digest of the artifact's manifest."""
 
     def features(self) -> Tensor:
         """Read the features (N, D)."""
@@ -72,40 +71,41 @@ class Reference(FeatureSet):
     about: ReferenceSpec
 
 
-@lru_cache(maxsize=4)  # of two vision networks, those of the generated images and of the real ones
+# Four sets: generated and real images in two feature networks. 10,000 Inception features of 2048 float32 are 82 MB.
+@lru_cache(maxsize=4)
 def _features(artifact: Artifact) -> Tensor:
     files = sorted(file for file in artifact.open(FEATURES).files if file != _STATISTICS)
     return torch.cat([load_file(artifact.path(file))["features"] for file in files])
 
 
-def of_samples(run: Path, samples: Samples, vision: str) -> FeatureSet:
-    """Features of generated pictures."""
-    made_from = {"samples": samples.digest(), "extractor": vision, "weights": weights_of(vision)}
-    artifact = keyed(run, "features", f"{samples.label}-{_short(vision)}", made_from=made_from)
+def generated_features(run: Path, images: GeneratedSet, vision: str) -> FeatureSet:
+    """Return the features of generated images, computed now or before."""
+    made_from = {"images": images.digest(), "extractor": vision, "weights": weights_of(vision)}
+    artifact = keyed(run, "features", f"{images.label}-{_short(vision)}", made_from=made_from)
     if artifact.begin(FEATURES, made_from) is None:
-        chunks = Chunks(artifact, len(samples), CHUNK)
+        chunks = Chunks(artifact, len(images), CHUNK)
         missing = chunks.missing()
         todo = set(missing)
-        encoded = ((c, len(p), {"features": opened(vision)(p)}) for c, p in enumerate(samples.chunks()) if c in todo)
-        chunks.fill(f"features of {samples.label}", missing, encoded)
+        encoded = ((c, len(p), {"features": opened(vision)(p)}) for c, p in enumerate(images.chunks()) if c in todo)
+        chunks.fill(f"features of {images.label}", missing, encoded)
         _commit(artifact, chunks, opened(vision))
     return FeatureSet(artifact, artifact.read(FEATURES), artifact.open(FEATURES).digest)
 
 
-def of_reference(run: Path, config: Config, split: Split, *, count: int, vision: str) -> Reference:
-    """Features of real pictures of a split: `count` of them, always the same, or all if there are fewer."""
+def reference_features(run: Path, config: Config, split: Split, *, num_real: int, vision: str) -> Reference:
+    """Return the features of `num_real` images of a split, always the same ones; of all if there are fewer."""
     index = Index.open(run)
-    rows = _chosen(index, split, count)
-    about = ReferenceSpec(split=split, pictures=len(rows), resolution=config.data.resolution)
+    rows = _chosen(index, split, num_real)
+    about = ReferenceSpec(split=split, num_images=len(rows), resolution=config.data.resolution)
     made_from = {"ingest": index.manifest.digest, **dict(about), "extractor": vision, "weights": weights_of(vision)}
     artifact = keyed(run, "reference", f"{split}-{len(rows)}-{_short(vision)}", made_from=made_from)
     if artifact.begin(FEATURES, made_from) is None:
         chunks = Chunks(artifact, len(rows), CHUNK)
         missing = chunks.missing()
         source = open_configured(config.data)
-        pictures = _read(index, source, [rows[c * CHUNK : (c + 1) * CHUNK] for c in missing], config=config)
-        encoded = _encoded(pictures, opened(vision), chunks, missing=missing)
-        chunks.fill(f"reference ({split}, {_short(vision)})", missing, encoded)
+        images = _read(index, source, [rows[c * CHUNK : (c + 1) * CHUNK] for c in missing], config=config)
+        encoded = _encoded(images, opened(vision), chunks, missing=missing)
+        chunks.fill(f"features of real images ({split}, {_short(vision)})", missing, encoded)
         _commit(artifact, chunks, opened(vision))
     return Reference(artifact, artifact.read(FEATURES), artifact.open(FEATURES).digest, about)
 
@@ -120,44 +120,50 @@ def _commit(artifact: Artifact, chunks: Chunks, vision: Vision) -> None:
 
 
 def _chosen(index: Index, split: Split, count: int) -> "np.ndarray[Any, Any]":
-    """Numbers of the chosen samples in the index: the first of a fixed shuffle, in the order of the index."""
+    """Return the rows of the chosen images in the index: the first of a fixed shuffle, in ascending order."""
     chunks = range(-(-index.rows // index.chunk))
     mine = [np.array([s == split for s in index.read(chunk, ["split"])["split"]]) for chunk in chunks]
     rows = np.flatnonzero(np.concatenate(mine))
     if not len(rows):
-        raise AtollError(f"there is no {split} picture to compare with; set data.val_fraction, or take the other split")
+        raise AtollError(
+            f"the {split} split has no images to compare with; set data.val_fraction, or choose the other --reference"
+        )
     order = shuffled(np.arange(min(count, len(rows)), dtype=np.uint64), len(rows), seed=0, epoch=0)
+    # Ascending order reads the source front to back.
     return np.sort(rows[order.astype(np.int64)])
 
 
 def _read(index: Index, source: Source, wanted: "list[np.ndarray[Any, Any]]", *, config: Config) -> Iterator[Pixels]:
-    """The wanted pictures one by one, in order, decoded ahead in threads."""
+    """Yield the wanted images in order, decoded ahead in threads."""
     rows = np.concatenate(wanted) if wanted else np.array([], dtype=np.int64)
     by_chunk = {
         int(chunk): rows[rows // index.chunk == chunk] % index.chunk for chunk in np.unique(rows // index.chunk)
     }
 
-    def samples() -> Iterator[Sample]:
-        for chunk, listed in index.walk(source, list(by_chunk)):
+    def samples() -> Iterator[SourceImage]:
+        for chunk, listed in index.source_images(source, list(by_chunk)):
             yield from (listed[row] for row in by_chunk[chunk])
 
-    return ahead(samples(), lambda sample: _pixels(sample, config.data.resolution), config.data.workers)
+    return prefetch(samples(), lambda sample: _pixels(sample, config.data.resolution), config.data.workers)
 
 
-def _pixels(sample: Sample, resolution: int) -> Pixels:
+def _pixels(sample: SourceImage, resolution: int) -> Pixels:
     try:
         return np.asarray(decode(sample.read(), resolution))
     except BadImage as bad:
-        raise AtollError(f"the source changed: {sample.id!r} was a good picture, and now: {bad.reason}") from bad
+        raise AtollError(
+            f"the source changed since ingest: {sample.id!r} was a valid image, now: {bad.reason}"
+        ) from bad
 
 
 def _encoded(
-    pictures: Iterator[Pixels], vision: Vision, chunks: Chunks, *, missing: list[int]
+    images: Iterator[Pixels], vision: Vision, chunks: Chunks, *, missing: list[int]
 ) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
+    # Batches end at chunk boundaries, so an interrupted job that resumes computes the same batches and the same bits.
     for chunk in missing:
         left = chunks.length(chunk)
         while left:
-            batch = np.stack(list(islice(pictures, min(BATCH, left))))
+            batch = np.stack(list(islice(images, min(BATCH, left))))
             left -= len(batch)
             yield chunk, len(batch), {"features": vision(batch)}
 

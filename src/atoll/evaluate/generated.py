@@ -1,9 +1,9 @@
-"""Sets of generated pictures, kept in the run so that any figure can be taken of them again.
+"""Sets of generated images, stored in the run so that any metric can be computed from them later.
 
-evaluation/samples/experts-top-2-0123456789/
-    000000.safetensors    pictures (N, H, W, 3) of eight bits; expert use by time; seconds it took
-    prompts.json          prompt, class and cluster of each
-    sheet.png             the first of them, for people
+evaluation/generated/experts-top-2-metrics-0123456789/
+    000000.safetensors    images (N, H, W, 3) of 8 bits; expert use by time; seconds
+    prompts.json          prompt, class and cluster of each image
+    sheet.png             contact sheet of the first images
 """
 
 import time
@@ -25,30 +25,32 @@ from atoll.data.contact_sheet import sheet
 from atoll.data.dataset import Shards
 from atoll.data.shuffle import shuffled
 from atoll.data.stages.ingest import Pixels
-from atoll.ensemble import Sampler, Settings
-from atoll.ensemble import Samples as Generated
+from atoll.ensemble import Sampler, Samples, Settings
 from atoll.evaluate.cache import keyed
-from atoll.evaluate.models import Subject
+from atoll.evaluate.models import EvaluatedModel
 from atoll.evaluate.results import SampleProtocol, Split
 from atoll.flow import rng
 
 
-class SamplesContent(Content):
-    """A set of generated images."""
+class GeneratedContent(Content):
+    """The manifest of a set of generated images."""
 
     rows: int
     seconds: float
 
 
-SAMPLES = Kind("evaluation samples", SamplesContent)
+GENERATED = Kind("generated images", GeneratedContent)
+# Images per file, the unit that is stored and resumed. It is part of the results: every chunk has its own noise seed.
 CHUNK = 256
+# An arbitrary number that no other random stream uses. Changing it changes all generated images.
 SEED_STREAM = 31
+# An 8 x 8 contact sheet.
 SHEET = 64
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a set of samples is asked for: captions or classes of real samples, with their clusters."""
+    """The prompts of a set: captions or classes of real images, with the clusters of these images."""
 
     captions: list[str] | None
     labels: list[int] | None
@@ -58,12 +60,12 @@ class Prompts:
         return len(self.clusters)
 
     def part(self, rows: slice) -> "Prompts":
-        """Some of them."""
+        """Return some of the prompts."""
         captions = None if self.captions is None else self.captions[rows]
         return Prompts(captions, None if self.labels is None else self.labels[rows], self.clusters[rows])
 
     def repeated(self, prompts: int, times: int) -> "Prompts":
-        """The first `prompts` of them, each `times` in a row."""
+        """Return the first `prompts` prompts, each `times` times in a row."""
         rows = [row for row in range(min(prompts, len(self))) for _ in range(times)]
         captions = None if self.captions is None else [self.captions[row] for row in rows]
         labels = None if self.labels is None else [self.labels[row] for row in rows]
@@ -71,19 +73,19 @@ class Prompts:
 
 
 def prompts_of(run: Path, clusters: int, count: int, *, seed: int = 0, split: Split = "held-out") -> Prompts:
-    """Prompts of samples of a split, as many of each cluster as its share of the training data asks for.
+    """Return `count` prompts from a split, divided over the clusters in proportion to their training images.
 
-    Where a cluster has fewer than that they are taken in turn again; noise differs from sample to sample. A cluster
-    that has none at all is left out.
+    A cluster with fewer images than that repeats its prompts; the noise of repeated prompts differs. A cluster without
+    images in the split is left out.
     """
     opened = [Shards.open(run, [cluster], split) for cluster in range(clusters)]
     empty = [cluster for cluster, shards in enumerate(opened) if not len(shards)]
     if len(empty) == clusters:
         raise AtollError(
-            f"there is no {split} sample to take prompts from; raise data.val_fraction or say --prompts train"
+            f"the {split} split has no images to take prompts from; raise data.val_fraction or use --prompts train"
         )
     if empty:
-        print(f"no {split} sample, so no prompt, is of cluster {', '.join(map(str, empty))}", flush=True)
+        print(f"no prompts for cluster {', '.join(map(str, empty))}: it has no {split} images", flush=True)
     trained = Shards.open(run, list(range(clusters))).cluster_sizes()
     wanted = shares([0 if cluster in empty else size for cluster, size in enumerate(trained)], count)
     captions: list[str] = []
@@ -97,6 +99,7 @@ def prompts_of(run: Path, clusters: int, count: int, *, seed: int = 0, split: Sp
         captions += [caption or "" for caption in shards.captions(rows)] if rows else []
         labels += shards.read(np.array(rows)).label.tolist() if rows else []
         owners += [cluster] * many
+    # Shuffle over the clusters, so that any first part of the set (a chunk, the contact sheet) has all of them.
     order = shuffled(np.arange(count, dtype=np.uint64), count, seed, epoch=clusters).astype(np.int64)
     data = opened[0].content
     texts = [captions[i] for i in order] if data.text else None
@@ -104,7 +107,7 @@ def prompts_of(run: Path, clusters: int, count: int, *, seed: int = 0, split: Sp
 
 
 def shares(sizes: list[int], count: int) -> list[int]:
-    """`count` divided in the proportions of `sizes`, in whole numbers, by largest remainders."""
+    """Divide `count` in the proportions of `sizes` into whole numbers, by the largest-remainder method."""
     exact = [count * size / sum(sizes) for size in sizes]
     whole = [int(share) for share in exact]
     left = sorted(range(len(sizes)), key=lambda i: whole[i] - exact[i])
@@ -114,38 +117,38 @@ def shares(sizes: list[int], count: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Samples:
-    """A finished set of generated pictures."""
+class GeneratedSet:
+    """A finished set of generated images."""
 
     label: str
     artifact: Artifact
     prompts: Prompts
 
     def seconds(self) -> float:
-        """Return how long it took to make all of them."""
-        return self.artifact.read(SAMPLES).seconds
+        """Return how long it took to generate all images."""
+        return self.artifact.read(GENERATED).seconds
 
     def digest(self) -> str:
-        """Fingerprint of the set."""
-        return self.artifact.open(SAMPLES).digest
+        """Return the digest of the set."""
+        return self.artifact.open(GENERATED).digest
 
     def protocol(self) -> SampleProtocol:
-        """Return how the images were made, to be written beside every metric."""
-        made_from = self.artifact.open(SAMPLES).made_from
+        """Return how the images were generated, to be stored beside every metric."""
+        made_from = self.artifact.open(GENERATED).made_from
         return SampleProtocol(
-            model=made_from["model"], samples=len(self), set=self.artifact.name, **made_from["settings"]
+            model=made_from["model"], num_images=len(self), set=self.artifact.name, **made_from["settings"]
         )
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def chunks(self) -> Iterator[Pixels]:
-        """The pictures (N, H, W, 3), `CHUNK` at a time."""
+        """Yield the images (N, H, W, 3), `CHUNK` at a time."""
         for file in self._files():
-            yield load_file(file)["pictures"].numpy()
+            yield load_file(file)["images"].numpy()
 
     def use(self) -> dict[str, Tensor] | None:
-        """Times, mean weight of each expert and share of samples led by it, (evaluations, experts); None if dense."""
+        """Return the times, the mean weight and lead share of each expert (evaluations, experts); None if dense."""
         stored = [_read(file, ("t", "weights", "lead", "active")) for file in self._files()]
         if "t" not in stored[0]:
             return None
@@ -155,86 +158,86 @@ class Samples:
         return {"t": stored[0]["t"], **sums}
 
     def _files(self) -> list[Path]:
-        return [self.artifact.path(file) for file in sorted(self.artifact.open(SAMPLES).files) if file[0].isdecimal()]
+        # Chunk files have numbers as names; prompts.json and sheet.png do not.
+        return [self.artifact.path(file) for file in sorted(self.artifact.open(GENERATED).files) if file[0].isdecimal()]
 
 
-def draw(
-    subject: Subject,
+def generate(
+    model: EvaluatedModel,
     prompts: Prompts,
     settings: Settings,
     *,
-    what: str,
+    purpose: str,
     batch_size: int,
     max_loaded_experts: int | None,
-) -> Samples:
-    """Make a set of samples, or open it if it is there; interrupted, it continues with the next chunk."""
-    plain = {key: value for key, value in asdict(settings).items() if key != "routing" or subject.routing}
-    told = to_json(asdict(prompts))
-    made_from = {"model": subject.model, "networks": subject.digests(), "settings": plain, "prompts": asdict(prompts)}
-    artifact = keyed(subject.run, "samples", f"{subject.label} {what}", made_from=made_from)
+) -> GeneratedSet:
+    """Generate a set of images, or open it if it exists. If interrupted, it resumes with the next missing chunk."""
+    plain = {key: value for key, value in asdict(settings).items() if key != "routing" or model.routing}
+    made_from = {"model": model.model, "networks": model.digests(), "settings": plain, "prompts": asdict(prompts)}
+    artifact = keyed(model.run, "generated", f"{model.label} {purpose}", made_from=made_from)
+    # The manifest names the file instead of repeating thousands of prompts. The folder name has the hash of all.
     short = {**made_from, "prompts": f"{len(prompts)} in prompts.json"}
-    if artifact.begin(SAMPLES, short) is None:
-        artifact.write("prompts.json", told)
-        chunks, model = Chunks(artifact, len(prompts), CHUNK), subject.open(max_loaded_experts)
-        # One step first, so that opening networks is no part of the time that pictures take.
-        for number in range(len(model.ensemble.members)) if max_loaded_experts is None else ():
-            model.ensemble.cache.get(number)
-        _generate(model, prompts.part(slice(0, 1)), replace(settings, steps=1), batch_size=batch_size)
+    if artifact.begin(GENERATED, short) is None:
+        artifact.write("prompts.json", to_json(asdict(prompts)))
+        chunks, sampler = Chunks(artifact, len(prompts), CHUNK), model.open(max_loaded_experts)
+        # Load the experts and run one step before timing, so that `seconds` excludes opening and warming up.
+        for number in range(len(sampler.ensemble.references)) if max_loaded_experts is None else ():
+            sampler.ensemble.cache.get(number)
+        _sample(sampler, prompts.part(slice(0, 1)), replace(settings, steps=1), batch_size=batch_size)
         for chunk in chunks.missing():
-            print(f"{subject.label}: {what}, from {chunk * CHUNK:,} of {len(prompts):,}", flush=True)
+            print(f"{model.label}: generating images for {purpose}, {chunk * CHUNK:,} of {len(prompts):,}", flush=True)
             artifact.write_tensors(
-                chunks.file(chunk), _chunk(model, prompts, settings, chunk=chunk, batch_size=batch_size)
+                chunks.file(chunk), _chunk(sampler, prompts, settings, chunk=chunk, batch_size=batch_size)
             )
         artifact.commit(_finish(artifact, chunks))
-    return Samples(subject.label, artifact, prompts)
+    return GeneratedSet(model.label, artifact, prompts)
 
 
-def _chunk(model: Sampler, prompts: Prompts, settings: Settings, *, chunk: int, batch_size: int) -> dict[str, Tensor]:
-    """One chunk of pictures. Its noise is the same for every model and routing."""
+def _chunk(sampler: Sampler, prompts: Prompts, settings: Settings, *, chunk: int, batch_size: int) -> dict[str, Tensor]:
+    """Generate one chunk of images."""
     part = prompts.part(slice(chunk * CHUNK, (chunk + 1) * CHUNK))
+    # The seed depends on the chunk and on no model, so every model and routing starts from the same noise.
+    # The shift by 33 leaves 31 of the 64 bits: a positive seed for any generator.
     seed = rng.key(settings.seed, SEED_STREAM, chunk) >> 33
-    made, seconds = _generate(model, part, replace(settings, seed=seed), batch_size=batch_size)
-    pictures = torch.from_numpy(np.stack([np.asarray(image) for image in made.images]))
-    return {"pictures": pictures, "seconds": torch.tensor(seconds, dtype=torch.float64), **_use(made)}
+    samples, seconds = _sample(sampler, part, replace(settings, seed=seed), batch_size=batch_size)
+    images = torch.from_numpy(np.stack([np.asarray(image) for image in samples.images]))
+    return {"images": images, "seconds": torch.tensor(seconds, dtype=torch.float64), **_use(samples)}
 
 
-def _generate(model: Sampler, prompts: Prompts, settings: Settings, *, batch_size: int) -> tuple[Generated, float]:
-    """Pictures, and the seconds they took."""
-    labels = prompts.labels if "label" in model.ensemble.conditioning else None
-    how = {"batch_size": batch_size, "trace": len(model.ensemble.experts) > 1, **asdict(settings)}
+def _sample(sampler: Sampler, prompts: Prompts, settings: Settings, *, batch_size: int) -> tuple[Samples, float]:
+    """Generate images; return them and the seconds it took."""
+    labels = prompts.labels if "label" in sampler.ensemble.conditioning else None
+    how = {"batch_size": batch_size, "trace": len(sampler.ensemble.experts) > 1, **asdict(settings)}
     start = time.perf_counter()
-    made = model.generate(prompts.captions, labels, len(prompts), clusters=prompts.clusters, **how)
-    return made, time.perf_counter() - start
+    samples = sampler.generate(prompts.captions, labels, len(prompts), clusters=prompts.clusters, **how)
+    return samples, time.perf_counter() - start
 
 
-def _use(made: Generated) -> dict[str, Tensor]:
-    """Sums over samples: each expert's weight, how often it has the largest, and how many run, at every evaluation."""
-    if made.trace is None:
+def _use(samples: Samples) -> dict[str, Tensor]:
+    """Return, at every evaluation, sums over the images: weights, largest weights and running experts."""
+    if samples.trace is None:
         return {}
-    weights = made.trace.weights.double()
+    weights = samples.trace.weights.double()  # (evaluations, images, experts)
     lead = torch.nn.functional.one_hot(weights.argmax(-1), weights.shape[-1]).double()
     return {
-        "t": made.trace.t,
+        "t": samples.trace.t,
         "weights": weights.sum(1),
         "lead": lead.sum(1),
         "active": (weights > 0).double().sum((1, 2)),
     }
 
 
-def _finish(artifact: Artifact, chunks: Chunks) -> SamplesContent:
-    """A sheet of the first pictures, and the time all of them took."""
+def _finish(artifact: Artifact, chunks: Chunks) -> GeneratedContent:
+    """Write the contact sheet, and sum the seconds."""
     files = [artifact.path(chunks.file(chunk)) for chunk in range(chunks.count)]
-    first = load_file(files[0])["pictures"][:SHEET].numpy()
+    first = load_file(files[0])["images"][:SHEET].numpy()
     with artifact.writing("sheet.png") as path:
-        sheet([Image.fromarray(picture) for picture in first]).save(path, format="PNG")
+        sheet([Image.fromarray(image) for image in first]).save(path, format="PNG")
     seconds = sum(float(_read(file, ("seconds",))["seconds"]) for file in files)
-    return SamplesContent(rows=chunks.rows, seconds=seconds)
+    return GeneratedContent(rows=chunks.rows, seconds=seconds)
 
 
 def _read(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Some tensors of a file, if they are there, without reading the others."""
+    """Read those of the named tensors that a file has, and no others."""
     with safe_open(file, framework="pt") as stored:
         return {name: stored.get_tensor(name) for name in names if name in stored.keys()}  # noqa: SIM118
-
-
-__all__ = ["CHUNK", "Prompts", "Samples", "draw", "prompts_of", "shares"]

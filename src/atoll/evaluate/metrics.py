@@ -1,4 +1,4 @@
-"""Figures of merit of a set of samples, each with the protocol that gave it."""
+"""Metrics of a set of generated images, each with the protocol it was measured under."""
 
 from pathlib import Path
 
@@ -12,47 +12,50 @@ from atoll.evaluate import results
 from atoll.evaluate.cache import cached
 from atoll.evaluate.distances import Gaussian, frechet, kernel_distance, pairwise_mean, precision_recall
 from atoll.evaluate.extractors import Alignment
-from atoll.evaluate.features import FeatureSet, Reference, of_samples, opened
-from atoll.evaluate.generated import Samples
+from atoll.evaluate.features import FeatureSet, Reference, generated_features, opened
+from atoll.evaluate.generated import GeneratedSet
 from atoll.evaluate.results import Baseline, Distances, Diversity, Frechet, Kid, Metrics, PrecisionRecall, Spread
 
-KID_LEAST, NEIGHBOURS_LEAST = 100, 500
-"""Samples below which KID's error, or the holes between neighbours, drown what is measured."""
-_ERROR = "samples and reference are finite: compare with `floor`, what real pictures get against other real ones"
+# Orders of magnitude, not measured limits. With fewer images the standard error of KID, or the gaps between the
+# neighborhoods of precision and recall, are larger than the differences between models.
+MIN_KID, MIN_PRECISION_RECALL = 100, 500
+_NOTE = "biased upward for finite sets: compare with real_baseline, the distance between two sets of real images"
 
 
-def check_enough(samples: int, reference: Reference) -> None:
-    """Refuse numbers of pictures too small for the figures to mean what people take them to mean."""
+def check_enough(num_images: int, reference: Reference) -> None:
+    """Raise an error if there are too few images for the metrics to be comparable with published ones."""
     dimensions = reference.content.dimensions
-    least = {"the Frechet distance": dimensions + 1, "KID": KID_LEAST, "precision and recall": NEIGHBOURS_LEAST}
-    lacking = [f"{name} needs {count:,}" for name, count in least.items() if min(samples, len(reference)) < count]
+    # A covariance of N images has rank N - 1: with fewer than D + 1 it is singular, and bias dominates.
+    least = {"the Frechet distance": dimensions + 1, "KID": MIN_KID, "precision and recall": MIN_PRECISION_RECALL}
+    lacking = [f"{name} needs {count:,}" for name, count in least.items() if min(num_images, len(reference)) < count]
     if lacking:
         raise AtollError(
-            f"{samples:,} samples against {len(reference):,} real pictures are too few for unbiased figures through "
-            f"{reference.content.protocol.extractor} ({dimensions} dimensions): {', '.join(lacking)} on both sides. "
-            "Raise --num-images, take --reference train, use a network of fewer dimensions, or use --allow-small"
+            f"{num_images:,} generated and {len(reference):,} real images are too few for "
+            f"{reference.content.protocol.extractor} features ({dimensions} dimensions): {', '.join(lacking)} on both "
+            "sides. Raise --num-images, use --reference train, choose --extractors with fewer dimensions, or accept "
+            "biased metrics with --allow-small"
         )
 
 
-def against_reference(run: Path, samples: Samples, reference: Reference, *, vision: str) -> Metrics:
-    """Return Frechet distance, KID, precision and recall of samples against real images."""
-    made, label = of_samples(run, samples, vision), f"{samples.label} {Path(vision).name}"
-    made_from = {"samples": made.digest, "reference": reference.digest}
+def against_reference(run: Path, images: GeneratedSet, reference: Reference, *, vision: str) -> Metrics:
+    """Return Frechet distance, KID, precision and recall of generated against real images."""
+    generated, label = generated_features(run, images, vision), f"{images.label} {Path(vision).name}"
+    made_from = {"generated": generated.digest, "reference": reference.digest}
 
     def compute() -> Distances:
-        count = min(len(made), len(reference))
-        kid = kernel_distance(made.features(), reference.features())
-        near = precision_recall(_first(reference, count), made.features()[:count])
+        count = min(len(generated), len(reference))
+        kid = kernel_distance(generated.features(), reference.features())
+        near = precision_recall(_subset(reference, count), generated.features()[:count])
         return Distances(
-            frechet=Frechet(value=frechet(made.gaussian(), reference.gaussian()), note=_ERROR),
-            kid=Kid(**dict(kid), note="unbiased; standard_error is that of value"),
-            precision_recall=PrecisionRecall(**dict(near), pictures_of_each=count),
-            floor=floor(reference, len(made)),
+            frechet=Frechet(value=frechet(generated.gaussian(), reference.gaussian()), note=_NOTE),
+            kid=Kid(**dict(kid), note="unbiased; standard_error is the error of value"),
+            precision_recall=PrecisionRecall(**dict(near), num_images=count),
+            real_baseline=real_baseline(reference, len(generated)),
         )
 
-    found = cached(run, "figures", label, made_from=made_from, result=Distances, compute=compute)
+    found = cached(run, "metrics", label, made_from=made_from, result=Distances, compute=compute)
     protocol = results.MetricsProtocol(
-        **dict(samples.protocol()),
+        **dict(images.protocol()),
         **dict(reference.content.protocol),
         reference=reference.about,
         reference_fingerprint=reference.digest,
@@ -60,15 +63,19 @@ def against_reference(run: Path, samples: Samples, reference: Reference, *, visi
     return Metrics(**dict(found), protocol=protocol)
 
 
-def _first(reference: FeatureSet, count: int) -> torch.Tensor:
-    """`count` rows at random, always the same."""
+def _subset(reference: FeatureSet, count: int) -> torch.Tensor:
+    """Return `count` random rows, always the same."""
     rows = torch.randperm(len(reference), generator=torch.Generator().manual_seed(0))[:count]
     return reference.features()[rows]
 
 
-def floor(reference: FeatureSet, samples: int) -> Baseline:
-    """What real pictures get against real pictures: the small-sample bias of the Frechet distance, and KID's noise."""
-    count = min(samples, len(reference) // 2)
+def real_baseline(reference: FeatureSet, num_images: int) -> Baseline:
+    """Return the real-vs-real baseline: the distances between two disjoint sets of real images.
+
+    One set has as many images as the generated one, at most half of all; the other has the rest. The Frechet distance
+    of the baseline is the bias of these numbers of images, and its KID shows the noise.
+    """
+    count = min(num_images, len(reference) // 2)
     order = torch.randperm(len(reference), generator=torch.Generator().manual_seed(1))
     part, rest = reference.features()[order[:count]], reference.features()[order[count:]]
     kid = kernel_distance(part, rest, subsets=1)
@@ -76,51 +83,51 @@ def floor(reference: FeatureSet, samples: int) -> Baseline:
         frechet=frechet(Gaussian.of(part), Gaussian.of(rest)),
         kid=kid.value,
         kid_standard_error=kid.standard_error,
-        real_pictures=count,
-        against_real_pictures=len(reference) - count,
+        num_images=count,
+        num_real=len(reference) - count,
     )
 
 
-def diversity(run: Path, samples: Samples, seeds: int, *, vision: str, lpips: Path | None) -> Diversity:
-    """Mean distance between pictures of one prompt, over prompts. `samples` has each prompt `seeds` times in a row."""
+def diversity(run: Path, images: GeneratedSet, seeds: int, *, vision: str, lpips: Path | None) -> Diversity:
+    """Return the mean distance between images of one prompt. `images` has each prompt `seeds` times in a row."""
     distance = open_perceptual(opened(vision), lpips)
-    made_from = {"samples": samples.digest(), "seeds": seeds, "distance": distance.name, "weights": distance.weights}
+    made_from = {"generated": images.digest(), "seeds": seeds, "distance": distance.name, "weights": distance.weights}
 
     def compute() -> Spread:
-        pictures = np.concatenate(list(samples.chunks()))
-        groups = pictures.reshape(-1, seeds, *pictures.shape[1:])
+        pixels = np.concatenate(list(images.chunks()))
+        groups = pixels.reshape(-1, seeds, *pixels.shape[1:])  # (prompts, seeds, H, W, 3)
         distances = []
-        with progress(f"diversity of {samples.label}", len(pictures)) as bar:
+        with progress(f"diversity of {images.label}", len(pixels), unit="images") as bar:
             for group in groups:
                 distances.append(distance(group))
                 bar.update(seeds)
         return Spread.of(pairwise_mean(torch.stack(distances)))
 
-    label = f"{samples.label} diversity"
-    found = cached(run, "figures", label, made_from=made_from, result=Spread, compute=compute)
+    label = f"{images.label} diversity"
+    found = cached(run, "metrics", label, made_from=made_from, result=Spread, compute=compute)
     protocol = results.DiversityProtocol(
-        **dict(samples.protocol()), distance=distance.name, weights_sha256=distance.weights, seeds_per_prompt=seeds
+        **dict(images.protocol()), distance=distance.name, weights_sha256=distance.weights, seeds_per_prompt=seeds
     )
     return Diversity(**dict(found), protocol=protocol)
 
 
-def alignment(run: Path, samples: Samples, model: Alignment) -> results.Alignment:
-    """Mean cosine between pictures and their prompts in an image-text model."""
-    captions = samples.prompts.captions
+def alignment(run: Path, images: GeneratedSet, model: Alignment) -> results.Alignment:
+    """Return the mean cosine between images and their prompts in an image-text model."""
+    captions = images.prompts.captions
     if captions is None:
-        raise AtollError("text alignment needs prompts; this run has classes only")
-    made_from = {"samples": samples.digest(), "model": model.name, "weights": model.weights}
+        raise AtollError("text alignment needs text prompts, and this run has no captions; leave --clip out")
+    made_from = {"generated": images.digest(), "model": model.name, "weights": model.weights}
 
     def compute() -> Spread:
         scores, start = [], 0
-        for chunk in samples.chunks():
+        for chunk in images.chunks():
             scores.append(model(chunk, captions[start : start + len(chunk)]))
             start += len(chunk)
         return Spread.of(torch.cat(scores))
 
-    label = f"{samples.label} alignment"
-    found = cached(run, "figures", label, made_from=made_from, result=Spread, compute=compute)
+    label = f"{images.label} alignment"
+    found = cached(run, "metrics", label, made_from=made_from, result=Spread, compute=compute)
     protocol = results.AlignmentProtocol(
-        **dict(samples.protocol()), image_text_model=model.name, weights_sha256=model.weights
+        **dict(images.protocol()), image_text_model=model.name, weights_sha256=model.weights
     )
     return results.Alignment(**dict(found), protocol=protocol)

@@ -1,4 +1,4 @@
-"""What is evaluated: the experts under a routing, monolith, student, single experts; and what each of them cost."""
+"""The models that are evaluated (experts with a routing, monolith, student, single experts), and their cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from atoll.core.manifests import EXPERT, ROUTER, ComputeSpec, NetworkContent
 from atoll.ensemble import Sampler, Settings, load, parse
 from atoll.evaluate.results import ForwardCost, TrainingCost
 from atoll.train.cost import Cost, image_cost, training_bytes
-from atoll.train.expected import DataShapes
+from atoll.train.data_shapes import DataShapes
 from atoll.train.spec import job_settings
 
 KINDS = (*layout.MODELS, "singles")
 
 
 @dataclass(frozen=True)
-class Subject:
-    """One model of a run, as it is sampled."""
+class EvaluatedModel:
+    """One model of a run; the experts with a routing."""
 
     run: Path
     model: str
@@ -30,14 +30,14 @@ class Subject:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """The name of the model in tables and messages."""
         return f"{self.model} {self.routing}" if self.routing else self.model
 
     def parts(self) -> list[Artifact]:
-        """The finished networks it is made of: its experts and, if its routing asks one, the router."""
+        """Return the finished networks of the model: its experts and, if its routing needs one, the router."""
         if self.model == "experts":
-            names = [name for name in finished(self.run) if layout.is_expert(name)]
-            names += ["router"] if parse(self.routing or "top-1").asks_router and len(names) > 1 else []
+            names = [name for name in finished_jobs(self.run) if layout.is_expert(name)]
+            names += ["router"] if parse(self.routing or "top-1").needs_router and len(names) > 1 else []
         elif self.model.startswith("expert:"):
             names = [layout.model_job(self.model)]
         else:
@@ -45,70 +45,69 @@ class Subject:
         return [Artifact(self.run, layout.final(name)) for name in names]
 
     def digests(self) -> list[str]:
-        """Fingerprints of its networks."""
+        """Return the digests of its networks."""
         return [part.open(_kind(part)).digest for part in self.parts()]
 
     def open(self, max_loaded_experts: int | None = None) -> Sampler:
-        """The model itself, with no routing chosen: all routings of the experts share one."""
+        """Open the model. All routings of the experts share one sampler."""
+        # The digests are part of the cache key: a network that was trained again is opened again.
         router = Artifact(self.run, layout.final(layout.ROUTER)).manifest()
         return _opened(
             self.run, self.model, max_loaded_experts, _networks=frozenset({*self.digests(), router and router.digest})
         )
 
     def training(self, config: Config) -> TrainingCost:
-        """Return what its networks cost in training, from their manifests, with an estimate of the memory."""
+        """Return the training cost of its networks from their manifests, with an estimate of the memory."""
         spent = [content.compute for content in self._contents() if content.compute]
+        # Images, parameters, FLOPs and seconds add up over the networks.
         totals = {key: sum(getattr(one, key) for one in spent) for key in ComputeSpec.model_fields}
         sizes = []
         for name, one in self._costs().items():
             settings = job_settings(config, cast(layout.JobKind, name if name in layout.OTHERS else "expert"))
-            micro, half = settings.batch_size // settings.grad_accum_steps, settings.precision != "float32"
-            sizes.append(
-                training_bytes(
-                    one, micro, len(settings.ema), half=half, checkpointing=settings.activation_checkpointing
-                )
-            )
+            micro_batch, half = settings.batch_size // settings.grad_accum_steps, settings.precision != "float32"
+            checkpointing = settings.activation_checkpointing
+            sizes.append(training_bytes(one, micro_batch, len(settings.ema), half=half, checkpointing=checkpointing))
         longest = max(one.seconds for one in spent)
-        return TrainingCost(**totals, longest_job_seconds=longest, estimated_bytes=max(sizes))
+        return TrainingCost(**totals, longest_job_seconds=longest, memory_bytes=max(sizes))
 
     def sampling(self, settings: Settings, active: float) -> ForwardCost:
-        """Forward FLOPs for one picture, with `active` experts at an evaluation on average; bytes of all weights."""
+        """Return the FLOPs of sampling one image with `active` experts per evaluation on average, and the weights."""
         costs = self._costs()
         experts = [one.forward_flops for name, one in costs.items() if name != "router"]
-        guided = [self._told and settings.guidance_at(t) != 1 for t in settings.evaluated_at]
-        answers = active * (len(guided) + sum(guided))
-        asked = self._router_answers(settings, guided) * costs["router"].forward_flops if "router" in costs else 0
+        # Under guidance every evaluation of the velocity runs the experts twice: with the condition and with the null
+        # condition. Experts differ in size and the routing decides which ones run, so their mean FLOPs count.
+        guided = [self._conditioned and settings.guidance_at(t) != 1 for t in settings.evaluated_at]
+        calls = active * (len(guided) + sum(guided))
+        router = self._router_calls(settings, guided) * costs["router"].forward_flops if "router" in costs else 0
         return ForwardCost(
-            network_evaluations=answers,
-            flops=asked + answers * sum(experts) / len(experts),
+            network_evaluations=calls,
+            flops=router + calls * sum(experts) / len(experts),
             weights_bytes=sum(entry.size for part in self.parts() for entry in part.open(_kind(part)).files.values()),
         )
 
     @property
-    def _told(self) -> bool:
-        """Whether its experts are told anything, so that guidance means something."""
+    def _conditioned(self) -> bool:
+        """Whether any of its experts is conditioned, so that guidance has an effect."""
         return any(content.conditioning for content in self._contents() if content.job != layout.ROUTER)
 
-    def _router_answers(self, settings: Settings, guided: Sequence[bool]) -> int:
-        """How often the router answers for one picture; under guidance also for the null condition, if it is told."""
+    def _router_calls(self, settings: Settings, guided: Sequence[bool]) -> int:
+        """Return how often the router runs for one image; a conditioned router runs twice under guidance."""
         router = next(content for content in self._contents() if content.job == layout.ROUTER)
+        # `drawn` chooses an expert at the first evaluation and keeps it.
         once = [rule.name for rule in parse(settings.routing).rules] == ["drawn"]
-        asked = guided[:1] if once else guided
-        return len(asked) + (sum(asked) if router.conditioning else 0)
+        evaluations = guided[:1] if once else guided
+        return len(evaluations) + (sum(evaluations) if router.conditioning else 0)
 
     def _costs(self) -> dict[str, Cost]:
-        costs = {}
-        for content in self._contents():
-            costs[content.job] = image_cost(content.network, DataShapes.of(content))
-        return costs
+        return {content.job: image_cost(content.network, DataShapes.of(content)) for content in self._contents()}
 
     def _contents(self) -> list[NetworkContent]:
         return [part.read(_kind(part)) for part in self.parts()]
 
 
+# One model at a time: the next one may need the memory.
 @lru_cache(maxsize=1)
 def _opened(run: Path, model: str, max_loaded_experts: int | None, *, _networks: frozenset[str | None]) -> Sampler:
-    """One model is in memory at a time, as long as its networks are the same."""
     return load(run, model, max_loaded_experts=max_loaded_experts)
 
 
@@ -116,26 +115,24 @@ def _kind(part: Artifact) -> Kind[Any]:
     return ROUTER if part.name == layout.final(layout.ROUTER) else EXPERT
 
 
-def finished(run: Path) -> list[str]:
-    """Names of the finished networks of a run: experts/000, …, monolith, router, student."""
+def finished_jobs(run: Path) -> list[str]:
+    """Return the jobs of a run that have a finished network: experts/000, …, monolith, router, student."""
     return [name for name in layout.jobs(run) if Artifact(run, layout.final(name)).manifest() is not None]
 
 
-def subjects(run: Path, models: Sequence[str], routings: Sequence[str]) -> list[Subject]:
-    """What to evaluate; without `models` whatever of experts, monolith and student is there."""
-    there = finished(run)
-    experts = [name for name in there if layout.is_expert(name)]
-    wanted = list(models) or [name for name in ("experts", "monolith", "student") if name in there or name == "experts"]
-    if not models and not experts:
-        wanted.remove("experts")
-    found: list[Subject] = []
-    for model in wanted:
+def evaluated_models(run: Path, models: Sequence[str], routings: Sequence[str]) -> list[EvaluatedModel]:
+    """Return the models to evaluate; without `models`, those of experts, monolith and student that are trained."""
+    jobs = finished_jobs(run)
+    experts = [name for name in jobs if layout.is_expert(name)]
+    trained = [*(["experts"] if experts else []), *(name for name in ("monolith", "student") if name in jobs)]
+    found: list[EvaluatedModel] = []
+    for model in models or trained:
         if model == "experts":
-            found += [Subject(run, "experts", parse(routing).text) for routing in routings]
+            found += [EvaluatedModel(run, "experts", parse(routing).text) for routing in routings]
         elif model == "singles":
-            found += [Subject(run, f"expert:{layout.expert_number(name)}") for name in experts]
+            found += [EvaluatedModel(run, f"expert:{layout.expert_number(name)}") for name in experts]
         elif model in ("monolith", "student") or model.startswith("expert:"):
-            found.append(Subject(run, model))
+            found.append(EvaluatedModel(run, model))
         else:
             raise AtollError(unknown("model", model, KINDS))
     if not found:

@@ -1,6 +1,6 @@
-"""What `atoll evaluate` measures, as frozen values: `RUN/evaluation/latest.json` and the cached metrics beside it.
+"""The results of `atoll evaluate` as frozen values: `RUN/evaluation/latest.json` and the cached metrics beside it.
 
-Fields have the names of the keys in the files. A field whose default is None is left out of the file where it was not
+Fields have the names of the keys in the files. A field with the default None is left out of the file if it was not
 measured.
 
     latest = EvaluationResult.read(run)
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Split = Literal["train", "held-out"]
+# One value at each evaluation of the velocity, from noise to data.
 Series = tuple[float, ...]
-"""One value at each evaluation of the velocity, from noise to data."""
 Matrix = tuple[tuple[float | None, ...], ...]
 
 
 def plain(result: object) -> object:
-    """Return a result as values of JSON, without the fields that were not measured."""
+    """Return a result as JSON values, without the fields that were not measured."""
     return TypeAdapter(type(result)).dump_python(result, mode="json", exclude_defaults=True)
 
 
-# How metrics were taken
+# Protocols: how the metrics were measured
 
 
 class SampleProtocol(Content):
     """How a set of images was generated."""
 
     model: str
-    samples: int
+    num_images: int
     set: str
-    """The artifact that holds the images."""
+    """The artifact with the images, relative to the run."""
     routing: str | None = None
     steps: int
     guidance_scale: float
@@ -67,7 +67,7 @@ class ReferenceSpec(Content):
     """The real images that generated ones are compared with."""
 
     split: Split
-    pictures: int
+    num_images: int
     resolution: int
 
 
@@ -96,7 +96,8 @@ class AlignmentProtocol(SampleProtocol):
 class DiagnosticsProtocol(Content):
     """The held-out images that all models are validated on."""
 
-    held_out_samples: int
+    num_images: int
+    """Over all clusters. Each image is noised once in every time bin."""
     seed: int
     time_bins: int
 
@@ -112,7 +113,7 @@ class Frechet(Content):
 
 
 class KernelDistance(Content):
-    """KID: the squared maximum mean discrepancy, its standard error, and the same over subsets as it is published."""
+    """KID: the squared maximum mean discrepancy with its standard error, and its mean over random subsets."""
 
     value: float
     standard_error: float
@@ -123,7 +124,7 @@ class KernelDistance(Content):
 
 
 class Kid(KernelDistance):
-    """KID in a file."""
+    """KID with a note for readers of the file."""
 
     note: str
 
@@ -135,13 +136,14 @@ class Coverage(Content):
     recall: float
     density: float
     coverage: float
-    neighbours: int
+    neighbors: int
 
 
 class PrecisionRecall(Coverage):
-    """Precision and recall, with the number of real and of generated images."""
+    """Precision and recall, with the number of images on each side."""
 
-    pictures_of_each: int
+    num_images: int
+    """Real images, and as many generated ones."""
 
 
 class Baseline(Content):
@@ -150,8 +152,10 @@ class Baseline(Content):
     frechet: float
     kid: float
     kid_standard_error: float
-    real_pictures: int
-    against_real_pictures: int
+    num_images: int
+    """Real images that stand for the generated ones."""
+    num_real: int
+    """The other real images, which they are compared with."""
 
 
 class Distances(Content):
@@ -160,17 +164,17 @@ class Distances(Content):
     frechet: Frechet
     kid: Kid
     precision_recall: PrecisionRecall
-    floor: Baseline
+    real_baseline: Baseline
 
 
 class Metrics(Distances):
-    """The distances of generated images to real ones through one network."""
+    """The distances of generated images to real ones in the features of one network, with their protocol."""
 
     protocol: MetricsProtocol
 
 
 class Spread(Content):
-    """A mean over independent items (such as prompts), their standard deviation, and the error of the mean."""
+    """The mean over independent items (such as prompts), their standard deviation, and the error of the mean."""
 
     mean: float
     std: float
@@ -197,48 +201,49 @@ class Alignment(Spread):
     protocol: AlignmentProtocol
 
 
-# What sampling does and costs
+# Sampling: routing, trajectories, cost
 
 
 class ExpertUse(Content):
-    """Which experts ran, at each evaluation and on average."""
+    """The use of the experts during sampling, at each evaluation of the velocity and on average."""
 
     t: Series
     weight: tuple[Series, ...]
-    """The mean weight of each expert."""
+    """The mean weight of each expert, (evaluations, experts)."""
     lead_share: tuple[Series, ...]
-    """The share of images in which each expert has the largest weight."""
+    """The share of images in which each expert has the largest weight, (evaluations, experts)."""
     active: Series
-    """The mean number of experts that run."""
+    """The mean number of experts that run, (evaluations,)."""
     mean_lead_share: Series
     mean_active: float
 
 
 class Trajectory(Content):
-    """The way from noise to data."""
+    """Sampling trajectories from noise to data."""
 
     refinement: float
     """The relative change of the final latent when the number of steps doubles."""
     refinement_std: float
-    samples: int
+    num_trajectories: int
     steps: tuple[int, int]
+    """N and 2 N."""
     t: Series | None = None
-    """This and the next three are of several experts only."""
+    """This field and the next three exist only for several experts."""
     distance_to_chosen_cluster: Series | None = None
     distance_to_other_clusters: Series | None = None
     chosen_is_closest_share: Series | None = None
 
 
 class TrainingCost(ComputeSpec):
-    """What all networks of a model cost in training."""
+    """The training cost of all networks of a model."""
 
     longest_job_seconds: float
-    estimated_bytes: int
-    """The memory of the largest job, on one process."""
+    memory_bytes: int
+    """Estimated memory of the largest job, in one process."""
 
 
 class ForwardCost(Content):
-    """What one image costs, by count."""
+    """The counted cost of sampling one image."""
 
     network_evaluations: float
     flops: float
@@ -246,13 +251,13 @@ class ForwardCost(Content):
 
 
 class MemoryPlan(Content):
-    """The memory that sampling plans with."""
+    """The memory plan of sampling."""
 
-    bytes: int
+    memory_bytes: int
 
 
 class SamplingCost(ForwardCost, MemoryPlan):
-    """What one image costs, by count and by clock."""
+    """The cost of sampling one image: counted, planned and timed."""
 
     seconds: float
 
@@ -261,7 +266,7 @@ class SamplingCost(ForwardCost, MemoryPlan):
 
 
 class ErrorMatrix(Content):
-    """The error of each expert (column) on each cluster (row); None where nothing is held out."""
+    """The error of each expert (column) on each cluster (row); None for a cluster without held-out images."""
 
     experts: tuple[int, ...]
     mean: Matrix
@@ -298,7 +303,7 @@ class ExpertDiagnostics(Content):
     router: RouterMetrics | None = None
     router_choice: RouterChoice | None = None
     nearest: RouterMetrics | None = None
-    """Of the clusters' own densities."""
+    """The same metrics for the routing `nearest`, whose probabilities come from the densities of the clusters."""
 
 
 class Diagnostics(Content):
@@ -309,18 +314,18 @@ class Diagnostics(Content):
     dense: dict[str, Summary]
 
 
-# All of it
+# The whole result
 
 
 class ModelResult(Content):
-    """What was measured of one model."""
+    """The metrics of one model."""
 
     model: str
     routing: str | None
     label: str
     training: TrainingCost
     metrics: dict[str, Metrics] = Field(default_factory=dict)
-    """By the network whose features are compared."""
+    """By feature network."""
     alignment: Alignment | None = None
     diversity: Diversity | None = None
     expert_use: ExpertUse | None = None
@@ -329,12 +334,12 @@ class ModelResult(Content):
 
     @model_serializer(mode="wrap")
     def _write(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
-        # A file says whether a model was sampled without experts (null), or not sampled (no key).
+        # null: the model was sampled and has no experts to choose from. No key: it was not sampled.
         return {**({"expert_use": None} if self.sampling else {}), **write(self)}
 
 
 class EvaluationResult(Content):
-    """What was measured of a run."""
+    """The result of evaluating a run."""
 
     run: str
     prompts: Split
@@ -343,7 +348,7 @@ class EvaluationResult(Content):
 
     @property
     def protocol(self) -> SampleProtocol | None:
-        """Return how images were generated; None if they were not."""
+        """Return how the images were generated; None if no images were generated."""
         sets = (one for model in self.models for one in (*model.metrics.values(), model.diversity) if one)
         return next((one.protocol for one in sets), None)
 
@@ -359,7 +364,7 @@ class EvaluationResult(Content):
 
     @property
     def extractors(self) -> list[str]:
-        """Return the networks whose features were compared."""
+        """Return the names of the feature networks."""
         return list(dict.fromkeys(name for model in self.models for name in model.metrics))
 
     @classmethod
@@ -372,5 +377,5 @@ class EvaluationResult(Content):
             return cls.model_validate(json.loads(file.read_text(encoding="utf-8")))
         except ValidationError as error:
             raise AtollError(
-                f"{file} was written by another version of Atoll; write it anew with: atoll evaluate {run}"
+                f"{file} was written by another version of Atoll; evaluate again with: atoll evaluate {run}"
             ) from error

@@ -1,4 +1,4 @@
-"""The result of an evaluation as tables for people."""
+"""The result of an evaluation as tables on the terminal."""
 
 from collections.abc import Mapping
 
@@ -8,39 +8,40 @@ from rich.table import Table
 from atoll.evaluate.results import Diagnostics, EvaluationResult, ExpertDiagnostics, RouterMetrics, Spread
 from atoll.experts.validation import Summary
 
-LEAST_WIDTH = 112
+# Rich wraps cells to fit the terminal. Below this width the tables by time are unreadable, so they overflow instead.
+MIN_WIDTH = 112
 
 
 def show(result: EvaluationResult) -> None:
     """Print quality, cost and diagnostics."""
     console = Console()
-    console = Console(width=max(console.width, LEAST_WIDTH))
+    console = Console(width=max(console.width, MIN_WIDTH))
     for extractor in result.extractors:
         console.print(quality(result, extractor))
-    console.print(sampled(result))
+    console.print(sampling(result))
     console.print(costs(result))
-    if diagnosed := result.diagnostics:
-        console.print(errors(diagnosed))
-        if diagnosed.experts and diagnosed.experts.router:
-            console.print(router(diagnosed.experts.router, diagnosed.experts))
+    if diagnostics := result.diagnostics:
+        console.print(errors(diagnostics))
+        if diagnostics.experts and diagnostics.experts.router:
+            console.print(router(diagnostics.experts.router, diagnostics.experts))
 
 
 def quality(result: EvaluationResult, extractor: str) -> Table:
-    """Distances to the real pictures through one network; the floor is what real pictures get against others."""
-    names = ("model", "Frechet", "floor", "KID x1000", "precision", "recall", "density", "coverage")
-    table = Table(*names, title=f"against real pictures, through {extractor}")
+    """Return the distances to the real images in the features of one network, with the real-vs-real baseline."""
+    names = ("model", "Frechet", "real vs real", "KID x1000", "precision", "recall", "density", "coverage")
+    table = Table(*names, title=f"generated vs real images, {extractor} features")
     for model in result.models:
         found = model.metrics[extractor]
         kid, near = found.kid, found.precision_recall
         kids = f"{1000 * kid.value:.2f} ± {1000 * kid.standard_error:.2f}"
         shares = [f"{share:.3f}" for share in (near.precision, near.recall, near.density, near.coverage)]
-        table.add_row(model.label, f"{found.frechet.value:.2f}", f"{found.floor.frechet:.2f}", kids, *shares)
+        table.add_row(model.label, f"{found.frechet.value:.2f}", f"{found.real_baseline.frechet:.2f}", kids, *shares)
     return table
 
 
-def sampled(result: EvaluationResult) -> Table:
-    """What the samples are like among themselves."""
-    table = Table("model", "diversity", "alignment", "refinement", "experts a step", title="samples")
+def sampling(result: EvaluationResult) -> Table:
+    """Return diversity, alignment, refinement and the number of experts per step."""
+    table = Table("model", "diversity", "alignment", "refinement", "experts per step", title="sampling")
     for model in result.models:
         refinement = f"{model.trajectory.refinement:.4f}" if model.trajectory else "-"
         active = f"{model.expert_use.mean_active:.2f}" if model.expert_use else "-"
@@ -49,43 +50,43 @@ def sampled(result: EvaluationResult) -> Table:
 
 
 def costs(result: EvaluationResult) -> Table:
-    """What training cost, and what a picture costs."""
+    """Return the cost of training, and of sampling one image."""
     table = Table("model", "parameters", "training FLOPs", "seconds", "memory (estimate)", title="cost")
-    for name in ("FLOPs a picture", "seconds a picture", "memory (plan)"):
+    for name in ("FLOPs per image", "seconds per image", "memory (plan)"):
         table.add_column(name)
     for model in result.models:
-        spent, made = model.training, model.sampling
-        picture = [f"{made.flops:.3g}", f"{made.seconds:.3f}", _bytes(made.bytes)] if made else ["-"] * 3
-        numbers = (f"{spent.parameters / 1e6:.1f} M", f"{spent.flops:.3g}", f"{spent.seconds:.0f}")
-        table.add_row(model.label, *numbers, _bytes(spent.estimated_bytes), *picture)
+        training, cost = model.training, model.sampling
+        image = [f"{cost.flops:.3g}", f"{cost.seconds:.3f}", _bytes(cost.memory_bytes)] if cost else ["-"] * 3
+        numbers = (f"{training.parameters / 1e6:.1f} M", f"{training.flops:.3g}", f"{training.seconds:.0f}")
+        table.add_row(model.label, *numbers, _bytes(training.memory_bytes), *image)
     return table
 
 
-def errors(diagnosed: Diagnostics) -> Table:
-    """Held-out error of the velocity by time, of every routing and dense model on the same noisy samples."""
+def errors(diagnostics: Diagnostics) -> Table:
+    """Return the held-out velocity error by time, of every routing and dense model on the same noisy images."""
     rows: dict[str, Summary | None] = {}
-    if experts := diagnosed.experts:
+    if experts := diagnostics.experts:
         rows |= {f"experts {routing}": error for routing, error in experts.velocity_error.items()}
         rows |= {"own cluster error": experts.own_cluster_error, "other clusters error": experts.other_clusters_error}
-    return _by_time("held-out velocity error", rows | diagnosed.dense)
+    return _by_time("held-out velocity error", rows | diagnostics.dense)
 
 
 def router(found: RouterMetrics, experts: ExpertDiagnostics) -> Table:
-    """Router and experts by time."""
+    """Return the metrics of the router and the disagreement of the experts by time."""
     rows = {
         "accuracy": found.accuracy,
         "confidence": found.confidence,
         "calibration error": found.calibration_error,
-        "chosen expert is best": experts.router_choice.is_best_share if experts.router_choice else None,
-        "disagreement, degrees": experts.disagreement_degrees,
-        "of the top 2, degrees": experts.disagreement_of_top_2_degrees,
+        "top-1 is best expert": experts.router_choice.is_best_share if experts.router_choice else None,
+        "mean angle, degrees": experts.disagreement_degrees,
+        "top-2 angle, degrees": experts.disagreement_of_top_2_degrees,
     }
     return _by_time("router and experts", rows)
 
 
 def _by_time(title: str, rows: Mapping[str, Summary | None]) -> Table:
     bins = [f"{number / 10:.1f}-" for number in range(10)]
-    table = Table(title, "mean", *bins, caption="by time: 0 data, 1 noise")
+    table = Table(title, "mean", *bins, caption="columns: time bins from t = 0 (data) to t = 1 (noise)")
     for name, found in rows.items():
         if found:
             digits = 1 if "degrees" in name else 3

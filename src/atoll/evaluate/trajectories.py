@@ -1,4 +1,4 @@
-"""The way from noise to a picture: who leads, how near the estimate is to their data, what finer steps change."""
+"""Sampling trajectories: which expert leads, how close the estimate is to its data, and the effect of finer steps."""
 
 import math
 from dataclasses import asdict, dataclass, field, replace
@@ -13,27 +13,30 @@ from atoll.core.progress import progress
 from atoll.data.dataset import Shards
 from atoll.ensemble import RoutingState, Sampler, SamplerState, Settings
 from atoll.ensemble.routing import Decision
-from atoll.evaluate.generated import Prompts, Samples
+from atoll.evaluate.generated import GeneratedSet, Prompts
 from atoll.evaluate.results import ExpertUse, Trajectory
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.flow import rng
 
+# An arbitrary number that no other random stream uses. Changing it changes the initial noise.
 NOISE_STREAM = 35
-BANK = 512
+# Training latents of each cluster that estimates are compared with: an order of magnitude. 512 latents of 4 x 32 x 32
+# take 8 MB.
+LATENTS_PER_CLUSTER = 512
 
 
-def bank(run: Path, clusters: int) -> list[Tensor]:
-    """Some training latents of every cluster, flat: what `nearest` measures distances to."""
+def cluster_latents(run: Path, clusters: int) -> list[Tensor]:
+    """Return some training latents of every cluster, evenly spread over its shards, each (N, C·H·W)."""
     found = []
     for cluster in range(clusters):
         shards = Shards.open(run, [cluster])
-        rows = np.linspace(0, len(shards) - 1, min(BANK, len(shards))).round().astype(np.int64)
-        found.append(shards.statistics.normalise(shards.read(rows).mean.float()).flatten(1))
+        rows = np.linspace(0, len(shards) - 1, min(LATENTS_PER_CLUSTER, len(shards))).round().astype(np.int64)
+        found.append(shards.statistics.normalize(shards.read(rows).mean.float()).flatten(1))
     return found
 
 
-def nearest(x0: Tensor, clusters: list[Tensor]) -> Tensor:
-    """Root mean squared distance of each estimate to the nearest of each cluster's latents, (samples, clusters)."""
+def nearest_distances(x0: Tensor, clusters: list[Tensor]) -> Tensor:
+    """Return the RMS distance of each estimate (N, C, H, W) to the nearest latent of each cluster, (N, clusters)."""
     flat = x0.flatten(1).float()
     distances = [torch.cdist(flat, latents.to(flat.device)).min(1).values for latents in clusters]
     return torch.stack(distances, 1) / math.sqrt(flat.shape[1])
@@ -41,7 +44,7 @@ def nearest(x0: Tensor, clusters: list[Tensor]) -> Tensor:
 
 @dataclass
 class _Record:
-    """The fields of a `Trajectory` that grow with each evaluation."""
+    """The fields of a `Trajectory` that get one value at each evaluation of the velocity."""
 
     t: list[float] = field(default_factory=list)
     distance_to_chosen_cluster: list[float] = field(default_factory=list)
@@ -49,26 +52,26 @@ class _Record:
     chosen_is_closest_share: list[float] = field(default_factory=list)
 
     def add(self, t: float, distances: Tensor, lead: Tensor) -> None:
-        """Distances (samples, clusters) of the estimates, and the cluster of each sample's leading expert."""
-        mine = distances.gather(1, lead[:, None])[:, 0]
+        """Add the distances (N, clusters) of the estimates; `lead` (N,) is the cluster of the leading expert."""
+        chosen = distances.gather(1, lead[:, None])[:, 0]
         self.t.append(t)
-        others = (distances.sum(1) - mine) / (distances.shape[1] - 1)
-        self.distance_to_chosen_cluster.append(mine.mean().item())
+        others = (distances.sum(1) - chosen) / (distances.shape[1] - 1)
+        self.distance_to_chosen_cluster.append(chosen.mean().item())
         self.distance_to_other_clusters.append(others.mean().item())
         self.chosen_is_closest_share.append((distances.argmin(1) == lead).float().mean().item())
 
 
 @torch.no_grad()
-def follow(model: Sampler, prompts: Prompts, settings: Settings, *, clusters: list[Tensor], what: str) -> Trajectory:
+def follow(model: Sampler, prompts: Prompts, settings: Settings, *, clusters: list[Tensor], label: str) -> Trajectory:
     """Sample with N and with 2 N steps from the same noise.
 
-    `refinement` is the mean over samples of |x_N - x_2N| / |x_2N|, the relative change of the final latent; the
-    distances are those of the estimate x - t·v to the clusters, at every evaluation of the first pass.
+    `refinement` is the mean over images of |x_N - x_2N| / |x_2N|, the relative change of the final latent. With several
+    experts, the distances of the estimate of x0 to the clusters are recorded at every evaluation with N steps.
     """
     record = _Record()
     shape = (len(prompts), *model.ensemble.shape)
     noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=0).to(model.ensemble.device)
-    with progress(f"refinement of {what}", 3 * settings.steps, unit="steps") as bar:
+    with progress(f"trajectories of {label}", 3 * settings.steps, unit="steps") as bar:
         coarse = _solve(model, prompts, settings, noise=noise, bar=bar, record=record, clusters=clusters)
         finer = replace(settings, steps=2 * settings.steps)
         fine = _solve(model, prompts, finer, noise=noise, bar=bar, record=None, clusters=clusters)
@@ -76,7 +79,7 @@ def follow(model: Sampler, prompts: Prompts, settings: Settings, *, clusters: li
     return Trajectory(
         refinement=change.mean().item(),
         refinement_std=change.std().item() if len(change) > 1 else 0.0,
-        samples=len(prompts),
+        num_trajectories=len(prompts),
         steps=(settings.steps, 2 * settings.steps),
         **(asdict(record) if record.t else {}),
     )
@@ -102,20 +105,21 @@ def _solve(
         RoutingState(settings.seed, trace=decisions),
         torch.tensor(prompts.clusters),
     )
-    homes = torch.tensor([expert.clusters[0] for expert in ensemble.experts])
+    cluster_of = torch.tensor([expert.clusters[0] for expert in ensemble.experts])
 
-    def follow_estimate(x: Tensor, t: float, v: Tensor) -> None:
-        if record is not None and len(homes) > 1 and len(clusters) > 1:
-            lead = homes[decisions[-1].weights.argmax(1)]
-            record.add(t, nearest(x - t * v, clusters).cpu(), lead)
+    def record_estimate(x: Tensor, t: float, v: Tensor) -> None:
+        if record is not None and len(cluster_of) > 1 and len(clusters) > 1:
+            lead = cluster_of[decisions[-1].weights.argmax(1)]
+            # On the linear path x_t = (1 - t) x0 + t eps and v = eps - x0, so x0 = x_t - t v.
+            record.add(t, nearest_distances(x - t * v, clusters).cpu(), lead)
         bar.update(1)
 
-    return sampler.run(state, settings, on_velocity=follow_estimate)
+    return sampler.run(state, settings, on_velocity=record_estimate)
 
 
-def expert_use(samples: Samples) -> ExpertUse | None:
-    """Mean weight of each expert, share of samples it leads, and number of experts that run, by time; None if dense."""
-    use = samples.use()
+def expert_use(images: GeneratedSet) -> ExpertUse | None:
+    """Return the use of the experts in a set of generated images; None for a dense model."""
+    use = images.use()
     if use is None:
         return None
     return ExpertUse(

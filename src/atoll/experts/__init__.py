@@ -1,1 +1,1 @@
-"""What an expert is: its network as a velocity field, and how it is opened, cached, validated and described."""
+"""What an expert is: a network as a velocity field, and how it is stored, opened, cached, validated and described."""

@@ -1,8 +1,15 @@
-"""What the samples of a batch are told: distinct conditions, and which of them each sample has.
+"""The conditions of a batch: the distinct ones, stored once, and the row of each image.
 
-Many pictures of one prompt have one condition, and under guidance all share the null condition. Each expert prepares
-the distinct ones once (keys and values of the text, label embeddings), and takes rows of them at every step. Where
-samples come and go, as on a server, `Places` keeps their conditions: only what is new is prepared.
+Images of one prompt share one condition, and under guidance all images share the null condition. A batch therefore
+holds the D distinct conditions, with the null condition appended as row D:
+
+    distinct   text (D + 1, tokens, width), pooled (D + 1, width), label (D + 1,), as far as the data has them
+    rows       (batch,) with values 0 … D: the row of `distinct` that conditions each image
+
+Each expert prepares the distinct conditions once (keys and values of the text, label embeddings) and gathers
+`prepared[rows]` at every sampling step, so the text is not projected again. On a server images arrive and leave between
+two steps: `ConditionSlots` keeps a fixed number of rows and counts a version per row, so an expert prepares only the
+rows that changed.
 """
 
 from collections.abc import Sequence
@@ -16,19 +23,21 @@ from atoll.nets import Condition, PreparedCondition, concatenate
 
 @dataclass(frozen=True, eq=False)
 class BatchConditions:
-    """Distinct conditions, the null condition last, and the number of each sample's condition."""
+    """Distinct conditions with the null condition last, and the row of each image's condition."""
 
     distinct: Condition
     rows: Tensor
+    """Row of `distinct` for each image, (batch,)."""
     count: int
+    """Number of distinct conditions without the null condition; 0 for unconditional images."""
     reused: bool
-    """Whether later steps are told the same, so that preparing pays."""
+    """Whether later steps use the same conditions, so that preparing them saves time."""
     versions: Sequence[int] = ()
-    """How often each of the distinct conditions was replaced, where that happens; the null condition never is."""
+    """Number of replacements of each row; empty if rows are never replaced. The null condition is never replaced."""
 
     @classmethod
     def of(cls, condition: Condition | None, rows: Tensor, reused: bool = False) -> "BatchConditions":
-        """From the distinct conditions without the null."""
+        """Append the null condition to distinct conditions; `rows` (batch,) selects one for each image."""
         parts = [] if condition is None else [condition.text, condition.pooled, condition.label]
         given = next((part for part in parts if part is not None), None)
         if given is None or condition is None:
@@ -37,46 +46,49 @@ class BatchConditions:
         return cls(concatenate([condition, condition[:1].unconditional()]), rows, len(given), reused)
 
     @property
-    def something(self) -> bool:
-        """Whether the samples are told anything, so that guidance means something."""
+    def conditioned(self) -> bool:
+        """Whether there are conditions, without which guidance has no effect."""
         return self.count > 0
 
     @property
     def null(self) -> Tensor:
-        """The number of the null condition, for every sample."""
+        """The row of the null condition, for every image (batch,)."""
         return torch.full_like(self.rows, self.count)
 
 
-class Places:
-    """Conditions that come and go: so many places, each filled by itself, and the null condition after them."""
+class ConditionSlots:
+    """A fixed number of replaceable conditions, followed by the null condition."""
 
     def __init__(self, example: Condition, count: int) -> None:
-        """All places hold the null condition; `example` is one row with the parts that all conditions will have."""
+        """Fill all slots with the null condition; `example` is one row with the parts that all conditions will have."""
+        # Texts of different lengths share one tensor, so the mask must mark the tokens of each.
         if example.text is not None and example.text_mask is None:
-            raise ValueError("conditions that come and go need a mask of their text tokens")
+            raise ValueError("condition slots with text need a text_mask")
         self.count = count
         self.distinct = concatenate([example.unconditional()] * (count + 1))
         self.versions = [0] * (count + 1)
 
-    def put(self, place: int, condition: Condition) -> None:
-        """Fill a place with a condition of one row."""
+    def put(self, slot: int, condition: Condition) -> None:
+        """Write a condition of one row into a slot."""
+        # In place: `distinct` stays the same object, from which experts see that only some rows changed.
         for name in ("text", "text_mask", "pooled", "label"):
             part, given = getattr(self.distinct, name), getattr(condition, name)
             if part is not None:
-                part[place] = given[0]
+                part[slot] = given[0]
         assert self.distinct.dropped is not None
-        self.distinct.dropped[place] = False
-        self.versions[place] += 1
+        self.distinct.dropped[slot] = False
+        self.versions[slot] += 1
 
-    def told(self, rows: Tensor) -> BatchConditions:
-        """For samples that have the conditions of these places."""
+    def batch(self, rows: Tensor) -> BatchConditions:
+        """Return the conditions of images that use these slots (batch,)."""
         return BatchConditions(self.distinct, rows, self.count, True, self.versions)
 
 
 def replace_rows(prepared: PreparedCondition, rows: Tensor, new: PreparedCondition) -> None:
-    """Write newly prepared conditions over some rows; a part that is the same for all of them stays."""
+    """Overwrite some rows of prepared conditions in place."""
     old_parts = [*prepared.embeddings, *(part for pair in prepared.keys_values for part in pair), prepared.mask]
     new_parts = [*new.embeddings, *(part for pair in new.keys_values for part in pair), new.mask]
     for old, fresh in zip(old_parts, new_parts, strict=True):
+        # A part of one row is the same for all conditions (such as a null label), so it has no rows to replace.
         if old is not None and fresh is not None and len(old) > 1:
             old[rows] = fresh

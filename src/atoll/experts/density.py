@@ -1,15 +1,21 @@
-"""The density of one cluster's latents and captions: what `nearest` routing asks instead of a router.
+"""The density of one cluster's latents and captions: the basis of `nearest` routing, which needs no router.
 
-Each expert measures it from its own shards alone and keeps it beside its weights, so experts can come and go. The
-cluster is taken as a Gaussian, x0 ~ N(m, U diag(l) Uᵀ + r I): the directions of most variance, and one variance for the
-rest.
-Its noisy version on the linear path is Gaussian too,
+Each expert fits its density to its own shards and stores it beside its weights, so experts can be added and removed
+without training a router. The latents of the cluster, flattened to D = C·H·W values, are modeled as a Gaussian of low
+rank R plus one variance r for the remaining D - R directions:
 
-    x_t ~ N((1-t) m, U diag((1-t)² l) Uᵀ + ((1-t)² r + t²) I),
+    x0 ~ N(m, U diag(l) Uᵀ + r I)      m (D,), U (D, R) with orthonormal columns, l (R,)
 
-so log p_t(x | k) + log n_k, normalised over the clusters, is their posterior at every noise level: exact if the
-clusters are such Gaussians. Near noise the latent tells nothing, but what is asked for does: log p(c | k) of the pooled
-caption, by a Gaussian too, or of the class, by counting, is added to it.
+On the linear path x_t = (1-t) x0 + t eps, so the noisy latent is Gaussian as well:
+
+    x_t ~ N((1-t) m, U diag((1-t)² l) Uᵀ + ((1-t)² r + t²) I)
+
+The posterior of the clusters at any noise level is then softmax over k of log p_t(x_t | k) + log n_k, where n_k is the
+number of images of cluster k. It is the exact router of DDM (the first bracket of the decomposition
+u_t = sum_k p_t(k | x_t) u_t^(k)) if the clusters are such Gaussians.
+
+Near t = 1 the noisy latent carries no information about its cluster, but the condition c does. For p(k | x_t, c) the
+term log p(c | k) is added: a second Gaussian for the pooled caption, or counted frequencies for a class label.
 """
 
 import math
@@ -24,21 +30,25 @@ from atoll.data.dataset import Shards
 from atoll.nets import Condition
 from atoll.nets.conditioning import check_labels
 
+# Orders of magnitude, not tuned: far fewer directions than FIT_IMAGES, so that each variance is well estimated, and a
+# file of 0.5 MB for latents of 2,048 values. A caption has fewer informative directions than an image.
 RANK, CAPTION_RANK = 64, 16
 CAPTION_WEIGHT = 1 / 16
-"""The numbers of a pooled caption are far from independent, so their Gaussian is much too sure; this is what the
-held-out captions of eight clusters of emoji liked best (docs/ensemble.md)."""
-SAMPLES = 2048
-FILE = "cluster.safetensors"
+"""Weight of log p(caption | cluster). The values of a pooled caption are far from independent, so their Gaussian is
+overconfident. 1/16 was chosen on the held-out captions of eight clusters of emoji (docs/explanation/routing.md)."""
+FIT_IMAGES = 2048
+"""Images that a density is fitted to: 32 for each of the 64 directions, read and decomposed in seconds."""
+DENSITY_FILE = "cluster.safetensors"
 _FIELDS = ("mean", "directions", "variances", "rest", "count")
 _CAPTION = "caption."
 
 
 @dataclass(frozen=True, eq=False)
 class Density:
-    """Mean (D,), directions (R, D) with their variances (R,), variance of the rest, number of samples.
+    """The density of a cluster: mean (D,), directions (R, D), their variances (R,), remaining variance, image count.
 
-    `caption` is that of the pooled captions, `classes` (C,) the number of samples of each class, if there are any.
+    `variances` is what a direction has beyond `rest`. `caption` is the density of the pooled captions, and `classes`
+    (classes,) counts the images of each class; both are None if the data has none.
     """
 
     mean: Tensor
@@ -51,7 +61,11 @@ class Density:
 
     @classmethod
     def fit(cls, x: Tensor, noise: Tensor | None = None, count: int | None = None, *, rank: int = RANK) -> "Density":
-        """From samples x (N, …), of which `noise` (…) is extra variance, as of an autoencoder's posterior."""
+        """Fit a density to samples x (N, …).
+
+        `noise` (…) is a variance to add, such as that of the autoencoder's posterior; `count` is the number of images
+        that the samples stand for.
+        """
         rows = x.flatten(1).double()
         mean = rows.mean(0)
         centred = rows - mean
@@ -60,18 +74,24 @@ class Density:
         values, directions = _principal(centred, kept)
         left = centred.square().mean(0).sum() - values.sum()
         rest = (left / max(rows.shape[1] - kept, 1)).clamp(min=1e-6) + extra
-        # In directions of more than the rest's variance only: below it a direction says nothing.
+        # `variances` is the excess over `rest`, as in probabilistic PCA, so that covariance = U diag(l) Uᵀ + r I.
         excess = (values + extra - rest).clamp(min=0)
         number = torch.tensor(float(count or len(rows)))
         return cls(mean.float(), directions.float(), excess.float(), rest.float(), number)
 
     def log_density(self, x: Tensor, t: Tensor) -> Tensor:
-        """log p_t(x | cluster) + log of the number of its samples: shape (batch,). On the CPU, in double precision."""
+        """Return log p_t(x | cluster) + log n (batch,) for states x (batch, …) at times t (batch or 1,).
+
+        It computes in float64 on the CPU. Log-densities of thousands of dimensions are large numbers, of which only
+        the differences between clusters count, and not every accelerator has float64.
+        """
         if x.ndim < 2 or x[0].numel() != self.mean.numel() or t.shape not in ((1,), (len(x),)):
             raise ValueError(
                 f"got states of shape {tuple(x.shape)} at times of shape {tuple(t.shape)}; the density is of "
                 f"{self.mean.numel()} values, and needs one time for each state or one for all"
             )
+        # U has orthonormal columns, so the covariance is diagonal in U and its complement: along U each direction has
+        # its own variance (`wide`), and everything orthogonal to U has the variance `base`. No D x D matrix is formed.
         alpha, sigma = (1 - t).double(), t.double()
         offset = x.flatten(1).double() - alpha[:, None] * self.mean
         along = offset @ self.directions.T.double()
@@ -82,24 +102,24 @@ class Density:
         volume = wide.log().sum(1) + (dimensions - len(self.variances)) * base.log()
         return self.count.double().log() - 0.5 * (squares + volume + dimensions * math.log(2 * math.pi))
 
-    def log_told(self, condition: Condition) -> Tensor | None:
-        """log p(condition | cluster) for each row, 0 where it is dropped; None if the cluster knows no such thing."""
+    def log_condition(self, condition: Condition) -> Tensor | None:
+        """Return log p(condition | cluster) for each row, 0 for the null condition; None if nothing is known of it."""
         if condition.pooled is not None and self.caption is not None:
             pooled = condition.pooled.detach().cpu()
-            told = CAPTION_WEIGHT * self.caption.log_density(pooled, torch.zeros(len(pooled)))
+            log_p = CAPTION_WEIGHT * self.caption.log_density(pooled, torch.zeros(len(pooled)))
         elif condition.label is not None and self.classes is not None:
-            # Each class once more than it was seen: one that was not is improbable, not impossible.
+            # Laplace smoothing: a class that was not seen is improbable, not impossible.
             label = condition.label.cpu()
             check_labels(label, len(self.classes))
             null = (label < 0) | (label == len(self.classes))
-            told = ((self.classes + 1) / (self.classes + 1).sum()).double().log()[label.masked_fill(null, 0)]
-            told = told.masked_fill(null, 0.0)  # the null class is equally probable in every cluster
+            log_p = ((self.classes + 1) / (self.classes + 1).sum()).double().log()[label.masked_fill(null, 0)]
+            log_p = log_p.masked_fill(null, 0.0)  # the null class is equally probable in every cluster
         else:
             return None
-        return told if condition.dropped is None else told.masked_fill(condition.dropped.cpu(), 0.0)
+        return log_p if condition.dropped is None else log_p.masked_fill(condition.dropped.cpu(), 0.0)
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a safetensors file."""
+        """Return the tensors of a safetensors file."""
         caption = {} if self.caption is None else self.caption.tensors()
         return {
             **{name: getattr(self, name) for name in _FIELDS},
@@ -109,7 +129,7 @@ class Density:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Density":
-        """Read what `tensors` gave."""
+        """Return the density of such tensors."""
         caption = {name.removeprefix(_CAPTION): part for name, part in tensors.items() if name.startswith(_CAPTION)}
         return cls(
             **{name: tensors[name] for name in _FIELDS},
@@ -119,18 +139,19 @@ class Density:
 
 
 def _principal(centred: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest variances and their directions (count, D), from whichever of N × N and D × D is smaller."""
+    """Return the largest variances (count,) and their directions (count, D), from centered rows (N, D)."""
+    # N x N and D x D have the same nonzero eigenvalues; the smaller one is decomposed.
     few = len(centred) < centred.shape[1]
     values, vectors = torch.linalg.eigh((centred @ centred.T if few else centred.T @ centred) / len(centred))
     values, vectors = values.flip(0)[:count].clamp(min=1e-12), vectors.flip(1)[:, :count]
     return values, (vectors.T @ centred) / (values * len(centred)).sqrt()[:, None] if few else vectors.T
 
 
-def of_shards(shards: Shards) -> Density:
-    """The density of some clusters' normalised latents, captions and classes, from at most `SAMPLES` of them."""
-    rows = np.linspace(0, len(shards) - 1, min(len(shards), SAMPLES)).round().astype(np.int64)
+def fit_density(shards: Shards) -> Density:
+    """Fit a density to the normalized latents, captions and classes of at most `FIT_IMAGES` evenly spread images."""
+    rows = np.linspace(0, len(shards) - 1, min(len(shards), FIT_IMAGES)).round().astype(np.int64)
     batch = shards.read(rows)
-    latents = shards.statistics.normalise(batch.mean.float())
+    latents = shards.statistics.normalize(batch.mean.float())
     std = torch.tensor(shards.statistics.std).view(-1, 1, 1)
     noise = None if batch.std is None else (batch.std.float() / std).square()
     caption = None if batch.pooled is None else Density.fit(batch.pooled.float(), count=1, rank=CAPTION_RANK)

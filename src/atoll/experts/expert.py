@@ -1,8 +1,13 @@
-"""A trained network: what it declares, where it is stored, and an expert as a velocity field.
+"""A trained network: its declaration, a reference to its weights, and an expert as a velocity field.
 
-reference = atoll.experts.run.expert_of_run(run, "experts/003")    # reads the manifest
-expert = open_expert(reference, space, DeviceOptions(device))      # reads the weights
-expert.velocity(x, t, condition)
+    reference = atoll.experts.run.expert_of_run(run, "experts/003")    # reads the manifest
+    expert = open_expert(reference, space, DeviceOptions(device))      # reads the weights
+    expert.velocity(x, t, condition)
+
+Experts may differ in objective, noise schedule, network and latent normalization. `OpenExpert.velocity` removes these
+differences, so that their velocities can be averaged: a common state x at time t is rescaled to the normalization of
+the expert's latents (`rescaling`), the bridge turns it into the network's input and timestep, and the network's output
+goes back over the bridge and the rescaling to a velocity of the common linear path.
 """
 
 from collections.abc import Callable
@@ -26,7 +31,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a trained network says of itself: all that whoever uses it needs to know."""
+    """Everything about a trained network, except its weights, that its use requires."""
 
     name: str
     clusters: tuple[int, ...]
@@ -40,7 +45,7 @@ class Declaration:
 
     @classmethod
     def of(cls, content: NetworkContent) -> "Declaration":
-        """Return what a manifest declares, as objects. A router has no objective: it lives on the linear path."""
+        """Build the declaration of a manifest. A router has no objective: it classifies states of the linear path."""
         statistics = Statistics.of(content.statistics)
         objective, options = flow.Objective(), BridgeSpec()
         if isinstance(content, ExpertContent):
@@ -65,20 +70,20 @@ class Declaration:
 
 @dataclass(frozen=True, eq=False)
 class ExpertReference:
-    """A stored network, expert or router: what it declares, how to read its weights, and how many bytes they have."""
+    """A stored expert or router: its declaration, a function that reads its weights, and their size in bytes."""
 
     declaration: Declaration
     open: Callable[[], nn.Module]
     size: int
     file: Path | None = None
-    """Where the weights are, to have them read ahead."""
+    """The file of the weights, so that the system can read it ahead."""
     density: Density | None = None
-    """How its cluster's latents are distributed, for routing without a router."""
+    """The density of its cluster's latents, for `nearest` routing."""
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """Where and how networks are kept."""
+    """Device, precision, quantization and compilation of networks."""
 
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
@@ -86,16 +91,17 @@ class DeviceOptions:
     compile: bool = False
 
     def put(self, network: nn.Module) -> nn.Module:
-        """Move a network, and prepare it for inference."""
+        """Move a network to the device and prepare it for inference."""
         placed = network.to(self.device, self.dtype).eval().requires_grad_(False)
         if self.compile:
+            # Batch sizes change from step to step with the routing; static shapes would recompile for each.
             placed.compile(dynamic=True)
         return placed
 
 
-def only(condition: Condition, told: frozenset[str]) -> Condition:
-    """Return the part of a condition that a network is conditioned on."""
-    hidden = {"text", "pooled", "label"} - told
+def select_parts(condition: Condition, conditioning: frozenset[str]) -> Condition:
+    """Return the parts of a condition that a network is conditioned on."""
+    hidden = {"text", "pooled", "label"} - conditioning
     if "text" in hidden:
         hidden |= {"text_mask"}
     kept = replace(condition, **dict.fromkeys(hidden))
@@ -105,33 +111,34 @@ def only(condition: Condition, told: frozenset[str]) -> Condition:
 
 @dataclass(frozen=True, eq=False)
 class OpenExpert:
-    """An expert's network as a velocity field on the linear path of a common space of latents."""
+    """An expert's network as a velocity field on the linear path, for latents in a common normalization."""
 
     declaration: Declaration
     network: nn.Module
     dtype: torch.dtype = torch.float32
     change: Rescaling | None = None
-    """From the common space to the expert's own; None if they are the same."""
+    """From the common normalization of latents to the expert's; None if they are equal."""
 
     @property
     def conditioning(self) -> frozenset[str]:
-        """What it is conditioned on."""
+        """What the network is conditioned on: any of text, pooled and label."""
         return self.declaration.conditioning
 
     def velocity(self, x: Tensor, t: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
-        """Return the velocity at states x and times t: one for each state, or one for all, which costs less."""
+        """Return the velocity (batch, C, H, W) at states x (batch, C, H, W) and times t (batch or 1,)."""
         own, own_t = (x, t) if self.change is None else self.change.state(x, t)
         bridge = self.declaration.bridge
         query = bridge.query(own, own_t)
+        # With one timestep for the batch the network computes its modulation once, not once per image.
         time = query.timestep[:1] if t.numel() == 1 else query.timestep
         output: Tensor = self.network(query.state.to(self.dtype), time, condition)
-        # A learned variance beside the prediction is not used.
+        # A network with a learned variance has 2 C output channels; the prediction is the first C.
         velocity = bridge.velocity(output[:, : x.shape[1]], own, own_t)
         return velocity if self.change is None else self.change.velocity(velocity, own, t)
 
 
 def open_expert(reference: ExpertReference, space: Statistics, options: DeviceOptions) -> OpenExpert:
-    """Read an expert's weights. Its velocity is that of latents normalized as `space`."""
+    """Read an expert's weights. Its velocity field is defined on latents normalized by `space`."""
     declaration = reference.declaration
     change = rescaling(space, declaration.statistics, declaration.name)
     return OpenExpert(declaration, options.put(reference.open()), options.dtype, change)
@@ -146,13 +153,13 @@ class OpenRouter:
     dtype: torch.dtype = torch.float32
 
     def logits(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """Return log-probabilities up to a constant, one column for each cluster of the declaration."""
-        told = only(condition, self.declaration.conditioning)
-        return self.network.logits(x.to(self.dtype), flow.LINEAR.timestep(t), told)
+        """Return log-probabilities up to a constant (batch, clusters), in the order of the declaration's clusters."""
+        parts = select_parts(condition, self.declaration.conditioning)
+        return self.network.logits(x.to(self.dtype), flow.LINEAR.timestep(t), parts)
 
 
 def open_router(reference: ExpertReference, options: DeviceOptions) -> OpenRouter:
-    """Read a router's weights. It is small, so it is never quantized."""
+    """Read a router's weights. A router is small, so it is not quantized."""
     network = replace(options, quantize=None).put(reference.open())
     if not isinstance(network, Router):
         raise AtollError(f"{reference.declaration.name} is a {type(network).__name__}, not a router")

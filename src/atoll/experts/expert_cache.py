@@ -1,7 +1,15 @@
-"""Experts in memory: opened when first needed, at most `limit` of them at once, the least recently used one leaves.
+"""The expert cache: a least-recently-used cache of at most `limit` experts in memory.
 
-Weights are mapped from their safetensors file, so what is not in memory is on the disk or in the system's cache of it.
-On an accelerator the next expert is copied while the present one computes. Results do not depend on any of this.
+An ensemble has K experts, but sampling with top-1 or top-2 routing needs few of them at a time. An expert is opened
+when it is first needed; if the cache is full, the least recently used one is dropped first, so at most `limit` networks
+are in memory at any moment. Weights are memory-mapped from their safetensors files, so reopening an expert usually
+reads the page cache of the system, not the disk.
+
+While one expert computes, the next one of the same evaluation is fetched: on an accelerator a thread copies it to the
+device if the limit allows two experts; otherwise the operating system reads its file ahead. Experts in memory run
+first. None of this changes the results, because the velocities are summed in the order of the experts.
+
+Each loaded expert also keeps the conditions that it prepared (`BatchConditions`); they are dropped with it.
 """
 
 import os
@@ -17,135 +25,142 @@ from torch import Tensor, nn
 from atoll.core.errors import AtollError
 from atoll.data.stages.latents import Statistics
 from atoll.experts.batch_conditions import BatchConditions, replace_rows
-from atoll.experts.expert import DeviceOptions, ExpertReference, OpenExpert, only, open_expert
+from atoll.experts.expert import DeviceOptions, ExpertReference, OpenExpert, open_expert, select_parts
 from atoll.experts.quantize import quantize
 from atoll.experts.rescaling import rescaling
 from atoll.nets import Condition, DiT, PreparedCondition
 
 PROBES = 4
-"""States on which the error of quantized weights is measured."""
+"""States on which the error of quantized weights is measured: four times from 0.1 to 0.9, in two forward passes."""
 
 
 @dataclass(eq=False)
 class LoadedExpert:
-    """An expert in memory, with what it made of the conditions it was last told."""
+    """An expert in memory, with the conditions that it prepared last."""
 
     expert: OpenExpert
+    # `_prepared` belongs to `_distinct` at `_versions`. `_taken` is `_prepared[_rows]`, kept because the rows of an
+    # expert often stay the same from one step to the next, and gathering keys and values copies a lot of memory.
     _distinct: Condition | None = None
     _versions: list[int] = field(default_factory=list)
     _prepared: PreparedCondition | None = None
     _rows: Tensor | None = None
     _taken: PreparedCondition | None = None
 
-    def condition(self, told: BatchConditions, rows: Tensor) -> Condition | PreparedCondition:
-        """The conditions of these numbers, as the network takes them."""
+    def condition(self, conditions: BatchConditions, rows: Tensor) -> Condition | PreparedCondition:
+        """Return the conditions of these rows (images,), prepared if the network can and later steps use them again."""
         network = self.expert.network
-        if not (told.reused and isinstance(network, DiT)):
-            mine = self._own(told)
-            told_nothing = mine.text is None and mine.pooled is None and mine.label is None
-            return mine if told_nothing else mine[rows]
-        self._prepare(network, told, rows)
+        if not (conditions.reused and isinstance(network, DiT)):
+            mine = self._select(conditions)
+            unconditioned = mine.text is None and mine.pooled is None and mine.label is None
+            return mine if unconditioned else mine[rows]
+        self._prepare(network, conditions, rows)
         assert self._prepared is not None
         if self._rows is None or self._taken is None or not torch.equal(self._rows, rows):
             self._rows, self._taken = rows, self._prepared[rows]
         return self._taken
 
-    def _prepare(self, network: DiT, told: BatchConditions, rows: Tensor) -> None:
-        """Prepare all conditions when they are told for the first time, and later those that were replaced."""
-        if self._distinct is not told.distinct:
-            self._distinct, self._versions = told.distinct, list(told.versions)
-            self._prepared, self._rows = network.prepare(self._own(told)), None
-        elif told.versions:
-            new = [number for number in sorted(set(rows.tolist())) if self._versions[number] != told.versions[number]]
-            if new:
+    def _prepare(self, network: DiT, conditions: BatchConditions, rows: Tensor) -> None:
+        """Prepare all distinct conditions of a new batch; later, only those among `rows` that were replaced."""
+        if self._distinct is not conditions.distinct:
+            self._distinct, self._versions = conditions.distinct, list(conditions.versions)
+            self._prepared, self._rows = network.prepare(self._select(conditions)), None
+        elif conditions.versions:
+            versions = conditions.versions
+            changed = [row for row in sorted(set(rows.tolist())) if self._versions[row] != versions[row]]
+            if changed:
                 assert self._prepared is not None
-                places = torch.tensor(new, device=rows.device)
-                replace_rows(self._prepared, places, network.prepare(self._own(told)[places]))
+                slots = torch.tensor(changed, device=rows.device)
+                replace_rows(self._prepared, slots, network.prepare(self._select(conditions)[slots]))
                 self._rows = None
-                for number in new:
-                    self._versions[number] = told.versions[number]
+                for row in changed:
+                    self._versions[row] = versions[row]
 
-    def _own(self, told: BatchConditions) -> Condition:
-        mine, dtype = only(told.distinct, self.expert.conditioning), self.expert.dtype
+    def _select(self, conditions: BatchConditions) -> Condition:
+        """Return the parts that this network is conditioned on, in its precision."""
+        mine, dtype = select_parts(conditions.distinct, self.expert.conditioning), self.expert.dtype
         parts = {name: getattr(mine, name) for name in ("text", "pooled")}
         return replace(mine, **{name: part.to(dtype) for name, part in parts.items() if part is not None})
 
 
 @dataclass(eq=False)
 class ExpertCache:
-    """The experts of an ensemble, of which some are in memory."""
+    """The experts of an ensemble, of which at most `limit` are in memory."""
 
-    members: Sequence[ExpertReference]
+    references: Sequence[ExpertReference]
     space: Statistics
-    placement: DeviceOptions
+    device_options: DeviceOptions
     limit: int
     loads: int = 0
-    """How often an expert was opened."""
+    """Number of times that an expert was opened."""
     quantization_error: dict[str, float] = field(default_factory=dict)
-    """By how much eight-bit weights change the velocity of each expert that was opened, relative to its size."""
-    _here: "OrderedDict[int, LoadedExpert]" = field(default_factory=OrderedDict)
-    _coming: dict[int, "Future[LoadedExpert]"] = field(default_factory=dict)
+    """Relative change of the velocity by quantized weights, for each expert that was opened."""
+    _loaded: "OrderedDict[int, LoadedExpert]" = field(default_factory=OrderedDict)
+    _prefetched: dict[int, "Future[LoadedExpert]"] = field(default_factory=dict)
     _thread: ThreadPoolExecutor | None = None
 
     def __post_init__(self) -> None:
-        """Check that the limit makes sense and that all experts fit into one space."""
+        """Check the limit, and that the latents of all experts can be converted to the common normalization."""
         if self.limit < 1:
             raise AtollError(f"max_loaded_experts is {self.limit}; at least one expert must be in memory")
-        for member in self.members:
-            rescaling(self.space, member.declaration.statistics, member.declaration.name)
+        for reference in self.references:
+            rescaling(self.space, reference.declaration.statistics, reference.declaration.name)
 
-    def order(self, wanted: Sequence[int]) -> list[int]:
-        """Those in memory first: what is there is used before it has to leave."""
-        return sorted(wanted, key=lambda number: number not in self._here)
+    def order(self, needed: Sequence[int]) -> list[int]:
+        """Return the needed experts with those in memory first, so that none is dropped before it was used."""
+        return sorted(needed, key=lambda number: number not in self._loaded)
 
     def put(self, number: int, expert: OpenExpert) -> None:
-        """Keep an expert that is open already."""
-        self._here[number] = LoadedExpert(expert)
+        """Add an expert that is already open."""
+        self._loaded[number] = LoadedExpert(expert)
 
     def get(self, number: int, following: int | None = None) -> LoadedExpert:
-        """An expert, ready to answer; the one to follow is fetched meanwhile if there is room for both."""
-        loaded = self._here.pop(number, None) or self._arrived(number)
-        self._here[number] = loaded
-        if following is not None and following not in self._here:
-            self._fetch(following)
+        """Return an expert, opened if needed, and start to fetch the one that follows."""
+        # Popping and inserting moves the expert to the end of the ordered dictionary: the most recently used position.
+        loaded = self._loaded.pop(number, None)
+        if loaded is None and (prefetched := self._prefetched.pop(number, None)) is not None:
+            loaded = prefetched.result()
+        elif loaded is None:
+            self._make_room()
+            loaded = self._load(number)
+        self._loaded[number] = loaded
+        if following is not None and following not in self._loaded:
+            self._prefetch(following)
         return loaded
 
-    def _arrived(self, number: int) -> LoadedExpert:
-        coming = self._coming.pop(number, None)
-        if coming is not None:
-            return coming.result()
-        self._make_room()
-        return self._load(number)
-
-    def _fetch(self, number: int) -> None:
-        file = self.members[number].file
-        if self.placement.device.type == "cpu" or self.limit == 1:
+    def _prefetch(self, number: int) -> None:
+        file = self.references[number].file
+        if self.device_options.device.type == "cpu" or self.limit == 1:
             if file is not None and hasattr(os, "posix_fadvise"):
                 with file.open("rb") as stream:
                     os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
             return
-        if not self._coming:
+        # One at a time: a prefetched expert counts against the limit.
+        if not self._prefetched:
             self._make_room()
             self._thread = self._thread or ThreadPoolExecutor(1)
-            self._coming[number] = self._thread.submit(self._load, number)
+            self._prefetched[number] = self._thread.submit(self._load, number)
 
     def _make_room(self) -> None:
-        while len(self._here) + len(self._coming) >= self.limit:
-            self._here.popitem(last=False)
+        while len(self._loaded) + len(self._prefetched) >= self.limit:
+            self._loaded.popitem(last=False)
 
     def _load(self, number: int) -> LoadedExpert:
-        member = self.members[number]
+        reference = self.references[number]
         self.loads += 1
-        expert = open_expert(member, self.space, self.placement)
-        if self.placement.quantize:
-            name = member.declaration.name
-            self.quantization_error[name] = _quantized(expert, self.placement.quantize, self.placement.device)
+        expert = open_expert(reference, self.space, self.device_options)
+        if self.device_options.quantize:
+            name = reference.declaration.name
+            self.quantization_error[name] = _quantize_and_measure(
+                expert, self.device_options.quantize, self.device_options.device
+            )
         return LoadedExpert(expert)
 
 
 @torch.no_grad()
-def _quantized(expert: OpenExpert, kind: str, device: torch.device) -> float:
-    """Quantize an expert in place; by how much its velocity changes on states of noise, relative to its size."""
+def _quantize_and_measure(expert: OpenExpert, kind: str, device: torch.device) -> float:
+    """Quantize an expert in place; return the relative change of its unconditional velocity on states of noise."""
+    # A fixed seed, so that the reported error of an expert is the same every time it is opened.
     x = torch.randn(PROBES, *expert.declaration.shape, generator=torch.Generator().manual_seed(0)).to(device)
     t = torch.linspace(0.1, 0.9, PROBES, device=device)
     before = expert.velocity(x, t)
@@ -153,7 +168,7 @@ def _quantized(expert: OpenExpert, kind: str, device: torch.device) -> float:
     return float((expert.velocity(x, t) - before).norm() / before.norm())
 
 
-def weights_of(network: nn.Module) -> int:
-    """Bytes of a network's weights and buffers."""
+def weight_bytes(network: nn.Module) -> int:
+    """Return the bytes of a network's weights and buffers."""
     tensors: list[Any] = [*network.parameters(), *network.buffers()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The networks in the folder of a pipeline: what `atoll export` wrote, or the Paris release, here or on the hub."""
+"""The networks of a pipeline folder, local or on the hub: an export of Atoll or the Paris release."""
 
 import json
 import re
@@ -13,10 +13,10 @@ from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE
 from atoll.core.untrusted import Foreign
 from atoll.data.encoders import Encoders
-from atoll.data.pretrained import folder_of
+from atoll.data.pretrained import model_folder
 from atoll.experts.paris import Paris
-from atoll.experts.source import Opened
-from atoll.experts.stored import Stored, weights_of
+from atoll.experts.source import ModelReference
+from atoll.experts.stored import StoredNetwork, weights_file
 
 PIPELINE_CLASS = "AtollPipeline"
 COMPONENTS = "atoll.export.pipeline"
@@ -24,23 +24,23 @@ EXPERT_CLASS, ROUTER_CLASS = "ExpertModel", "RouterModel"
 INDEX_FILE = "model_index.json"
 LIBRARIES = {"vae": "diffusers", "scheduler": "diffusers", "text_encoder": "transformers", "tokenizer": "transformers"}
 LIBRARIES["router"] = COMPONENTS
-"""Where the classes of components come from; no other module is imported because a file says so."""
+"""Library of each component's class. A folder cannot name any other module to import."""
 PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")
-"""All that is fetched from the hub: no pickles and no code."""
+"""Files that are fetched from the hub: no pickles and no code."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class ModelIndex(Foreign):
-    """The model_index.json of a folder: the class of its pipeline and, of an exported one, of its components."""
+    """The model_index.json of a folder: the class of its pipeline and, in an export of Atoll, of its components."""
 
     class_name: str | None = Field(None, alias="_class_name")
     components: dict[str, tuple[str | None, str | None]] = Field(default_factory=dict)
-    """Library and class by the component's name; both are None for a component that is left out."""
+    """Library and class by the component's name; both are None for an omitted component."""
 
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, values: object) -> object:
-        """Find the components among the other keys. Those of other pipelines are not read: they follow no one rule."""
+        """Collect the components from the other keys, in exports of Atoll only: other pipelines have other keys."""
         if not isinstance(values, dict):
             return {}
         kind = values.get("_class_name")
@@ -50,7 +50,7 @@ class ModelIndex(Foreign):
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read it from its folder; empty if there is none."""
+        """Read the index of a folder; it is empty if the folder has none."""
         file = folder / INDEX_FILE
         return cls.read(file) if file.is_file() else cls()
 
@@ -61,11 +61,11 @@ class ModelIndex(Foreign):
 
     @property
     def has_router(self) -> bool:
-        """Whether it lists a router."""
+        """Whether the index lists a router."""
         return self.components.get("router", (None, None))[0] is not None
 
     def expert_names(self, folder: Path) -> list[str]:
-        """expert_0, expert_1, … as it lists them, after checking the class of every component."""
+        """Return expert_0, expert_1, … after checking the class of every component."""
         names = [name for name in self.components if re.fullmatch(r"expert_\d+", name)]
         expected = [f"expert_{number}" for number in range(len(names))]
         if not names or set(names) != set(expected):
@@ -76,12 +76,14 @@ class ModelIndex(Foreign):
                 raise AtollError(f"{folder / INDEX_FILE}: {name} is a {library}.{kind}, expected a {classes[name]}")
             if name not in classes and (name not in LIBRARIES or library not in (None, LIBRARIES[name])):
                 found = [library, kind]
-                raise AtollError(f"{folder / INDEX_FILE} has a component {name} of {found}, which no export has")
+                raise AtollError(
+                    f"{folder / INDEX_FILE} has a component {name} of {found}, which exports of Atoll do not have"
+                )
         return expected
 
 
 def is_folder(source: str | Path) -> bool:
-    """Whether this is a pipeline's folder, or could be the name of one on the hub."""
+    """Return whether this is a pipeline folder, or could be the name of one on the hub."""
     path = Path(source).expanduser()
     if path.is_dir():
         return (path / INDEX_FILE).is_file() or (path / "expert_0").is_dir()
@@ -89,11 +91,11 @@ def is_folder(source: str | Path) -> bool:
 
 
 def fetch(source: str | Path) -> Path:
-    """The folder itself, from the hub if it is a name."""
-    return folder_of(str(source), PATTERNS).resolve()
+    """Return the folder; download it first if `source` is a name on the hub."""
+    return model_folder(str(source), PATTERNS).resolve()
 
 
-def open_folder(source: str | Path, model: str) -> Opened:
+def open_folder(source: str | Path, model: str) -> ModelReference:
     """Find the networks of a folder; `model` is `experts`, or `expert:K` for one of them."""
     folder = fetch(source)
     index = ModelIndex.of(folder)
@@ -102,38 +104,39 @@ def open_folder(source: str | Path, model: str) -> Opened:
         router = stored.pop("router").reference() if index.has_router else None
         experts = [expert.reference() for expert in stored.values()]
         declared = experts[0].declaration
-        return Opened(experts, router, Encoders.of(declared.latents, declared.text, folder)).choose(model, folder)
-    if Paris.recognises(folder):
+        found = ModelReference(experts, router, Encoders.of(declared.latents, declared.text, folder))
+        return found.choose(model, folder)
+    if Paris.matches(folder):
         return Paris(folder).open(model)
-    raise refusal(folder, index)
+    raise unsupported_folder(folder, index)
 
 
-def refusal(folder: Path, index: ModelIndex) -> AtollError:
-    """Why a folder is not an ensemble."""
+def unsupported_folder(folder: Path, index: ModelIndex) -> AtollError:
+    """Return the error that explains why a folder cannot be opened as an ensemble."""
     if (folder / "expert_0").is_dir():
-        weights_of(folder / "expert_0")
+        weights_file(folder / "expert_0")  # raises an error about pickles or missing weights
         return AtollError(f"{folder / 'expert_0'} holds neither an expert of Atoll nor one of the Paris release")
-    kind = index.class_name or "nothing that Atoll knows"
+    kind = index.class_name or "no known pipeline"
     return AtollError(
-        f"{folder} holds {kind}, not experts with a router; open it with diffusers, or bring its network in with: "
+        f"{folder} holds {kind}, not experts with a router; open it with diffusers, or convert its network with: "
         f"atoll convert {folder} DST"
     )
 
 
-def verify(folder: Path, index: ModelIndex) -> dict[str, Stored]:
-    """Check that all files are there, as they were when the folder was written, and fit the declared networks."""
+def verify(folder: Path, index: ModelIndex) -> dict[str, StoredNetwork]:
+    """Check the hashes of all files, and that the weights fit the declared networks."""
     artifact = Artifact(folder.parent, folder.name)
     if artifact.manifest() is None:
         raise AtollError(
-            f"{folder} has no {MANIFEST_FILE}: its export was not finished, or it was copied in part; copy it again"
+            f"{folder} has no {MANIFEST_FILE}: its export was not finished, or its copy is incomplete; copy it again"
         )
     artifact.open(PIPELINE, verify=True)
     names = [*index.expert_names(folder), *(["router"] if index.has_router else [])]
-    return {name: Stored.open(folder / name) for name in names}
+    return {name: StoredNetwork.open(folder / name) for name in names}
 
 
-def forget_paths(folder: Path) -> None:
-    """Take out of configurations where diffusers and transformers once read them from."""
+def remove_source_paths(folder: Path) -> None:
+    """Remove the local paths that diffusers and transformers write into configurations."""
     for pattern in (INDEX_FILE, "*/config.json", "*/tokenizer_config.json"):
         for file in folder.glob(pattern):
             values = json.loads(file.read_text(encoding="utf-8"))

@@ -1,11 +1,11 @@
-"""The Paris release as an ensemble: flow-matching experts and a router in a layout of their own, told CLIP's text.
+"""The Paris release as an ensemble: flow-matching experts conditioned on CLIP text, and an unconditioned router.
 
     FOLDER/expert_0 … expert_7/   config.json, diffusion_pytorch_model.safetensors
     FOLDER/router/                config.json, pytorch_model.safetensors
     FOLDER/vae, text_encoder, tokenizer
 
-All captions are padded to one length and attended to as a whole, padding included, and the null condition is the empty
-caption. Latents are those of the autoencoder times its scaling factor. Times are 1000 t, velocity is noise - data.
+Captions are padded to full length and attended to without a mask, and the null condition is the empty caption. Latents
+are those of the autoencoder times its scaling factor. Timesteps are 1000 t, and the velocity is noise - data.
 """
 
 import json
@@ -29,8 +29,8 @@ from atoll.data.encoders import Encoders
 from atoll.data.stages.latents import AutoencoderConfig, Statistics, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
 from atoll.experts.expert import Declaration, ExpertReference
-from atoll.experts.source import Opened
-from atoll.experts.stored import shapes, weights_of
+from atoll.experts.source import ModelReference
+from atoll.experts.stored import shapes, weights_file
 from atoll.nets import DiT, DiTConfig, Router, RouterConfig
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
 
@@ -38,17 +38,17 @@ ROUTER_FILES = ("pytorch_model.safetensors", WEIGHTS_FILE)
 
 
 class WholeCaptions(TextEncoder):
-    """Captions padded to full length, every token of which counts."""
+    """A text encoder that pads captions to full length and attends to the padding, as the release was trained."""
 
     def tokenize(self, captions: list[str]) -> dict[str, Tensor]:
-        """Token numbers, and a mask that hides nothing."""
+        """Return token ids and a mask of ones."""
         how = {"padding": "max_length", "truncation": True, "max_length": self.max_tokens, "return_tensors": "pt"}
         numbers = self.tokenizer(captions, **how)["input_ids"]
         return {"input_ids": numbers, "attention_mask": torch.ones_like(numbers)}
 
 
 class _TextConfig(Foreign):
-    """The config.json of CLIP's text encoder, or of a whole CLIP, which has the same fields under `text_config`."""
+    """The config.json of CLIP's text encoder, or of a full CLIP model, which has the fields under `text_config`."""
 
     max_position_embeddings: int
     hidden_size: int
@@ -61,29 +61,31 @@ class _TextConfig(Foreign):
 
 @dataclass(frozen=True)
 class Paris:
-    """A folder in the layout of the release."""
+    """A folder with the layout of the Paris release."""
 
     folder: Path
 
     @staticmethod
-    def recognises(folder: Path) -> bool:
-        """Whether the first expert has the tensors of a Paris expert."""
+    def matches(folder: Path) -> bool:
+        """Return whether the first expert has the tensors of a Paris expert."""
         file = folder / "expert_0" / WEIGHTS_FILE
         return file.is_file() and layout("paris").matches(shapes(file))
 
-    def open(self, model: str) -> Opened:
-        """Find the experts, or one of them (`expert:K`), and the router where there are several."""
+    def open(self, model: str) -> ModelReference:
+        """Find the experts with the router, or one expert (`expert:K`)."""
         found = sorted(int(path.name[7:]) for path in self.folder.glob("expert_*") if path.name[7:].isdecimal())
         if found != list(range(len(found))):
-            raise AtollError(f"{self.folder} has experts {found}; expected all from expert_0 on, one for each cluster")
+            raise AtollError(
+                f"{self.folder} has experts {found}; expected consecutive numbers from expert_0, one for each cluster"
+            )
         encoders = self._encoders()
         null_text = cache(lambda: encoders.text_encoder()([""])[0][0])  # the empty caption (tokens, width)
         experts = [self._reference(number, null_text) for number in found]
-        opened = Opened(experts, None, encoders).choose(model, self.folder)
+        opened = ModelReference(experts, None, encoders).choose(model, self.folder)
         return opened if len(opened.experts) == 1 else replace(opened, router=self._router(len(experts)))
 
     def _encoders(self) -> Encoders:
-        """CLIP, which attends to whole captions, and the autoencoder."""
+        """Return CLIP with full-length captions, and the autoencoder."""
         text = _TextConfig.read(self._file("text_encoder"))
 
         def text_encoder() -> TextEncoder:
@@ -94,26 +96,24 @@ class Paris:
         return Encoders(lambda: open_codec(str(self.folder / "vae")), text_encoder)
 
     def _router(self, experts: int) -> ExpertReference:
-        known, file = layout("paris-router"), weights_of(self.folder / "router", ROUTER_FILES)
+        known, file = layout("paris-router"), weights_file(self.folder / "router", ROUTER_FILES)
         config = _config(known, file)
         assert isinstance(config, RouterConfig)
         if config.experts != experts:
-            raise AtollError(f"{file} chooses among {config.experts} experts, but {self.folder} has {experts}")
+            raise AtollError(f"{file} is a router of {config.experts} experts, but {self.folder} has {experts}")
         declaration = self._declaration("router", tuple(range(experts)), config)
         return ExpertReference(
             declaration, lambda: _filled(Router(config), known, file, config=config), file.stat().st_size
         )
 
-    def _expert(self, number: int) -> Path:
-        return weights_of(self.folder / f"expert_{number}")
-
     def _reference(self, number: int, null_text: Callable[[], Tensor]) -> ExpertReference:
-        known, file = layout("paris"), self._expert(number)
+        known, file = layout("paris"), weights_file(self.folder / f"expert_{number}")
         config = _config(known, file)
         assert isinstance(config, DiTConfig)
 
         def network() -> nn.Module:
             network = _filled(DiT(config), known, file, config=config)
+            # The release has no learned null condition: it encodes the empty caption.
             network.null_text = nn.Parameter(null_text())
             return network
 
@@ -121,7 +121,7 @@ class Paris:
         return ExpertReference(declaration, network, file.stat().st_size, file)
 
     def _declaration(self, name: str, clusters: tuple[int, ...], config: DiTConfig | RouterConfig) -> Declaration:
-        """Return what the release says of an expert, or of the router."""
+        """Return the declaration of an expert or of the router, from the configurations of the release."""
         text = _TextConfig.read(self._file("text_encoder"))
         autoencoder = self._file("vae")
         router = isinstance(config, RouterConfig)
@@ -149,7 +149,7 @@ class Paris:
 
 
 class _Lazy(Mapping[str, Tensor]):
-    """The tensors of a file, each read when it is looked at."""
+    """The tensors of a file, each read when it is accessed."""
 
     def __init__(self, file: Path) -> None:
         self.content: Any = safe_open(file, "pt")
@@ -166,14 +166,14 @@ class _Lazy(Mapping[str, Tensor]):
 
 
 def _config(known: Layout, file: Path) -> DiTConfig | RouterConfig:
-    """The network's configuration, from config.json and the shapes of its tensors."""
+    """Read a network's configuration from config.json and the shapes of its tensors, which must agree."""
     given = file.parent / CONFIG_FILE
     fields = json.loads(given.read_text(encoding="utf-8")) if given.is_file() else {}
     if not known.matches(shapes(file)):
         raise AtollError(f"{file} does not hold a {known.title}")
     config: DiTConfig | RouterConfig = known.read_config(_Lazy(file), fields, None)  # type: ignore[arg-type]
     wrong = [
-        f"{name} is {fields[name]} there and {ours} in the weights"
+        f"{name} is {fields[name]} in the configuration and {ours} in the weights"
         for name, ours in known.write_config(config).items()
         if name in fields and fields[name] != ours
     ]

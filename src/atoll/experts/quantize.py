@@ -1,4 +1,8 @@
-"""Weights in eight bits: each row of a linear layer has its own scale, arithmetic stays in the network's precision."""
+"""Weights in eight bits: one scale for each output row of a linear layer.
+
+A weight (out, in) is stored as int8 numbers in -127 … 127 with a scale (out, 1), weight = scale · number. The weight is
+expanded to the network's precision when it is used, so quantization saves memory, not arithmetic.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -6,12 +10,13 @@ from torch.nn import functional
 
 from atoll.core.errors import AtollError, unknown
 
-QUANTISATIONS = ("int8",)
+QUANTIZATIONS = ("int8",)
 LEVELS = 127
+"""Largest number: int8 has 127 levels on each side of 0, and -128 is not used, so that the grid is symmetric."""
 
 
 class Int8Linear(nn.Module):
-    """A linear layer whose weight is kept as whole numbers, weight = scale[row] · number, and expanded when used."""
+    """A linear layer with an int8 weight, expanded when it is used."""
 
     numbers: Tensor
     scale: Tensor
@@ -19,6 +24,7 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight = linear.weight.detach().float()
+        # A row of zeros would have scale 0 and divide by it.
         scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / LEVELS
         self.register_buffer("numbers", (weight / scale).round().to(torch.int8))
         self.register_buffer("scale", scale.to(linear.weight.dtype))
@@ -26,18 +32,18 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight, for whoever asks for its dtype or its values."""
+        """The expanded weight. Networks read the dtype of a layer's weight to cast their inputs."""
         return self.numbers.to(self.scale.dtype) * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """As nn.Linear."""
+        """Apply the layer as nn.Linear does."""
         return functional.linear(x, self.weight, self.bias)
 
 
 def quantize(network: nn.Module, kind: str) -> nn.Module:
-    """Replace every linear layer of a network, in place."""
-    if kind not in QUANTISATIONS:
-        raise AtollError(unknown("quantization", kind, QUANTISATIONS))
+    """Replace every linear layer of a network in place."""
+    if kind not in QUANTIZATIONS:
+        raise AtollError(unknown("quantization", kind, QUANTIZATIONS))
     for name, child in list(network.named_children()):
         if isinstance(child, nn.Linear):
             setattr(network, name, Int8Linear(child))

@@ -12,22 +12,23 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, ROUTER
 from atoll.core.signing import open_trusted
 from atoll.data.encoders import Encoders
-from atoll.experts.density import FILE, Density
+from atoll.experts.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, ExpertReference
-from atoll.experts.source import Opened
+from atoll.experts.source import ModelReference
 from atoll.nets import load_network
 from atoll.nets.io import WEIGHTS_FILE
 
 
-def open_run(run: Path, model: str, *, verify: bool = False, strict: bool = False) -> Opened:
+def open_run(run: Path, model: str, *, verify: bool = False, strict: bool = False) -> ModelReference:
     """Find the networks of a model: `experts` with the router, `expert:3`, `monolith` or `student`.
 
-    `verify` checks the hash of every file; in a run with a policy hashes and signatures are always checked. Experts
-    that are not finished are listed; with `strict` they are an error.
+    `verify` checks the hash of every file; a run with a policy always checks hashes and signatures. Experts that are
+    not finished are listed in `.missing`; with `strict` they are an error.
     """
     if model != "experts":
         experts = [expert_of_run(run, layout.model_job(model), verify=verify)]
-        return Opened(experts, None, _encoders(experts[0]))
+        return ModelReference(experts, None, _encoders(experts[0]))
+    # Experts of the configuration, and those that were added to the run beyond it.
     expected = {layout.expert_job(number) for number in range(configuration.load(run).clusters.count)}
     folders = {job for job in layout.jobs(run) if layout.is_expert(job)}
     done = {job for job in expected | folders if Artifact(run, layout.final(job)).manifest() is not None}
@@ -35,7 +36,7 @@ def open_run(run: Path, model: str, *, verify: bool = False, strict: bool = Fals
     if not done or (missing and strict):
         raise AtollError(f"{run} has no finished {', '.join(missing)}; train with: atoll train {run} --expert K")
     experts = [expert_of_run(run, job, verify=verify) for job in sorted(done)]
-    return Opened(experts, router_of_run(run, verify=verify), _encoders(experts[0]), tuple(missing))
+    return ModelReference(experts, router_of_run(run, verify=verify), _encoders(experts[0]), tuple(missing))
 
 
 def expert_of_run(run: Path, job: str, *, verify: bool = False) -> ExpertReference:
@@ -43,19 +44,19 @@ def expert_of_run(run: Path, job: str, *, verify: bool = False) -> ExpertReferen
     artifact = Artifact(run, layout.final(job))
     if artifact.manifest() is None:
         flag = f"--expert {layout.expert_number(job)}" if layout.is_expert(job) else f"--{job}"
-        state = "is not finished" if (run / job).is_dir() else "is not there"
-        raise AtollError(f"{artifact.folder} {state}; make it with: atoll train {run} {flag}")
+        state = "is not finished" if (run / job).is_dir() else "is missing"
+        raise AtollError(f"{artifact.folder} {state}; train it with: atoll train {run} {flag}")
     return expert_of_artifact(artifact, open_trusted(artifact, EXPERT, verify))
 
 
 def expert_of_artifact(artifact: Artifact, manifest: Manifest) -> ExpertReference:
-    """Return the expert that an artifact holds, after its manifest was checked."""
+    """Return a reference to the expert of an artifact whose manifest was checked."""
     return ExpertReference(
         Declaration.of(EXPERT.parse(manifest, artifact.folder)),
         partial(load_network, artifact.folder),
         manifest.files[WEIGHTS_FILE].size,
         artifact.path(WEIGHTS_FILE),
-        Density.from_tensors(load_file(artifact.path(FILE))) if FILE in manifest.files else None,
+        Density.from_tensors(load_file(artifact.path(DENSITY_FILE))) if DENSITY_FILE in manifest.files else None,
     )
 
 

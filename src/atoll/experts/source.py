@@ -1,4 +1,4 @@
-"""What a model is opened from: a run, an exported folder, or a foreign release."""
+"""A model before its weights are read: from a run, an exported folder, or a foreign release."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +10,8 @@ from atoll.experts.expert import ExpertReference
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
-    """The networks of a model, found and checked. Their weights are not read yet."""
+class ModelReference:
+    """References to the networks of a model, after their files were checked."""
 
     experts: Sequence[ExpertReference]
     router: ExpertReference | None
@@ -27,5 +27,6 @@ class Opened:
         if kind == "expert" and number.isdecimal() and int(number) < len(self.experts):
             return replace(self, experts=[self.experts[int(number)]], router=None)
         raise AtollError(
-            f"there is no model {model!r} in {source}; it holds experts, expert:0 to expert:{len(self.experts) - 1}"
+            f"there is no model {model!r} in {source}; its models are experts, and expert:0 to "
+            f"expert:{len(self.experts) - 1}"
         )

@@ -1,10 +1,14 @@
-"""A network in a folder of a pipeline: its weights, in a class of diffusers where that is exact, and what it declares.
+"""A network in a pipeline folder: its weights, as a diffusers class where that is exact, and its declaration.
 
-expert_0/
-    config.json, diffusion_pytorch_model.safetensors    the network
-    declaration.json       objective, bridge, statistics, conditioning, clusters, data, compute
-    cluster.safetensors    how the cluster's latents and captions are distributed, for routing without a router
-    null.safetensors       the learned null condition, where a class of diffusers has no place for it
+    expert_0/
+        config.json, diffusion_pytorch_model.safetensors    the network
+        declaration.json       objective, bridge, statistics, conditioning, clusters, data, compute
+        cluster.safetensors    density of the cluster's latents and captions, for `nearest` routing
+        null.safetensors       the learned null condition, if the diffusers class has no parameter for it
+
+Some DiTs compute exactly what a class of diffusers computes. Those are stored in that class, so that diffusers can read
+them. A conversion counts as exact if converting back reproduces the configuration and, except for the null condition,
+every weight bit for bit.
 """
 
 import json
@@ -21,8 +25,7 @@ from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError
 from atoll.core.manifests import ExpertContent, NetworkContent, RouterContent
 from atoll.core.networks import CLASS_NAME, ConfigJson
-from atoll.experts.density import FILE as CLUSTER_FILE
-from atoll.experts.density import Density
+from atoll.experts.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, ExpertReference
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
@@ -32,7 +35,7 @@ from atoll.nets.router import without_retired
 DECLARATION_FILE = "declaration.json"
 NULL_FILE = "null.safetensors"
 LAYOUTS = {"PixArtTransformer2DModel": "diffusers-pixart", "DiTTransformer2DModel": "diffusers-dit"}
-"""Classes of diffusers that compute exactly what some DiTs compute, and the layouts of their weights."""
+"""Diffusers classes that compute exactly what some DiTs compute, and the layouts of their weights."""
 
 
 def write(folder: Path, network: nn.Module, content: NetworkContent, *, density: Density | None) -> None:
@@ -48,7 +51,7 @@ def write(folder: Path, network: nn.Module, content: NetworkContent, *, density:
     else:
         save_network(network, folder)  # type: ignore[arg-type]
     if density is not None:
-        save_file({name: part.cpu().contiguous() for name, part in density.tensors().items()}, folder / CLUSTER_FILE)
+        save_file({name: part.cpu().contiguous() for name, part in density.tensors().items()}, folder / DENSITY_FILE)
     (folder / DECLARATION_FILE).write_bytes(to_json(content.model_dump(mode="json")))
 
 
@@ -60,13 +63,13 @@ def _write_parts(folder: Path, weights: dict[str, Tensor], fields: ConfigJson, *
 
 
 def diffusers_layout(network: DiT) -> tuple[dict[str, Tensor], ConfigJson] | None:
-    """Weights and config.json of a class of diffusers that is this very network, bit for bit there and back."""
+    """Return weights and config.json of a diffusers class that stores this network exactly; None if there is none."""
     config, state = network.config, network.state_dict()
     for candidate in map(layout, LAYOUTS.values()):
         if candidate.refuse(config) is not None:
             continue
         foreign, fields = candidate.from_native(state, config), candidate.write_config(config)
-        # The declaration has the normalization of the latents, whatever the class of the weights.
+        # Diffusers classes have no field for the normalization of the latents; declaration.json stores it.
         if candidate.read_config(foreign, fields, config.heads) != replace(config, normalization=None):
             continue
         back = candidate.to_native(foreign, config)
@@ -76,29 +79,29 @@ def diffusers_layout(network: DiT) -> tuple[dict[str, Tensor], ConfigJson] | Non
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A network that `write` has written."""
+class StoredNetwork:
+    """A network folder as `write` creates it."""
 
     folder: Path
     content: NetworkContent
     stored_class: str
-    """The class in config.json: the declared network's own, or one of diffusers that can hold it."""
+    """The class in config.json: that of the declared network, or a diffusers class that stores it exactly."""
     weights: Path
 
     @classmethod
-    def open(cls, folder: Path) -> "Stored":
-        """Read the declaration, and check by their shapes that the weights are those of the declared network."""
+    def open(cls, folder: Path) -> "StoredNetwork":
+        """Read the declaration, and check that the weights have the names and shapes of the declared network."""
         file = folder / DECLARATION_FILE
         if not file.is_file():
-            raise AtollError(f"{file} is missing: nothing tells how this network was trained; export the run again")
+            raise AtollError(f"{file} is missing, which declares how the network was trained; export the run again")
         content = read_declaration(file)
-        stored = cls(folder, content, _stored_class(folder, content.network.class_name), weights_of(folder))
+        stored = cls(folder, content, _stored_class(folder, content.network.class_name), weights_file(folder))
         check_fit(without_retired(shapes(stored.weights)), stored._expected(), f"the network that {file} declares")
         return stored
 
     def reference(self) -> ExpertReference:
-        """Return the network as a reference; its weights are read when they are needed."""
-        density = self.folder / CLUSTER_FILE
+        """Return a reference to the network; its weights are read when it is opened."""
+        density = self.folder / DENSITY_FILE
         return ExpertReference(
             Declaration.of(self.content),
             self.network,
@@ -108,10 +111,12 @@ class Stored:
         )
 
     def network(self) -> nn.Module:
-        """The network."""
+        """Read the network, converted back from a diffusers class if it was stored as one."""
         own = self.content.network.class_name
         if self.stored_class == own:
             return load_network(self.folder)
+        # Stored as a diffusers class: a DiT whose tensors are converted back, or a wrapper of the diffusers model with
+        # the tensor prefix "model.". The wrapper may have buffers that are not stored, so it is built on the CPU.
         native = own == "DiT"
         with torch.device("meta" if native else "cpu"):
             network = build(self.content.network)
@@ -127,7 +132,7 @@ class Stored:
         return network
 
     def _expected(self) -> dict[str, Tensor]:
-        """Names and shapes of the tensors that the stored class has for the declared network."""
+        """Return the tensors of the declared network in the stored class, on the meta device."""
         with torch.device("meta"):
             network = build(self.content.network)
         state = network.state_dict()
@@ -139,10 +144,10 @@ class Stored:
 
 
 def _stored_class(folder: Path, own: str) -> str:
-    """Read the class in config.json, which must be able to hold the declared network."""
+    """Read the class in config.json, and check that it can store the declared network."""
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise AtollError(f"{file} is missing; expected the configuration of a network")
+        raise AtollError(f"{file} is missing; copy the folder again")
     stored = str(json.loads(file.read_text(encoding="utf-8")).get(CLASS_NAME))
     able = {own} | ({KINDS[own].model_class} if own in KINDS else set(LAYOUTS) if own == "DiT" else set())
     if stored not in able:
@@ -151,7 +156,7 @@ def _stored_class(folder: Path, own: str) -> str:
 
 
 def read_declaration(file: Path) -> NetworkContent:
-    """Read what a network of a pipeline's folder declares."""
+    """Read the declaration of a network in a pipeline folder."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         return (ExpertContent if "objective" in values else RouterContent).model_validate(values)
@@ -159,8 +164,8 @@ def read_declaration(file: Path) -> NetworkContent:
         raise AtollError(f"{file} is not the declaration of a network ({error}); export the run again") from error
 
 
-def weights_of(folder: Path, names: tuple[str, ...] = (WEIGHTS_FILE,)) -> Path:
-    """The safetensors file of a network's folder; pickles are never read."""
+def weights_file(folder: Path, names: tuple[str, ...] = (WEIGHTS_FILE,)) -> Path:
+    """Return the safetensors file of a network folder; pickles are never read."""
     for name in names:
         if (folder / name).is_file():
             return folder / name
@@ -170,15 +175,15 @@ def weights_of(folder: Path, names: tuple[str, ...] = (WEIGHTS_FILE,)) -> Path:
     if pickles:
         raise AtollError(
             f"{folder} holds its weights as {', '.join(pickles)}: a pickle, which can run code when it is read. Atoll "
-            f"reads safetensors only; where you trust it, convert it with: atoll convert {folder / pickles[0]} DST"
+            f"reads safetensors only; if you trust the file, convert it with: atoll convert {folder / pickles[0]} DST"
         )
     raise AtollError(f"{folder} has no {' or '.join(names)}")
 
 
 def shapes(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, without content."""
+    """Return the tensors of a safetensors file on the meta device: names, shapes, no values."""
     try:
         with safe_open(file, "pt") as content:
             return {name: torch.empty(content.get_slice(name).get_shape(), device="meta") for name in content.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise AtollError(f"{file} is not a whole safetensors file ({error}); copy it again") from error
+        raise AtollError(f"{file} is not a complete safetensors file ({error}); copy it again") from error

@@ -1,20 +1,20 @@
-"""Validation on held-out images: the one definition of the held-out velocity error.
+"""Validation on held-out images: the only definition of the held-out velocity error.
 
-Every cluster is validated by itself: at most `IMAGES` of its held-out images, evenly spread over its shards, each
-noised once in every one of ten bins of time. x0 is a sample of the autoencoder's posterior. Posterior sample, time and
-noise are functions of (seed, position of the image in its cluster), so the error on a cluster depends neither on the
-batch size nor on the number of processes nor on the other clusters.
+Each cluster is validated separately: at most `IMAGES` of its held-out images, evenly spread over its shards, each
+noised once in each of ten time bins. x0 is a sample of the autoencoder's posterior. Posterior sample, time and noise
+are functions of (seed, position in the cluster), so the error on a cluster depends neither on the batch size, nor on
+the number of processes, nor on the other clusters.
 
     error = validate(velocity, held_out, seed=config.train.seed, conditioning=frozenset({"text"}))
     error.mean, error.by_time
 
-The error over several clusters is the mean over all of their images. An expert is validated on its own cluster, and
-monolith, student, router and mixtures of experts on the union of what the experts are validated on. Training, admission
-and `atoll evaluate` all take the images from here, so one name is one number.
+The error over several clusters is the mean over all of their images. An expert is validated on its cluster; monolith,
+student, router and mixtures of experts are validated on the union of these images. Training, admission and
+`atoll evaluate` all use this module, so their numbers are comparable.
 
-A row is one image in one bin of time. Rows have a fixed order (clusters, bins, images) and are split into batches that
-the processes share. Their results are gathered into that order before anything is summed, so all processes get the same
-bits, whatever their number.
+A row is one image in one time bin. Rows have a fixed order (cluster, bin, image) and are split into batches that the
+processes share. The results are gathered into that order before they are summed, so all processes get the same bits,
+whatever their number.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,16 +33,18 @@ from atoll.flow import rng
 from atoll.nets import Condition
 
 TIME_BINS = 10
+"""Bins of width 0.1: enough to separate noisy from clean times, few enough for a table."""
 IMAGES = 1024
-"""At most so many held-out images of each cluster. Errors of single rows spread about as widely as they are large, so
-the mean has a standard error of 1 % (if the ten rows of an image were independent) to 3 % (if they were alike). The
-10,240 forward passes cost what training on some 3,400 images costs, which is little beside any training."""
+"""Maximal number of held-out images of each cluster. The errors of single rows have a standard deviation about as large
+as their mean, so the mean has a standard error between 1 % (if the ten rows of an image were independent) and 3 % (if
+they were equal). The 10,240 forward passes cost as much as training on about 3,400 images, which is little."""
 BATCH = 64
 """Rows of one forward pass: small enough to split 10,240 rows evenly between tens of processes, and for diagnostics to
 hold the velocities of all experts."""
 HELD_OUT_STREAM = 14
+"""Stream of the times. A stream number is arbitrary but must never change or be used twice."""
 NOISE_SEED_OFFSET = 1
-"""Training draws its noise from the seed itself; held-out images must not repeat the noise of training images."""
+"""Training noise comes from the seed; held-out images must not repeat the noise of training images."""
 
 
 class Processes(Protocol):
@@ -50,11 +52,11 @@ class Processes(Protocol):
 
     @property
     def rank(self) -> int:
-        """Return the number of this process."""
+        """The number of this process."""
 
     @property
     def size(self) -> int:
-        """Return how many there are."""
+        """The number of processes."""
 
     def sum(self, rows: Tensor) -> Tensor:
         """Return the sum of a CPU tensor over all processes."""
@@ -71,72 +73,71 @@ class _Alone(NamedTuple):
 ALONE: Processes = _Alone()
 
 
-class _Place(NamedTuple):
-    """Where a batch is in the validation."""
+class _BatchSlice(NamedTuple):
+    """The images of a batch, and its position among the rows."""
 
     images: "np.ndarray[Any, Any]"
-    """The numbers of its images in the shards."""
+    """Indices of the images in the shards."""
     time_bin: int
     position: int
-    """Of its first row in its cluster: what its random numbers are a function of."""
+    """Position of the first row in its cluster, which determines its random numbers."""
     first: int
-    """Its first row among those of all clusters."""
+    """Position of the first row among the rows of all clusters."""
 
 
 class ValidationBatch(NamedTuple):
-    """Some held-out images (batch, C, H, W) on the linear path to noise; `noised.target` is eps - x0."""
+    """Held-out images (batch, C, H, W), noised on the linear path; `noised.target` is eps - x0."""
 
     batch: Batch
     noised: flow.Noised
     first: int
-    """Its first row among those of the whole validation."""
+    """Position of its first row among all rows."""
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """The held-out images of some clusters, each noised in every bin of time."""
+    """The held-out images of some clusters, each noised once in every time bin."""
 
     shards: Shards
     seed: int
     limit: int = IMAGES
-    """Images of each cluster."""
+    """Maximal number of images of each cluster."""
 
     @property
     def images(self) -> int:
-        """How many images are used."""
-        return sum(min(len(own), self.limit) for own in self.shards.cluster_ranges().values())
+        """The number of images that are used."""
+        return sum(min(len(cluster), self.limit) for cluster in self.shards.cluster_ranges().values())
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return TIME_BINS * self.images
 
     @cached_property
-    def _places(self) -> list[_Place]:
-        places: list[_Place] = []
+    def _slices(self) -> list[_BatchSlice]:
+        slices: list[_BatchSlice] = []
         rows = 0
-        for own in self.shards.cluster_ranges().values():
-            count = min(len(own), self.limit)
-            chosen = own.start + np.linspace(0, len(own) - 1, count).round().astype(np.int64)
+        for cluster in self.shards.cluster_ranges().values():
+            count = min(len(cluster), self.limit)
+            chosen = cluster.start + np.linspace(0, len(cluster) - 1, count).round().astype(np.int64)
             for time_bin in range(TIME_BINS):
                 for start in range(0, count, BATCH):
                     part = chosen[start : start + BATCH]
-                    places.append(_Place(part, time_bin, time_bin * count + start, rows))
+                    slices.append(_BatchSlice(part, time_bin, time_bin * count + start, rows))
                     rows += len(part)
-        return places
+        return slices
 
     def batches(self, device: torch.device, processes: Processes = ALONE) -> Iterator[ValidationBatch]:
         """Yield this process's share of the batches."""
-        # Largest first: every bin ends with a smaller batch, and one process must not get all of those.
-        in_turn = sorted(self._places, key=lambda place: -len(place.images))
-        for place in in_turn[processes.rank :: processes.size]:
-            batch = self.shards.read(place.images).to(device)
-            draws = rng.uniform(len(place.images), seed=self.seed, stream=HELD_OUT_STREAM, first=place.position)
-            t = ((place.time_bin + draws) / TIME_BINS).to(device)
-            x0 = self.shards.latents(batch, seed=self.seed, position=place.position)
+        # Every bin ends with a smaller batch. Dealing out the batches by size gives each process its share of those.
+        by_size = sorted(self._slices, key=lambda part: -len(part.images))
+        for part in by_size[processes.rank :: processes.size]:
+            batch = self.shards.read(part.images).to(device)
+            draws = rng.uniform(len(part.images), seed=self.seed, stream=HELD_OUT_STREAM, first=part.position)
+            t = ((part.time_bin + draws) / TIME_BINS).to(device)
+            x0 = self.shards.latents(batch, seed=self.seed, position=part.position)
             seed = self.seed + NOISE_SEED_OFFSET
-            yield ValidationBatch(
-                batch, flow.Objective().corrupt(x0, seed=seed, position=place.position, t=t), place.first
-            )
+            noised = flow.Objective().corrupt(x0, seed=seed, position=part.position, t=t)
+            yield ValidationBatch(batch, noised, part.first)
 
     def gather(
         self,
@@ -147,8 +148,8 @@ class ValidationSet:
     ) -> Tensor:
         """Return the results (rows, *shape) of all processes in the order of the rows, in float64 on the CPU.
 
-        `parts` are this process's batches, each with its result (batch, *shape). A row is computed by one process and
-        is zero in the others, so the sum over the processes is exact.
+        `parts` are the batches of this process, each with its result (batch, *shape). A row is computed by one process
+        and zero in the others, so the sum over the processes is exact.
         """
         rows = torch.zeros(len(self), *shape, dtype=torch.float64)
         for part, values in parts:
@@ -158,7 +159,7 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class Summary:
-    """The mean of a metric over all rows, and in each bin of time; None where nothing is held out."""
+    """The mean of a metric over all rows and in each time bin; None if there are no held-out images."""
 
     mean: float | None
     by_time: ByTime | None = None
@@ -180,7 +181,7 @@ def validate(
     device: torch.device | None = None,
     processes: Processes = ALONE,
 ) -> Summary:
-    """Return the mean squared error of a velocity field against eps - x0 on held-out images, in all and by time.
+    """Return the mean squared error of a velocity field against eps - x0 on held-out images, overall and by time.
 
     `velocity(x, t, condition=...)` is evaluated on `device`; `conditioning` is any of text, pooled and label.
     """
@@ -198,12 +199,12 @@ def validate(
 
 
 def velocity_errors(velocity: Tensor, target: Tensor) -> Tensor:
-    """Return the mean squared error of each velocity: (..., C, H, W) against (..., C, H, W) to (...)."""
+    """Return the mean squared error (…) of velocities (…, C, H, W) against targets of the same shape."""
     return (velocity - target).square().flatten(-3).mean(-1)
 
 
 def by_time(values: Tensor, t: Tensor) -> ByTime:
-    """Return the mean of the values in each of ten bins of time; None where there is none."""
+    """Return the mean of the values (rows,) in each of the ten time bins; None for an empty bin."""
     bins = (t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
     sums = torch.zeros(TIME_BINS, dtype=torch.float64, device=t.device).index_add_(0, bins, values.double())
     counts = torch.bincount(bins, minlength=TIME_BINS)
@@ -211,7 +212,7 @@ def by_time(values: Tensor, t: Tensor) -> ByTime:
 
 
 def condition_of(batch: Batch, use: frozenset[str]) -> Condition:
-    """Return the condition of a network: any of text, pooled and label of a batch."""
+    """Return the parts of a batch that a network is conditioned on: any of text, pooled and label."""
     return Condition(
         text=batch.text.float() if "text" in use and batch.text is not None else None,
         text_mask=batch.mask if "text" in use else None,

@@ -1,1 +1,1 @@
-"""A model as a diffusers folder, with its pipeline and its model card."""
+"""Export of a model as a diffusers folder, with its pipeline and model card."""

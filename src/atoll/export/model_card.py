@@ -1,4 +1,4 @@
-"""The model card of an export: what the model is, what it was trained on, what that cost, what it is good for."""
+"""The model card of an export: usage, data, training cost, metrics and limitations."""
 
 import json
 from collections import Counter
@@ -15,11 +15,14 @@ from atoll.core.version import __version__
 from atoll.nets import build, count_parameters
 
 CARD_FILE = "README.md"
+PAPER = "https://arxiv.org/abs/2501.05450"
+# Rows of the table of licenses. A dataset of many authors would otherwise make the card unreadable.
+MAX_LICENSES = 50
 
 
 @dataclass(frozen=True)
-class About:
-    """All that a card tells."""
+class CardData:
+    """The data of a model card."""
 
     run: Path
     name: str
@@ -30,92 +33,103 @@ class About:
     license: str | None
 
     @property
-    def told(self) -> str:
-        """prompts, classes, both, or nothing."""
-        told = {part for expert in self.experts for part in expert.conditioning}
-        words = [word for word, parts in (("prompts", {"text", "pooled"}), ("classes", {"label"})) if told & parts]
-        return " and ".join(words) or "nothing"
+    def conditioned_on(self) -> frozenset[str]:
+        """The inputs of the model: any of text and label."""
+        parts = {part for expert in self.experts for part in expert.conditioning}
+        return frozenset({"label" if part == "label" else "text" for part in parts})
 
 
-def card(about: About) -> str:
-    """The text of README.md."""
+def model_card(data: CardData) -> str:
+    """Return the text of README.md."""
     parts = [
-        _front(about), f"# {about.name}", _summary(about), _use(about), _data(about), _clusters(about),
-        _training(about), _figures(about), _limits(about), _license(about),
+        _front_matter(data), f"# {data.name}", _summary(data), _usage(data), _data(data), _clusters(data),
+        _training(data), _evaluation(data), _limitations(data), _license(data),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _front(about: About) -> str:
-    task = "unconditional-image-generation" if about.told == "nothing" else "text-to-image"
+def _front_matter(data: CardData) -> str:
+    # The Hub has no task for class-conditional generation; text-to-image is the nearest that takes a prompt.
+    task = "text-to-image" if data.conditioned_on else "unconditional-image-generation"
     lines = ["library_name: diffusers", f"pipeline_tag: {task}", "tags: [atoll, decentralized-diffusion]"]
-    return "\n".join(["---", *([f"license: {about.license}"] if about.license else []), *lines, "---"])
+    return "\n".join(["---", *([f"license: {data.license}"] if data.license else []), *lines, "---"])
 
 
-def _summary(about: About) -> str:
-    first = about.experts[0]
-    channels, height, width = first.latents.shape
-    side = first.latents.resolution
-    each = [_parameters(expert) for expert in about.experts]
-    what = {
-        "monolith": "A dense diffusion model",
-        "student": "A dense diffusion model, distilled from experts that were trained in isolation",
-    }.get(about.model, f"A decentralized diffusion model of {len(each)} experts, trained in isolation")
-    lines = [f"{what}. It makes pictures{f' of {side}x{side} pixels' if side else ''} and is told {about.told}."]
-    sizes = f"{sum(each) / 1e6:.1f} M parameters in {len(each)} network{'s' if len(each) > 1 else ''}"
-    router = f", and a router of {_parameters(about.router) / 1e6:.1f} M" if about.router else ""
-    lines.append(f"{sizes}{router}, on latents of {channels}x{height}x{width}. Made with Atoll {__version__}.")
-    return "\n".join(lines)
+def _summary(data: CardData) -> str:
+    first, count = data.experts[0], len(data.experts)
+    if data.model == "monolith":
+        what = "This is a dense diffusion model."
+    elif data.model == "student":
+        what = "This is a dense diffusion model, distilled from independently trained experts."
+    elif data.model == "experts":
+        what = f"This is a decentralized diffusion model with {count} expert{'s' if count > 1 else ''}."
+        what += " The experts were trained independently, each on one cluster of the data."
+    else:
+        what = "This is one expert of a decentralized diffusion model, trained on one cluster of the data."
+    side = f" of {first.latents.resolution}x{first.latents.resolution} pixels" if first.latents.resolution else ""
+    inputs = {"text": "text prompts", "label": "class labels"}
+    source = " and ".join(inputs[part] for part in ("text", "label") if part in data.conditioned_on)
+    images = f"It generates images{side} from {source}." if source else f"It generates images{side} unconditionally."
+    each = [_parameters(expert) for expert in data.experts]
+    sizes = f"{sum(each) / 1e6:.1f} M" + (f" in {count} experts" if count > 1 else "")
+    router = f", plus {_parameters(data.router) / 1e6:.1f} M in the router" if data.router else ""
+    lines = [f"{what} {images}", "", f"- Parameters: {sizes}{router}"]
+    lines.append(f"- Latent shape: {'x'.join(map(str, first.latents.shape))} (channels, height, width)")
+    if data.model != "monolith":
+        lines.append(f"- Method: [Decentralized Diffusion Models]({PAPER})")
+    return "\n".join([*lines, f"- Made with Atoll {__version__}"])
 
 
-def _use(about: About) -> str:
-    labels = about.experts[0].labels or (0,)
-    prompt = {"nothing": "", "classes": f"label={labels[0]!r}, "}.get(about.told, '"a red apple", ')
-    routing = 'routing="top-2", ' if len(about.experts) > 1 else ""
-    return f"""## Use
+def _usage(data: CardData) -> str:
+    labels = data.experts[0].labels or (0,)
+    prompt = f"label={labels[0]!r}, " if data.conditioned_on else ""
+    prompt = '"a red apple", ' if "text" in data.conditioned_on else prompt
+    routing = 'routing="top-2", ' if len(data.experts) > 1 else ""
+    few = f"""
+
+To limit memory, `atoll.load("{data.name}", max_loaded_experts=1)` opens the same folder with one expert at a time."""
+    return f"""## Usage
 
 ```python
 from atoll import AtollPipeline
 
-pipe = AtollPipeline.from_pretrained("{about.name}")  # this folder, or its name on the hub
+pipe = AtollPipeline.from_pretrained("{data.name}")  # this folder, or its name on the Hub
 image = pipe({prompt}{routing}guidance_scale=4.0, seed=0).images[0]
-image.save("picture.png")
-```
+image.save("image.png")
+```{few if len(data.experts) > 1 else ""}
 
-`atoll.load("{about.name}", max_loaded_experts=1)` opens the same folder with few experts in memory at once.
-Files are checked against the hashes in `manifest.json` when they are read; weights are safetensors."""
+All weights are safetensors. Loading checks every file against its SHA-256 in `manifest.json`."""
 
 
-def _data(about: About) -> str:
-    first = about.experts[0]
-    lines = ["## Data", "", f"Source: {first.source}."]
-    ingest = Artifact(about.run, layout.INGEST)
-    if ingest.manifest() is not None:
+def _data(data: CardData) -> str:
+    first = data.experts[0]
+    lines = ["## Training data", "", f"- Source: {first.source}"]
+    ingest = Artifact(data.run, layout.INGEST)
+    prepared = ingest.manifest() is not None
+    if prepared:
         splits = ingest.read(INGEST).splits
-        held_out = splits.get("held-out", 0)
-        lines.append(f"{splits.get('train', 0):,} pictures for training, {held_out:,} that training never saw.")
-        lines += ["", *_licenses(about.run)]
-    lines += ["", f"Fingerprint of the data: `{first.fingerprint}`."]
-    return "\n".join(lines)
+        lines.append(f"- Training images: {splits.get('train', 0):,}")
+        lines.append(f"- Held-out images: {splits.get('held-out', 0):,}")
+    lines.append(f"- Fingerprint: `{first.fingerprint}`")
+    return "\n".join([*lines, *(["", *_licenses(data.run)] if prepared else [])])
 
 
 def _licenses(run: Path) -> list[str]:
-    """Licenses that the pictures carry, with whom to name."""
+    """Return the licenses and attributions of the training images."""
     import pyarrow.parquet as parquet
 
-    texts = parquet.read_table(run / layout.INGEST / "samples.parquet", columns=["attributes"])[
-        "attributes"
-    ].to_pylist()
-    known = [json.loads(text) if text else {} for text in texts]
+    column = parquet.read_table(run / layout.INGEST / "images.parquet", columns=["attributes"])["attributes"]
+    known = [json.loads(text) if text else {} for text in column.to_pylist()]
     counts = Counter((each.get("license", ""), each.get("attribution", "")) for each in known)
     if set(counts) == {("", "")}:
-        return ["The source tells no licenses of the pictures."]
-    rows = [(license or "not told", whom or "-", f"{count:,}") for (license, whom), count in counts.most_common(50)]
-    return _table(("license of the pictures", "to name", "pictures"), rows)
+        return ["The source does not state the licenses of the images."]
+    common = counts.most_common(MAX_LICENSES)
+    rows = [(license or "not stated", author or "-", f"{count:,}") for (license, author), count in common]
+    return _table(("license of the images", "attribution", "images"), rows)
 
 
-def _clusters(about: About) -> str:
-    artifact = Artifact(about.run, layout.CLUSTERS)
+def _clusters(data: CardData) -> str:
+    artifact = Artifact(data.run, layout.CLUSTERS)
     if artifact.manifest() is None:
         return ""
     clusters = artifact.read(CLUSTERS)
@@ -125,90 +139,82 @@ def _clusters(about: About) -> str:
         (str(number), f"{train:,}", f"{kept:,}")
         for number, (train, kept) in enumerate(zip(sizes["train"], held_out, strict=True))
     ]
-    seen = "each expert was trained on its own alone" if about.model == "experts" else _seen(about.experts[0])
-    head = f"{len(rows)} clusters, made by {clusters.method}; {seen}."
-    table = _table(("cluster", "training pictures", "held out"), rows)
-    return "\n".join(["## Clusters", "", head, "", *table])
+    trained = data.experts[0].clusters
+    numbers = f"cluster{'s' if len(trained) > 1 else ''} {', '.join(map(str, trained))}"
+    use = (
+        "Each expert was trained on one cluster."
+        if data.model == "experts"
+        else f"This model was trained on {numbers}."
+    )
+    text = f"The training images are divided into {len(rows)} clusters (method: {clusters.method}). {use}"
+    return "\n".join(["## Clusters", "", text, "", *_table(("cluster", "training images", "held-out images"), rows)])
 
 
-def _seen(expert: ExpertContent) -> str:
-    numbers = ", ".join(map(str, expert.clusters))
-    return f"this model was trained on cluster{'s' if len(expert.clusters) > 1 else ''} {numbers}"
-
-
-def _training(about: About) -> str:
+def _training(data: CardData) -> str:
     rows = []
-    networks = [*about.experts, *([about.router] if about.router else [])]
+    networks = [*data.experts, *([data.router] if data.router else [])]
     for content in networks:
         spent = content.compute
         numbers = [f"{spent.images:,}", f"{spent.flops:.3g}", f"{spent.seconds:,.0f}"] if spent else ["-"] * 3
         size = f"{_parameters(content) / 1e6:.1f} M"
         rows.append((content.job, _objective(content), size, *numbers, _number(content.held_out_loss, 4)))
     costs = [content.compute for content in networks if content.compute]
-    total = sum(spent.flops for spent in costs), sum(spent.seconds for spent in costs)
-    heads = ("network", "objective", "parameters", "samples", "FLOPs", "seconds", "held-out loss")
-    sums = f"Together {total[0]:.3g} FLOPs of matrix products and {total[1]:,.0f} seconds of training jobs."
-    if about.model == "student":
-        sums += " The experts that it learnt from are not counted."
-    return "\n".join(["## Training and compute", "", *_table(heads, rows), "", sums])
+    flops, seconds = sum(spent.flops for spent in costs), sum(spent.seconds for spent in costs)
+    heads = ("network", "objective", "parameters", "images seen", "FLOPs", "seconds", "held-out loss")
+    total = f"In total: {flops:.3g} FLOPs (matrix products) and {seconds:,.0f} seconds of training."
+    if data.model == "student":
+        total += " The experts that it was distilled from are not included."
+    return "\n".join(["## Training", "", *_table(heads, rows), "", total])
 
 
 def _objective(content: NetworkContent) -> str:
     if not isinstance(content, ExpertContent):
-        return "clusters"
+        return "cluster classification"
     return f"{content.objective.prediction}, {content.objective.schedule.name} schedule"
 
 
-def _figures(about: About) -> str:
-    file = about.run / layout.LATEST_EVALUATION
-    found = json.loads(file.read_text(encoding="utf-8"))["models"] if file.is_file() else []
-    mine = [model for model in found if model.get("model") == about.model and model.get("metrics")]
-    if not mine:
-        return "## Figures\n\nThis model was not evaluated."
+def _evaluation(data: CardData) -> str:
+    # Read as plain JSON: a card can be written even if another version of Atoll evaluated the run.
+    file = data.run / layout.LATEST_EVALUATION
+    models = json.loads(file.read_text(encoding="utf-8"))["models"] if file.is_file() else []
+    evaluated = [model for model in models if model.get("model") == data.model and model.get("metrics")]
+    if not evaluated:
+        return "## Evaluation\n\nThis model has not been evaluated."
     rows, protocols = [], {}
-    for model in mine:
-        for extractor, figures in model["metrics"].items():
-            kid, near = figures.get("kid", {}), figures.get("precision_recall", {})
-            parts = [(figures.get("frechet", {}), "value", 2), (figures.get("floor", {}), "frechet", 2)]
+    for model in evaluated:
+        for extractor, metrics in model["metrics"].items():
+            kid, near = metrics.get("kid", {}), metrics.get("precision_recall", {})
+            parts = [(metrics.get("frechet", {}), "value", 2), (metrics.get("real_baseline", {}), "frechet", 2)]
             parts += [(kid, "value", 5), (near, "precision", 3), (near, "recall", 3)]
             numbers = [_number(part.get(key), digits) for part, key, digits in parts]
-            label, protocol = model.get("label", about.model), figures.get("protocol", {})
-            rows.append((label, extractor, str(protocol.get("samples", "-")), *numbers))
+            label, protocol = model.get("label", data.model), metrics.get("protocol", {})
+            rows.append((label, extractor, str(protocol.get("num_images", "-")), *numbers))
             protocols[f"{label}, {extractor}"] = protocol
-    heads = (
-        "model",
-        "seen through",
-        "pictures",
-        "Frechet distance",
-        "of as many real ones",
-        "KID",
-        "precision",
-        "recall",
-    )
-    told = json.dumps(protocols, indent=1, ensure_ascii=False)
-    return "\n".join(["## Figures", "", *_table(heads, rows), "", "Protocol:", "", "```json", told, "```"])
+    heads = ("model", "features", "images", "Frechet distance", "real vs real", "KID", "precision", "recall")
+    note = "*Real vs real* is the Frechet distance between two sets of real images: the bias of these set sizes."
+    text = json.dumps(protocols, indent=1, ensure_ascii=False)
+    details = ["<details><summary>Protocol</summary>", "", "```json", text, "```", "", "</details>"]
+    return "\n".join(["## Evaluation", "", *_table(heads, rows), "", note, "", *details])
 
 
-def _limits(about: About) -> str:
-    lines = ["It knows what its training pictures and captions show, with their gaps and biases, and nothing else."]
-    if len(about.experts) > 1:
+def _limitations(data: CardData) -> str:
+    lines = ["The model reflects the content, gaps and biases of its training images and captions."]
+    if len(data.experts) > 1:
         lines.append(
-            "Each expert saw one cluster alone: what lies between clusters, or joins things of several, is weaker."
+            "Each expert was trained on one cluster, so prompts that combine several clusters may work less well."
         )
-        lines.append(
-            "All experts together are needed for its pictures; which of them work is decided for each picture."
-        )
-    return "\n".join(["## Limits", "", *(f"- {line}" for line in lines)])
+        lines.append("Sampling needs all experts, because the routing selects experts for each image and step.")
+    return "\n".join(["## Limitations", "", *(f"- {line}" for line in lines)])
 
 
-def _license(about: About) -> str:
-    said = "Whoever trained this model has not said under which license its weights may be used"
-    said = f"Weights: {about.license}" if about.license else said
-    others = "The pictures it was trained on, its autoencoder and its text encoder have licenses of their own."
-    return f"## License\n\n{said}. {others}"
+def _license(data: CardData) -> str:
+    weights = f"Weights: {data.license}." if data.license else "No license was declared for the weights."
+    others = "The training images, and the autoencoder and text encoder if any, have separate licenses."
+    return f"## License\n\n{weights} {others}"
 
 
 def _parameters(content: NetworkContent) -> int:
+    # The meta device builds the network without memory for its weights.
     with torch.device("meta"):
         return count_parameters(build(content.network))
 
@@ -219,4 +225,5 @@ def _number(value: float | None, digits: int) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    # A | would end the cell.
     return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]

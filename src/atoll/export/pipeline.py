@@ -1,10 +1,10 @@
-"""The ensemble as a pipeline of diffusers.
+"""The ensemble as a diffusers pipeline.
 
-    pipe = AtollPipeline.from_pretrained("emoji-export")       # a folder that atoll export wrote, or its hub name
+    pipe = AtollPipeline.from_pretrained("emoji-export")  # a folder written by atoll export, or its name on the Hub
     images = pipe("a red apple", num_inference_steps=50, guidance_scale=4.0, routing="top-2", seed=0).images
 
-Experts and router are components like any other. All experts are in memory; to have fewer, use `atoll.load`, which
-opens the same folder.
+Experts and router are ordinary components. The pipeline holds all experts in memory. To hold fewer, open the same
+folder with `atoll.load(folder, max_loaded_experts=1)`.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from atoll.core.errors import AtollError, unknown
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE, NetworkContent, PipelineContent
 from atoll.data.encoders import Encoders
-from atoll.data.stages.latents import Codec, Pixel
+from atoll.data.stages.latents import Codec, PixelCodec
 from atoll.data.stages.text import TextEncoder
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.sampler import Sampler
@@ -31,8 +31,8 @@ from atoll.ensemble.samples import Samples
 from atoll.experts import stored
 from atoll.experts.density import Density
 from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference, OpenRouter
-from atoll.experts.expert_cache import weights_of
-from atoll.experts.folder import COMPONENTS, PIPELINE_CLASS, ModelIndex, fetch, forget_paths, refusal
+from atoll.experts.expert_cache import weight_bytes
+from atoll.experts.folder import COMPONENTS, PIPELINE_CLASS, ModelIndex, fetch, remove_source_paths, unsupported_folder
 from atoll.experts.folder import verify as verify_folder
 from atoll.export.model_card import CARD_FILE
 from atoll.nets import Condition, Router
@@ -44,7 +44,7 @@ _OPTIONAL = ("vae", "text_encoder", "tokenizer", "router")
 
 
 class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """A network with what it declares, as diffusers wants its models: saved to a folder and read from it."""
+    """A network with its manifest content, as a diffusers model: it can be saved to a folder and loaded from it."""
 
     def __init__(self, network: nn.Module, content: NetworkContent, density: Density | None = None) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
         self.register_to_config(declaration=content.model_dump(mode="json"))
 
     def declaration(self) -> Declaration:
-        """What the network says of itself."""
+        """Return the declaration of the network: clusters, objective, conditioning and latent space."""
         return Declaration.of(self.content)
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
-        """The network's own answer, in terms of its own objective; `time` is on the 0..1000 scale."""
-        answer: Tensor = self.network(x, time, condition)
-        return answer
+        """Return the output of the network in its prediction type; `time` is on the 0..1000 scale."""
+        output: Tensor = self.network(x, time, condition)
+        return output
 
     def save_pretrained(self, save_directory: str | Path, safe_serialization: bool = True, **_: Any) -> None:
         """Write the network and its declaration; always safetensors."""
@@ -77,32 +77,33 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
         torch_dtype: torch.dtype | None = None,
         **_: Any,
     ) -> "_Declared":
-        """Read what `save_pretrained` wrote; diffusers says `dtype` in some places and `torch_dtype` in others."""
+        """Load a network that `save_pretrained` wrote."""
+        # diffusers passes `dtype` in some places and `torch_dtype` in others.
         folder = Path(pretrained_model_name_or_path) / (subfolder or "")
-        found = stored.Stored.open(folder)
+        found = stored.StoredNetwork.open(folder)
         return cls(found.network().to(dtype or torch_dtype or torch.float32), found.content, found.reference().density)
 
 
 class ExpertModel(_Declared):
     """An expert."""
 
-    def member(self) -> ExpertReference:
-        """As an expert of an ensemble, in memory already."""
-        return ExpertReference(self.declaration(), lambda: self.network, weights_of(self.network), None, self.density)
+    def reference(self) -> ExpertReference:
+        """Return the expert as a reference for an ensemble; its network is already in memory."""
+        return ExpertReference(self.declaration(), lambda: self.network, weight_bytes(self.network), None, self.density)
 
 
 class RouterModel(_Declared):
     """The router."""
 
     def opened(self, dtype: torch.dtype) -> OpenRouter:
-        """Ready to answer."""
+        """Return the router for an ensemble."""
         if not isinstance(self.network, Router):
             raise AtollError(f"the component router holds a {type(self.network).__name__}, not a router")
         return OpenRouter(self.declaration(), self.network, dtype)
 
 
 class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """Many experts as one: expert_0, expert_1, …, router, vae, text_encoder, tokenizer, scheduler."""
+    """The ensemble as a pipeline: expert_0, expert_1, …, router, vae, text_encoder, tokenizer, scheduler."""
 
     _optional_components: ClassVar = list(_OPTIONAL)
     expert_0: ExpertModel
@@ -113,10 +114,10 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     scheduler: Any
 
     def __new__(cls, **components: Any) -> "AtollPipeline":
-        """A pipeline of as many experts as there are."""
+        """Create a pipeline of the class for this number of experts."""
         count = sum(name.startswith("expert_") for name in components)
-        made: AtollPipeline = super().__new__(cls if "_experts" in cls.__dict__ else _sized(count))
-        return made
+        pipe: AtollPipeline = super().__new__(cls if "_experts" in cls.__dict__ else _sized(count))
+        return pipe
 
     def __init__(self, **components: Any) -> None:
         super().__init__()
@@ -124,23 +125,23 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> "AtollPipeline":
-        """Open a folder that `atoll export` or `save_pretrained` wrote, here or on the hub; every file is checked."""
+        """Load a folder that `atoll export` or `save_pretrained` wrote, local or on the Hub; every file is verified."""
         folder = fetch(pretrained_model_name_or_path)
         index = ModelIndex.of(folder)
         if not index.exported:
-            raise refusal(folder, index)
+            raise unsupported_folder(folder, index)
         verify_folder(folder, index)
         sized = _sized(len(index.expert_names(folder)))
         if "device_map" not in options:
-            options.setdefault("low_cpu_mem_usage", False)  # the other way needs accelerate
+            options.setdefault("low_cpu_mem_usage", False)  # True would need accelerate
         if options.pop("trust_remote_code", False) or options.pop("custom_pipeline", None):
-            raise AtollError("AtollPipeline runs no code that comes with a model; leave trust_remote_code out")
+            raise AtollError("AtollPipeline runs no code of a model; leave trust_remote_code and custom_pipeline out")
         options["use_safetensors"] = True
         pipe: AtollPipeline = super(AtollPipeline, sized).from_pretrained(folder, trust_remote_code=False, **options)
         return pipe
 
     def save_pretrained(self, save_directory: str | Path, safe_serialization: bool = True, **options: Any) -> None:
-        """Write all components, and a manifest with the hash of every file."""
+        """Write all components, and a manifest with the SHA-256 of every file."""
         _only_safetensors(safe_serialization)
         if options.pop("push_to_hub", False):
             raise AtollError(f"save the pipeline first, then: hf upload OWNER/NAME {save_directory}")
@@ -149,29 +150,30 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         artifact = Artifact(folder.parent, folder.name)
         artifact.begin(PIPELINE, {"saved_by": PIPELINE_CLASS})
         super().save_pretrained(folder, safe_serialization=True, **options)
-        forget_paths(folder)
-        artifact.commit(PipelineContent(experts=len(self.experts)), leave=[CARD_FILE])
+        remove_source_paths(folder)
+        artifact.commit(PipelineContent(experts=len(self.experts)), exclude=[CARD_FILE])
 
     @property
     def experts(self) -> list[ExpertModel]:
-        """The experts, in order."""
+        """The experts, in the order of their numbers."""
         return [getattr(self, name) for name in _names(self._experts)]
 
     def sampler(self) -> Sampler:
-        """Return the same components as `atoll.load` would; made anew, for components can be replaced."""
-        members = [expert.member() for expert in self.experts]
-        placement = DeviceOptions(self.expert_0.device, self.expert_0.dtype)
-        router = self.router.opened(placement.dtype) if self.router is not None and len(members) > 1 else None
-        return Sampler(Ensemble(members, router, placement=placement), Encoders(self._codec, self._texts))
+        """Return a sampler with the components of this pipeline, like that of `atoll.load`."""
+        # Not cached: components of a diffusers pipeline can be replaced at any time.
+        references = [expert.reference() for expert in self.experts]
+        options = DeviceOptions(self.expert_0.device, self.expert_0.dtype)
+        router = self.router.opened(options.dtype) if self.router is not None and len(references) > 1 else None
+        return Sampler(Ensemble(references, router, device_options=options), Encoders(self._codec, self._texts))
 
-    def _codec(self) -> Codec | Pixel:
+    def _codec(self) -> Codec | PixelCodec:
         pixels = self.expert_0.content.latents.autoencoder == "pixels"
-        return Pixel() if pixels else Codec(self._needed("vae"), self.vae.device)
+        return PixelCodec() if pixels else Codec(self._needed("vae"), self.vae.device)
 
     def _texts(self) -> TextEncoder:
         text, encoder = self.expert_0.content.text, self._needed("text_encoder")
         assert text is not None
-        return TextEncoder(encoder, self.tokenizer, text.max_tokens, place=encoder.device)
+        return TextEncoder(encoder, self.tokenizer, text.max_tokens, device=encoder.device)
 
     @torch.no_grad()
     def __call__(
@@ -191,13 +193,13 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         batch_size: int = 64,
         **settings: Any,
     ) -> ImagePipelineOutput | tuple[Any]:
-        """Pictures of prompts, of classes (`label`), of both, or of anything.
+        """Generate images from text prompts, classes (`label`), both, or unconditionally.
 
-        The same `seed` gives the same pictures as `atoll.load(…).sample`; a `generator` gives it if there is none.
-        `output_type` is pil, np, pt, or latent. The scheduler integrates, unless a `solver` is named. Further keywords
-        are those of `atoll.ensemble.Settings`: guidance_interval, rescale, solver, shift and
-        scheduler_times. With `scheduler_times=True` a plain flow-matching scheduler keeps the times of its own
-        `set_timesteps`, as other diffusers pipelines do.
+        The same `seed` gives the same images as `atoll.load(…).generate`. Without a seed, a `generator` draws one.
+        `output_type` is pil, np, pt or latent. The scheduler integrates the velocity, unless `solver` names another
+        solver. Further keywords are those of `atoll.ensemble.Settings`: guidance_interval, rescale, solver, shift and
+        scheduler_times. With `scheduler_times=True` a flow-matching scheduler uses the times of its `set_timesteps`,
+        as in other diffusers pipelines.
         """
         if output_type not in OUTPUTS:
             raise AtollError(unknown("output_type", output_type, OUTPUTS))
@@ -208,15 +210,18 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         if "solver" not in settings:
             settings = {**self._integration(sampler, settings.get("scheduler_times", False)), **settings}
         if sampler.scheduler is not None and "shift" in settings:
-            raise AtollError("the pipeline's scheduler has a shift of its own; set it there, or name a solver")
-        told = [_repeated(part, num_images_per_prompt) for part in (prompt, label, cluster)]
-        count = max([len(part) for part in told if part is not None], default=num_images_per_prompt)
-        made = sampler.generate(told[0], told[1], count, clusters=told[2], batch_size=batch_size, **settings)
-        images = _as(made, output_type)
+            raise AtollError("the scheduler of the pipeline already has a shift; set it there, or pass solver= as well")
+        inputs = [_repeated(values, num_images_per_prompt) for values in (prompt, label, cluster)]
+        prompts, labels, clusters = inputs
+        count = max([len(values) for values in inputs if values is not None], default=num_images_per_prompt)
+        samples = sampler.generate(prompts, labels, count, clusters=clusters, batch_size=batch_size, **settings)
+        images = _converted(samples, output_type)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def _integration(self, sampler: Sampler, scheduler_times: bool) -> dict[str, str | float]:
-        """Plain Euler steps are made by Atoll's own solver, on even times; all others by the scheduler itself."""
+        """Return the solver settings that correspond to the scheduler of the pipeline."""
+        # A FlowMatchEulerDiscreteScheduler with default settings and any shift is Euler's method, which Atoll's solver
+        # computes on evenly spaced times, bit-equal to `atoll.load`. Any other scheduler does the steps itself.
         plain = FlowMatchEulerDiscreteScheduler(shift=self.scheduler.config.get("shift", 1.0))
         ours, known = _settings(self.scheduler), _settings(plain)
         if type(self.scheduler) is type(plain) and ours == known and not scheduler_times:
@@ -227,7 +232,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     def _needed(self, name: str) -> Any:
         component = getattr(self, name)
         if component is None:
-            raise AtollError(f"this pipeline has no {name}, which its experts need")
+            raise AtollError(f"this pipeline has no {name}, but its experts need one")
         return component
 
 
@@ -237,7 +242,9 @@ def _names(count: int) -> list[str]:
 
 @cache
 def _sized(count: int) -> type[AtollPipeline]:
-    """The pipeline class for a number of experts: diffusers learns the components from the signature of __init__."""
+    """Return the pipeline class for a number of experts."""
+    # diffusers reads the names of the components from the signature of __init__, which is fixed for a class. So each
+    # number of experts gets a subclass whose signature names expert_0 to expert_(N-1).
     if count < 1:
         raise AtollError("a pipeline needs at least one expert: expert_0=…")
 
@@ -259,27 +266,30 @@ def _only_safetensors(safe_serialization: bool) -> None:
 
 def _seed(seed: int | None, generator: torch.Generator | None) -> int:
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise AtollError("give one generator, or a seed: every picture's noise is a function of seed and position")
+        raise AtollError(
+            "pass one generator or a seed: the noise of every image is a function of the seed and its position"
+        )
     if seed is not None or generator is None:
         return seed or 0
     return int(torch.randint(2**31, (), generator=generator, device=generator.device))
 
 
 def _settings(scheduler: Any) -> dict[str, object]:
-    """Return the settings of a scheduler, whichever it has, to compare them."""
+    """Return the settings of a scheduler, for comparison."""
     return {key: value for key, value in dict(scheduler.config).items() if not key.startswith("_")}
 
 
-def _repeated(told: Any, times: int) -> list[Any] | None:
-    """One thing or several to be told, each so many times in a row."""
-    several = told if isinstance(told, list | tuple) or told is None else [told]
-    return None if several is None else [part for part in several for _ in range(times)]
+def _repeated(values: Any, times: int) -> list[Any] | None:
+    """Return one value or several as a list, each `times` times in a row; None stays None."""
+    if values is None:
+        return None
+    return [value for value in (values if isinstance(values, list | tuple) else [values]) for _ in range(times)]
 
 
-def _as(made: Samples, output_type: str) -> Any:
+def _converted(samples: Samples, output_type: str) -> Any:
     if output_type == "pil":
-        return made.images
+        return samples.images
     if output_type == "latent":
-        return made.latents
-    pixels = np.stack([np.asarray(image) for image in made.images]).astype(np.float32) / 255
+        return samples.latents
+    pixels = np.stack([np.asarray(image) for image in samples.images]).astype(np.float32) / 255
     return pixels if output_type == "np" else torch.from_numpy(pixels).permute(0, 3, 1, 2)

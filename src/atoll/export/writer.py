@@ -1,11 +1,11 @@
-"""`atoll export`: a model of a run as a folder that diffusers' users know, complete, with a model card.
+"""`atoll export`: write a model of a run as a complete diffusers folder with a model card.
 
 DST/
     model_index.json       the components: AtollPipeline
     expert_0/ …, router/   networks with their declarations (atoll.experts.stored)
     vae/, text_encoder/, tokenizer/, scheduler/
-    manifest.json          hash of every file above
-    README.md              the model card; not hashed, for people edit it
+    manifest.json          SHA-256 of every file above
+    README.md              the model card; not hashed, because people edit it
 """
 
 import json
@@ -29,13 +29,13 @@ from atoll.experts.folder import (
     INDEX_FILE,
     PIPELINE_CLASS,
     ROUTER_CLASS,
-    forget_paths,
+    remove_source_paths,
 )
-from atoll.export.model_card import CARD_FILE, About, card
+from atoll.export.model_card import CARD_FILE, CardData, model_card
 
 
 def export(run: Path, destination: Path, model: str = "experts", *, license: str | None = None) -> Manifest:
-    """Write a model of a run; the same again does nothing, and a folder that holds something else is refused."""
+    """Write a model of a run. A finished export is left as it is; a folder with other content is an error."""
     sampler = load(run, model, device="cpu", strict=True)
     ensemble = sampler.ensemble
     trained = _trained(run, ensemble)
@@ -46,20 +46,23 @@ def export(run: Path, destination: Path, model: str = "experts", *, license: str
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
     if artifact.begin(PIPELINE, made_from) is None:
         _write(artifact, sampler, trained)
-        artifact.commit(PipelineContent(experts=len(ensemble.members), model=model), leave=[CARD_FILE])
-    made = artifact.open(PIPELINE, verify=True)
+        artifact.commit(PipelineContent(experts=len(ensemble.references), model=model), exclude=[CARD_FILE])
+    manifest = artifact.open(PIPELINE, verify=True)
+    # An existing card may have been edited.
     if not (destination / CARD_FILE).exists():
         public = [_public(job, manifest) for job, manifest in trained.items()]
         experts = [content for content in public if isinstance(content, ExpertContent)]
         router = next((content for content in public if isinstance(content, RouterContent)), None)
-        about = About(run, destination.name, model, experts, router, license)
-        (destination / CARD_FILE).write_text(card(about), encoding="utf-8")
-    return made
+        data = CardData(run, destination.name, model, experts, router, license)
+        (destination / CARD_FILE).write_text(model_card(data), encoding="utf-8")
+    return manifest
 
 
 def _trained(run: Path, ensemble: Ensemble) -> dict[str, Manifest]:
-    """The manifests of all networks, whose files are checked on the way."""
-    if ensemble.router is None and any(member.density is None for member in ensemble.members[1:]):
+    """Return the manifests of all networks, and verify their files."""
+    # Without a router only `nearest` can combine experts, and it needs the density of every cluster. Testing from the
+    # second expert on exempts a model of one network.
+    if ensemble.router is None and any(reference.density is None for reference in ensemble.references[1:]):
         raise AtollError(f"{run} has several experts and no router; train one with: atoll train {run} --router")
     kinds: dict[str, Kind[Any]] = {expert.name: EXPERT for expert in ensemble.experts}
     if ensemble.router is not None:
@@ -68,7 +71,7 @@ def _trained(run: Path, ensemble: Ensemble) -> dict[str, Manifest]:
 
 
 def _public(job: str, manifest: Manifest) -> NetworkContent:
-    """Return what a network declares to others: folders of this machine mean nothing to them."""
+    """Return the content of a network's manifest for publication, without paths of this machine."""
     kind: Kind[Any] = ROUTER if job == layout.ROUTER else EXPERT
     content: NetworkContent = kind.parse(manifest, job)
     latents = content.latents.model_copy(update={"autoencoder": _name(content.latents.autoencoder)})
@@ -77,14 +80,16 @@ def _public(job: str, manifest: Manifest) -> NetworkContent:
 
 
 def _name(model: str) -> str:
+    """Return the name of a pretrained model; of a local folder only its last part."""
     folder = Path(model)
     return folder.name if folder.expanduser().is_dir() else model
 
 
 def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]) -> None:
-    """All components, one after the other: one network is in memory at once."""
+    """Write all components, one after the other, so that one network is in memory at a time."""
     index: dict[str, list[str | None]] = {}
-    with progress("exporting", len(sampler.ensemble.members) + 5, unit="components") as bar:
+    # 5: router, vae, text_encoder, tokenizer and scheduler.
+    with progress("exporting", len(sampler.ensemble.references) + 5, unit="components") as bar:
         for name, component in _components(sampler, trained, artifact.folder):
             index[name] = component
             bar.update(1)
@@ -92,17 +97,17 @@ def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]
 
     fields = {"_class_name": PIPELINE_CLASS, "_diffusers_version": diffusers.__version__, **dict(sorted(index.items()))}
     artifact.write(INDEX_FILE, (json.dumps(fields, indent=2) + "\n").encode())
-    forget_paths(artifact.folder)
+    remove_source_paths(artifact.folder)
 
 
 def _components(
     sampler: Sampler, trained: Mapping[str, Manifest], folder: Path
 ) -> Iterator[tuple[str, list[str | None]]]:
-    """Write every component; its name and class, as model_index.json has them."""
+    """Write every component; yield its name, and its library and class for model_index.json."""
     ensemble = sampler.ensemble
-    for number, member in enumerate(ensemble.members):
-        content = _public(member.declaration.name, trained[member.declaration.name])
-        stored.write(folder / f"expert_{number}", member.open(), content, density=member.density)
+    for number, reference in enumerate(ensemble.references):
+        content = _public(reference.declaration.name, trained[reference.declaration.name])
+        stored.write(folder / f"expert_{number}", reference.open(), content, density=reference.density)
         yield f"expert_{number}", [COMPONENTS, EXPERT_CLASS]
     if ensemble.router is not None:
         stored.write(

@@ -1,7 +1,7 @@
-"""The mathematics: schedules, predictions, the bridge into velocity, objectives, solvers. It stands alone.
+"""The mathematics of diffusion: schedules, predictions, the bridge to velocity, objectives, solvers.
 
-One convention everywhere: t = 0 is data, t = 1 is noise, x_t = (1-t) x0 + t eps, velocity = eps - x0, and networks see
-1000·t. The other quantity, alpha·eps - sigma·x0, is always called `v_prediction`.
+One convention everywhere: t = 0 is data, t = 1 is noise, x_t = (1-t) x0 + t eps, velocity = eps - x0, and the timestep
+of a network is 1000 t. The quantity alpha eps - sigma x0 is always called `v_prediction`, never velocity.
 """
 
 from atoll.core.names import OBJECTIVES, PREDICTIONS, SCHEDULES, SOLVERS, Prediction

@@ -1,36 +1,47 @@
-"""The bridge: a network trained under any (schedule, prediction) answers with the velocity on the linear path.
+"""The bridge: convert the output of a network of any (schedule, prediction) to the velocity on the linear path.
 
-Exact mode. At linear time t the state is x = (1-t) x0 + t eps. The expert's own state of equal signal-to-noise ratio,
-z_s = alpha_s x0 + sigma_s eps with sigma_s/alpha_s = t/(1-t), is x rescaled by c = alpha_s/(1-t) = sigma_s/t: the same
-information, so an ideal expert's E[x0|z_s] is E[x0|x]. The expert is asked at (c x, s), and its answer gives
+Exact mode. At time t the state x (batch, channels, …) of the linear path is
 
-    v = (x - x0)/t     for t >= 1/2, where x0 is the well-conditioned half of the pair,
-    v = (eps - x)/(1-t) for t < 1/2, where eps is.
+    x = (1-t) x0 + t eps                                                            (1)
+
+The schedule of the expert has a time s of equal signal-to-noise ratio, whose state is x with another scale:
+
+    z_s = alpha_s x0 + sigma_s eps,   sigma_s / alpha_s = t / (1-t)                  (2)
+    z_s = c x,   c = alpha_s / (1-t) = sigma_s / t                                  (3)
+
+Both states hold the same information, so E[x0|z_s] = E[x0|x]: an ideal expert predicts the same x0 from either. The
+bridge evaluates the expert at (c x, s), converts its output to the pair (x0, eps), and returns
+
+    v = (x - x0) / t       for t >= 1/2, where the estimate of x0 is well conditioned   (4)
+    v = (eps - x) / (1-t)  for t < 1/2, where that of eps is                            (5)
 
 In both, v is linear in x and in the output, and the pair (x - t v, x + (1-t) v) is consistent with x by construction.
 
-Near the ends three things keep the answer finite, none of which changes an ideal expert's answer between them:
- - a discrete table ends at some SNR; beyond it (and within `END` of 0 and 1) the expert is asked at its last time, with
-   the state kept at the scale it knows;
+Near t = 0 and t = 1, three measures keep the velocity finite. None of them changes the output of an ideal expert
+within the range of its schedule:
+ - A discrete table ends at some SNR. Beyond it (and within `END` of 0 and 1), the expert is evaluated at its last time,
+   with the state at the scale of its training.
  - x0 is bounded: E[x0|x] is an average of data, so it lies within the range of the data (`x0_bound` standard deviations
-   from the mean);
- - with `prediction_error` e > 0, the RMS error of the network's output, x0 at t >= 1/2 is shrunk to the data's mean by
-   the Wiener factor 1/(1 + (e dx0/doutput / data_std)²): an epsilon network's x0 is worth nothing as alpha goes to 0.
+   from the mean).
+ - With `prediction_error` e > 0, the RMS error of the output, x0 at t >= 1/2 is shrunk toward the mean of the data by
+   the Wiener factor (6). The x0 of an epsilon network carries no information as alpha goes to 0.
 
-They need the mean m and the standard deviation of the data (`data_mean`, `data_std`): one number, or one for each
-channel. Standardized latents have 0 and 1; latents that were multiplied by one factor do not. The bridge computes with
+    1 / (1 + (e |dx0/doutput| / data_std)²)                                         (6)
+
+They need the mean m and the standard deviation of the data (`data_mean`, `data_std`): one number, or one per channel.
+Standardized latents have 0 and 1; latents that were only multiplied by a factor do not. The bridge computes with
 x0 - m: every prediction is linear in (x0, eps), so the part that belongs to (m, 0) is subtracted from state and output,
 and m from the velocity.
 
-A network that computes in half precision has a rounding error of its own, 2^-7 for bfloat16, however fine the state is.
-It counts as one more part of e, and as the error of eps at t < 1/2, where an x0 network divides by sigma.
+A network that computes in half precision adds a rounding error (2^-7 for bfloat16), even if the state is in float32. It
+is added to e, and used as the error of eps at t < 1/2, where an x0 network divides by sigma.
 
-The published modes are HDDM's conversion of epsilon experts, kept for comparison. Both feed the raw x at step
-round(999 t), clamp x0 to ±20 and return v = eps - x0 with the raw eps. The paper does not state which alpha and sigma
-recover x0 from a state of the linear path, so there are two readings:
+The published modes are HDDM's conversion of epsilon experts, for comparison. Both evaluate the expert at the raw x and
+step round(999 t), clamp x0 to ±20, and return v = eps - x0 with the raw eps. The paper does not state which alpha and
+sigma recover x0 from a state of the linear path, so there are two readings:
 
-    published-linear     x0 = (x - t eps) / max(1-t, 0.01)               alpha and sigma of the linear path
-    published-schedule   x0 = (x - sigma_t eps) / max(alpha_t, 0.01)     alpha and sigma of the expert's own schedule
+    published-linear     x0 = (x - t eps) / max(1-t, 0.01)             with alpha, sigma of the linear path       (7)
+    published-schedule   x0 = (x - sigma_t eps) / max(alpha_t, 0.01)   with alpha, sigma of the expert's schedule (8)
 """
 
 import math
@@ -46,16 +57,18 @@ from atoll.core.names import BridgeMode, Prediction
 from atoll.flow.predictions import Pair, check_prediction, from_pair, pair_weights
 from atoll.flow.schedules import LINEAR, Schedule, broadcast, check_times
 
+# A choice: below the shortest step of practical samplers (1e-3 at 1,000 steps), above the resolution of float32 (6e-8).
 END = 1e-4
-"""Closest approach to t = 0 and t = 1, where one of the halves of the pair carries no information."""
+"""Closest approach to t = 0 and t = 1, where x0 or eps carries no information."""
 
+# The constants of HDDM's conversion, equations (7) and (8).
 PUBLISHED_STEPS = 999
 PUBLISHED_ALPHA_FLOOR = 0.01
 PUBLISHED_X0_CLAMP = 20.0
 
 
 class Query(NamedTuple):
-    """What to ask the network: its input, the time it is told, and that time on its schedule's own [0, 1]."""
+    """The input of the network: its state, its timestep, and the same time on the [0, 1] of its schedule."""
 
     state: Tensor
     timestep: Tensor
@@ -71,7 +84,7 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class Bridge:
-    """From (schedule, prediction) into velocity on the linear path. Dimensions of x beyond the first are free."""
+    """The conversion from (schedule, prediction) to velocity on the linear path, for x of shape (batch, …)."""
 
     schedule: Schedule
     prediction: Prediction
@@ -94,7 +107,7 @@ class Bridge:
 
     @property
     def identity(self) -> bool:
-        """Whether the network answers with the velocity on the linear path already."""
+        """Whether the network already predicts the velocity on the linear path."""
         return self.schedule == LINEAR and self.prediction == "velocity"
 
     @property
@@ -110,7 +123,7 @@ class Bridge:
         return max(low, END), min(high, 1 - END)
 
     def query(self, x: Tensor, t: Tensor) -> Query:
-        """The question to put to the network when the linear path is at state x and time t."""
+        """Return the input of the network for state x (batch, …) and time t (batch,) of the linear path."""
         t = check_times(t, x)
         if self.identity:
             return Query(x, LINEAR.timestep(t), t)
@@ -121,19 +134,20 @@ class Bridge:
         scale, input_scale = self._state_scale(t, time, x), broadcast(self.schedule.input_scale(time), x)
         state = scale * input_scale * x
         if self._off_center:
-            # Zero where the schedule reaches the SNR. Beyond, the mean gets the weight it has in the expert's states.
+            # Zero where the schedule reaches the SNR. Beyond, the mean gets the weight that it has in the states of the
+            # expert's training, alpha_s instead of c (1-t).
             missing = broadcast(self.schedule.alpha(time), x) - scale * broadcast(1 - t, x)
             state = state + missing * input_scale * self._channels(self.data_mean, x)
         return Query(state.to(x.dtype), self.schedule.timestep(time), time)
 
     def velocity(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """Return the velocity on the linear path, in x's dtype, from the network's output for `query(x, t)`.
+        """Return the velocity on the linear path, in the dtype of x, from the output of the network for `query(x, t)`.
 
-        Pass the output in the dtype in which the network computed: near the ends it is trusted no further than its
-        rounding error allows.
+        Pass the output in the dtype in which the network computed: near the ends its weight depends on its rounding
+        error.
         """
         if output.shape != x.shape:
-            raise ValueError(f"output and state must have one shape, got {tuple(output.shape)} and {tuple(x.shape)}")
+            raise ValueError(f"output and state must have equal shapes, got {tuple(output.shape)} and {tuple(x.shape)}")
         if self.identity:
             return output.to(x.dtype)
         t = check_times(t, x)
@@ -143,18 +157,20 @@ class Bridge:
         weights = self._linear(t, x, rounding if rounding > resolution else 0.0)
         state, mean = x, self._channels(self.data_mean, x)
         if self._off_center:
+            # From here on, everything is for the centered data x0 - mean.
             state = x - broadcast(1 - t, x) * mean
-            output = output - self._share_of_x0(t, x) * mean
+            output = output - self._x0_factor(t, x) * mean
         v = weights.state * state + weights.output * output
         if self.x0_bound is not None:
             t_wide, bound = broadcast(t.clamp(min=END), x), self.x0_bound * self._channels(self.data_std, x)
             x0 = state - t_wide * v
             bounded = x0.clamp(-bound, bound)
+            # Only clamped elements are recomputed with (4): the others keep their exact bits.
             v = torch.where(x0 == bounded, v, (state - bounded) / t_wide)
         return (v - mean if self._off_center else v).to(x.dtype)
 
     def wrap(self, network: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The network as a velocity field: `field(x, t, **condition)`."""
+        """Return the network as a velocity field `field(x, t, **condition)`."""
 
         def field(x: Tensor, t: Tensor, **condition: Any) -> Tensor:
             query = self.query(x, t)
@@ -163,17 +179,17 @@ class Bridge:
         return field
 
     def _matched_time(self, t: Tensor) -> Tensor:
-        """The schedule's time of equal SNR."""
+        """Return the time s of the schedule with equal SNR, equation (2)."""
         return self.schedule.time_of_log_snr(LINEAR.log_snr(t.clamp(END, 1 - END)))
 
     @property
     def _off_center(self) -> bool:
-        """Whether the data's mean is not 0: only then is there something to center."""
+        """Whether the mean of the data is not 0, so that centering is needed."""
         return any(self.data_mean) if isinstance(self.data_mean, tuple) else self.data_mean != 0
 
     @staticmethod
     def _channels(values: float | tuple[float, ...], x: Tensor) -> Any:
-        """Return one number, or one for each channel shaped to multiply x (batch, channels, …)."""
+        """Return one number, or one per channel shaped (channels, 1, …) to multiply x (batch, channels, …)."""
         if not isinstance(values, tuple):
             return values
         if x.ndim < 2 or len(values) != x.shape[1]:
@@ -181,17 +197,16 @@ class Bridge:
         dtype = torch.promote_types(x.dtype, torch.float32)
         return torch.tensor(values, dtype=dtype, device=x.device).view(-1, *[1] * (x.ndim - 2))
 
-    def _share_of_x0(self, t: Tensor, x: Tensor) -> Tensor:
+    def _x0_factor(self, t: Tensor, x: Tensor) -> Tensor:
         """Return the factor of x0 in the prediction, which is linear in (x0, eps)."""
         time = self._matched_time(t)
         one = torch.ones_like(broadcast(time, x))
         return from_pair(Pair(one, torch.zeros_like(one)), time, self.prediction, schedule=self.schedule)
 
     def _state_scale(self, t: Tensor, time: Tensor, x: Tensor) -> Tensor:
-        """Return the factor c from x to the expert's state, shaped to multiply x.
+        """Return the factor c of equation (3) from x to the state of the expert, shaped to multiply x.
 
-        It is alpha_s/(1-t) = sigma_s/t where the schedule reaches the SNR. Written as the ratio of the two states'
-        standard deviations, it also holds beyond that range.
+        Written as the ratio of the standard deviations of both states, it also holds beyond the SNR of the schedule.
         """
         variance, t = self._channels(self.data_std, x) ** 2, broadcast(t, x)
         own = self.schedule.at(time, x)
@@ -199,22 +214,23 @@ class Bridge:
         return scale
 
     def _linear(self, t: Tensor, x: Tensor, rounding: float) -> Linear:
-        """Return v, for data of mean 0, as a linear function of state and output.
+        """Return v, for data of mean 0, as a linear function of state and output: equations (4), (5) and (6).
 
-        `rounding` is the rounding error of the output where it is coarser than that of the state, else 0.
+        `rounding` is the rounding error of the output if it is coarser than that of the state, else 0.
         """
         time, inner = self._matched_time(t), broadcast(t.clamp(END, 1 - END), x)
         w = pair_weights(self.prediction, self.schedule.at(time, x), torch.finfo(x.dtype).eps)
         scale = self._state_scale(t, time, x)
         error = math.hypot(self.prediction_error, rounding)
         trust = (1 + (error * w.x0_output / self._channels(self.data_std, x)) ** 2).reciprocal()
+        # `noisy` is (4) with x0 from the output, shrunk by (6); `clean` is (5) with eps from the output.
         noisy = Linear((1 - trust * w.x0_state * scale) / inner, -trust * w.x0_output / inner)
         trust_eps = (1 + (rounding * w.eps_output) ** 2).reciprocal()  # eps has mean 0 and standard deviation 1
         clean = Linear((trust_eps * w.eps_state * scale - 1) / (1 - inner), trust_eps * w.eps_output / (1 - inner))
         return Linear(*(torch.where(broadcast(t, x) >= 0.5, a, b) for a, b in zip(noisy, clean, strict=True)))
 
     def _published(self, eps: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """HDDM's conversion of epsilon at state x and times t (batch,); a velocity expert's output is used as it is."""
+        """Return HDDM's conversion (7) or (8) of eps; the output of a velocity expert is returned unchanged."""
         if self.prediction == "velocity":
             return eps
         schedule = LINEAR if self.mode == "published-linear" else self.schedule

@@ -1,8 +1,14 @@
-"""Gaussian mixtures with known flows: the exact answers that bridge, ensemble and solvers are measured against.
+"""Gaussian mixtures with exact flows: the reference that tests compare bridge, ensemble and solvers with.
 
-If x0 is a mixture of Gaussians, so is z = alpha x0 + sigma eps, and the posterior of its component, E[x0|z] and every
-prediction follow in closed form. An ideal expert of a cluster is the mixture of that cluster's components alone; an
-ideal router is the posterior of the cluster.
+If x0 is a mixture of K Gaussians in D dimensions, so is z = alpha x0 + sigma eps:
+
+    p(z | k) = N(z; alpha mu_k, alpha² C_k + sigma² I)                                            (1)
+    p(k | z) = w_k p(z | k) / sum_j w_j p(z | j)                                                  (2)
+    E[x0 | z, k] = mu_k + alpha C_k (alpha² C_k + sigma² I)^-1 (z - alpha mu_k)                   (3)
+    E[x0 | z] = sum_k p(k | z) E[x0 | z, k]                                                       (4)
+
+and every prediction follows from (4). The ideal expert of a cluster is the mixture of the components of that cluster;
+the ideal router is the posterior (2), summed over the components of each cluster.
 """
 
 from collections.abc import Sequence
@@ -27,7 +33,7 @@ class GaussianMixture:
     _vectors: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check shapes and diagonalise the covariances, which makes every noise level a scaling."""
+        """Check shapes and diagonalize the covariances."""
         count, dimension = self.means.shape
         if self.weights.shape != (count,) or self.covariances.shape != (count, dimension, dimension):
             raise ValueError(
@@ -36,6 +42,8 @@ class GaussianMixture:
             )
         if not bool((self.weights > 0).all()):
             raise ValueError(f"weights must be positive, got {self.weights.tolist()}")
+        # In the eigenbasis of C_k, the covariance of (1) is diagonal at every noise level, so the inverse in (3) is a
+        # division.
         values, vectors = torch.linalg.eigh(self.covariances)
         if not bool((values > 0).all()):
             raise ValueError("covariances must be positive definite")
@@ -44,30 +52,30 @@ class GaussianMixture:
         object.__setattr__(self, "_vectors", vectors)
 
     def part(self, components: Sequence[int]) -> "GaussianMixture":
-        """The mixture of some components alone: the data of one cluster."""
+        """Return the mixture of some components, such as those of one cluster."""
         chosen = list(components)
         return GaussianMixture(self.weights[chosen], self.means[chosen], self.covariances[chosen])
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw data."""
+        """Draw data of shape (count, D)."""
         which = torch.multinomial(self.weights, count, replacement=True, generator=generator)
         noise = torch.randn(count, self.means.shape[1], generator=generator, dtype=self.means.dtype)
         scaled = self._values[which].sqrt() * noise
         return self.means[which] + torch.einsum("bij,bj->bi", self._vectors[which], scaled)
 
     def log_density(self, z: Tensor, t: Tensor, schedule: Schedule = LINEAR) -> Tensor:
-        """Log-density of each component at noisy z, weights included: shape (batch, K); its logsumexp is log p_t(z)."""
+        """Return log w_k p(z | k) of equation (1), of shape (batch, K); its logsumexp over K is log p_t(z)."""
         c = schedule.at(t, z)
         offsets, variances = self._in_eigenbasis(z, c.alpha, c.sigma)
         constant = self.means.shape[1] * torch.log(torch.tensor(2 * torch.pi, dtype=z.dtype))
         return self.weights.log() - 0.5 * ((offsets**2 / variances + variances.log()).sum(-1) + constant)
 
     def posterior(self, z: Tensor, t: Tensor, schedule: Schedule = LINEAR) -> Tensor:
-        """Probability of each component given noisy z: shape (batch, K)."""
+        """Return p(k | z) of equation (2), of shape (batch, K)."""
         return self.log_density(z, t, schedule).softmax(-1)
 
     def x0(self, z: Tensor, t: Tensor, schedule: Schedule = LINEAR) -> Tensor:
-        """E[x0 | z]."""
+        """Return E[x0 | z] of equation (4), of shape (batch, D)."""
         c = schedule.at(t, z)
         offsets, variances = self._in_eigenbasis(z, c.alpha, c.sigma)
         gain = c.alpha.unsqueeze(-1) * self._values / variances
@@ -75,18 +83,18 @@ class GaussianMixture:
         return torch.einsum("bk,bki->bi", self.posterior(z, t, schedule), means)
 
     def predict(self, z: Tensor, t: Tensor, prediction: Prediction, *, schedule: Schedule = LINEAR) -> Tensor:
-        """What an ideal network of that prediction answers at noisy z."""
+        """Return the output of an ideal network with this prediction at noisy z (batch, D)."""
         c = schedule.at(t, z)
         x0 = self.x0(z, t, schedule)
         eps = (z - c.alpha * x0) / c.sigma
         return from_pair(Pair(x0, eps), t, prediction, schedule=schedule)
 
     def velocity(self, x: Tensor, t: Tensor) -> Tensor:
-        """The flow on the linear path."""
+        """Return the velocity of the linear path at x (batch, D)."""
         return self.predict(x, t, "velocity", schedule=LINEAR)
 
     def _in_eigenbasis(self, z: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """z minus each component's mean, along its axes, and the variances there: both (batch, K, D)."""
+        """Return z - alpha mu_k in the eigenbasis of C_k, and the variances of (1) there: both (batch, K, D)."""
         difference = z.unsqueeze(1) - alpha.unsqueeze(-1) * self.means
         offsets = torch.einsum("kij,bki->bkj", self._vectors, difference)
         return offsets, alpha.unsqueeze(-1) ** 2 * self._values + sigma.unsqueeze(-1) ** 2

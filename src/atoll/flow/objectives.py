@@ -1,10 +1,10 @@
-"""Training objectives: schedule × prediction × how times are drawn × how they weigh in the loss.
+"""Training objectives: schedule, prediction, distribution of times, and weighting of the loss.
 
     objective = atoll.flow.objective("ddpm")
     noised = objective.corrupt(x0, seed=0, step=17)
     loss = objective.loss(network(noised.input, noised.timestep), noised).mean()
 
-All randomness is a function of (seed, position of the sample in the run), so a batch can be made again anywhere.
+All random numbers are a function of (seed, position of the image in the run), so any batch can be reproduced.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,15 @@ from atoll.flow.bridge import Bridge
 from atoll.flow.predictions import Pair, check_prediction, from_pair, pair_weights
 from atoll.flow.schedules import LINEAR, Schedule, broadcast, schedule
 
+# Streams of `rng`: times and noise of one image must be independent. Other numbers would change all trained weights.
 _TIME_STREAM, _NOISE_STREAM = 1, 2
+# Weights such as 1/t² diverge at an end. The limit is 1/t² at t = 0.05, so it applies to 5 % of the times.
 MAX_WEIGHT = 400.0
-"""Cap of a loss weight, so that a weight that goes to infinity at an end (1/t² at t = 0.05 is 400) stays finite."""
+"""Maximum weight of an image in the loss."""
 
 
 class Noised(NamedTuple):
-    """A batch ready for training: what the network sees, what it should answer, and where it came from."""
+    """A noised batch: input, timestep and target of the network, and the times t (batch,) and noise behind them."""
 
     input: Tensor
     timestep: Tensor
@@ -38,7 +40,7 @@ class Noised(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeSampling:
-    """How training times are drawn, by inverse distribution function from uniform numbers.
+    """The distribution of training times; uniform numbers are mapped by its inverse distribution function.
 
     uniform: on [low, high]. logit-normal: sigmoid(N(mean, std²)) (Esser 2024). log-normal: ln sigma ~ N(mean, std²)
     (Karras 2022), for any schedule through its SNR. `shift` s maps t to s t/(1 + (s-1) t), more noise for s > 1.
@@ -59,10 +61,11 @@ class TimeSampling:
             raise ValueError(f"expected 0 <= low < high <= 1, std > 0 and shift > 0, got {self}")
 
     def times(self, u: Tensor, schedule: Schedule) -> Tensor:
-        """Times for uniform numbers u in [0, 1)."""
+        """Return times for uniform numbers u (batch,) in [0, 1)."""
         if self.name == "uniform":
             t = self.low + (self.high - self.low) * u
         else:
+            # u may be exactly 0, where the inverse normal distribution is -inf: 1e-9 limits it to ±6 deviations.
             gauss = self.mean + self.std * torch.special.ndtri(u.double().clamp(1e-9, 1 - 1e-9)).to(u.dtype)
             t = torch.sigmoid(gauss) if self.name == "logit-normal" else schedule.time_of_log_snr(-2 * gauss)
         return self.shift * t / (1 + (self.shift - 1) * t)
@@ -70,9 +73,13 @@ class TimeSampling:
 
 @dataclass(frozen=True)
 class Weighting:
-    """Weight of each time in the mean squared error of the prediction.
+    """The weight of each time in the mean squared error of the prediction.
 
-    constant: 1. min-snr: min(SNR, gamma) on the error of x0 (Hang 2023). as-NAME: as if the error were taken on NAME.
+    constant: 1. min-snr: min(SNR, gamma) on the error of x0 (Hang 2023). as-NAME: equivalent to a constant weight on
+    the error of another prediction NAME.
+
+    The x0 error of an output error d is |dx0/doutput| d. So a weight w on the squared x0 error is the weight
+    (dx0/doutput)² w on the squared output error, and a constant weight on prediction P is w = (dx0/dP)^-2.
     """
 
     name: WeightingName = "constant"
@@ -86,7 +93,7 @@ class Weighting:
             raise ValueError(f"min-snr needs gamma > 0, got {self.gamma}")
 
     def weights(self, t: Tensor, prediction: Prediction, schedule: Schedule) -> Tensor:
-        """One weight per sample, at most `MAX_WEIGHT`."""
+        """Return one weight per image, shape (batch,), at most `MAX_WEIGHT`."""
         if self.name == "constant":
             return torch.ones_like(t)
         own = _x0_per_output(prediction, t, schedule)
@@ -100,7 +107,7 @@ class Weighting:
 
 @dataclass(frozen=True)
 class Objective:
-    """One way to train an expert. The defaults are flow matching."""
+    """The training objective of an expert. The defaults are flow matching."""
 
     schedule: Schedule = LINEAR
     prediction: Prediction = "velocity"
@@ -108,15 +115,16 @@ class Objective:
     weighting: Weighting = Weighting()
 
     def __post_init__(self) -> None:
-        """Check the prediction's name."""
+        """Check the name of the prediction."""
         check_prediction(self.prediction)
 
     def corrupt(
         self, x0: Tensor, *, seed: int, step: int = 0, position: int | None = None, t: Tensor | None = None
     ) -> Noised:
-        """Noise a batch: sample i of step n has position n · batch + i, unless `position` of the first is given.
+        """Add noise to a batch x0 (batch, …) and return input, timestep and target.
 
-        Times are drawn as the objective says, or given by `t` (for validation at fixed times).
+        Image i of step n has position n · batch + i, unless `position` of the first one is given. Times are drawn
+        from the distribution of the objective, or given by `t` (for validation at fixed times).
         """
         if not x0.is_floating_point() or x0.ndim < 2:
             raise ValueError(f"x0 must be a floating point batch (batch, ...), got {x0.dtype} {tuple(x0.shape)}")
@@ -131,19 +139,19 @@ class Objective:
         return Noised((scale * state).to(x0.dtype), self.schedule.timestep(t), target, t, eps)
 
     def loss(self, output: Tensor, noised: Noised) -> Tensor:
-        """Weighted mean squared error of each sample, in float32: shape (batch,)."""
+        """Return the weighted mean squared error of each image, in float32: shape (batch,)."""
         if output.shape != noised.target.shape:
             raise ValueError(f"output must have shape {tuple(noised.target.shape)}, got {tuple(output.shape)}")
         error = (output.float() - noised.target.float()).square().flatten(1).mean(1)
         return self.weighting.weights(noised.t, self.prediction, self.schedule) * error
 
     def bridge(self, **options: Any) -> Bridge:
-        """The bridge from a network trained with this objective to velocity on the linear path."""
+        """Return the bridge from a network with this objective to velocity on the linear path."""
         return Bridge(self.schedule, self.prediction, **options)
 
     @property
     def spec(self) -> ObjectiveSpec:
-        """The plain values from which `Objective.of` builds it again."""
+        """Plain values for a manifest; `Objective.of` is the inverse."""
         return ObjectiveSpec(
             schedule=self.schedule.spec,
             prediction=self.prediction,
@@ -159,12 +167,12 @@ class Objective:
 
     @staticmethod
     def of(spec: ObjectiveSpec) -> "Objective":
-        """Build what a manifest declares."""
+        """Build the objective of a manifest."""
         return objective(**spec.model_dump())
 
 
 def objective(name: str | None = None, **parts: Any) -> Objective:
-    """An objective by name, by its parts, or by name with some parts changed: `objective("ddpm", time_shift=2.0)`."""
+    """Build an objective by name, by its parts, or by name with changes: `objective("ddpm", time_shift=2.0)`."""
     if name is not None and name not in OBJECTIVES:
         raise ValueError(unknown_objective(name))
     spec = {**(OBJECTIVES[name] if name else {}), **parts}
@@ -185,6 +193,6 @@ def objective(name: str | None = None, **parts: Any) -> Objective:
 
 
 def _x0_per_output(prediction: Prediction, t: Tensor, schedule: Schedule) -> Tensor:
-    """|d x0 / d output| at each time: how an error of the prediction counts in x0."""
-    t = t.reshape(-1)  # one time for the whole batch may come without an axis
+    """Return |dx0/doutput| at each time: the factor from an error of the prediction to one of x0."""
+    t = t.reshape(-1)  # one time for the whole batch may be a scalar
     return pair_weights(prediction, schedule.at(t, torch.empty_like(t)), torch.finfo(t.dtype).eps).x0_output.abs()

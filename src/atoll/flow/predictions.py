@@ -1,4 +1,4 @@
-"""What a network predicts, and every way from one prediction to another.
+"""Predictions of networks, and the conversion of each one to any other.
 
 With z = alpha x0 + sigma eps:
 
@@ -8,9 +8,9 @@ With z = alpha x0 + sigma eps:
     velocity       alpha' x0 + sigma' eps        (eps - x0 on the linear path)
     score          -eps / sigma                  (gradient of the log-density)
 
-Each is linear in (x0, eps), and with z known each gives the pair back as a linear combination of z and itself.
-Where that inverse divides by an alpha or sigma that goes to 0, the division is regularised at the resolution of the
-input's own dtype, and the pair stays consistent with z: alpha x0 + sigma eps = z always holds.
+Each is linear in (x0, eps). Given z, the pair (x0, eps) is therefore a linear combination of z and the prediction. This
+inverse can divide by an alpha or sigma that goes to 0. Then the division is regularized at the resolution of the dtype,
+such that the pair stays consistent with z: alpha x0 + sigma eps = z always holds.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from atoll.flow.schedules import Coefficients, Schedule
 
 
 class Pair(NamedTuple):
-    """A clean estimate and the noise estimate that goes with it: z = alpha x0 + sigma eps."""
+    """An estimate of the clean image and the matching estimate of the noise: z = alpha x0 + sigma eps."""
 
     x0: Tensor
     eps: Tensor
@@ -40,48 +40,51 @@ class PairWeights(NamedTuple):
 
 
 def check_prediction(name: str) -> None:
-    """Refuse a name that is not a prediction."""
+    """Raise an error for an unknown prediction."""
     if name not in PREDICTIONS:
         raise ValueError(unknown("prediction", name, PREDICTIONS))
 
 
 def pair_weights(prediction: Prediction, c: Coefficients, resolution: float) -> PairWeights:
-    """The linear map from (state, prediction) to (x0, eps).
+    """Return the linear map from (state, prediction) to (x0, eps).
 
-    `resolution` is the relative rounding error of the state and the prediction (finfo.eps): no error of that size is
-    amplified beyond order 1.
+    `resolution` is the relative rounding error of state and prediction (finfo.eps): an error of that size is amplified
+    to order 1 at most.
     """
     check_prediction(prediction)
     alpha, sigma = c.alpha, c.sigma
     zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
     if prediction == "x0":
-        inverse, missing = _regularised_inverse(sigma, resolution)
+        # eps = (z - alpha y) / sigma. Where sigma vanishes, eps is cut off, and x0 takes the remaining part of z.
+        inverse, remainder = _regularized_inverse(sigma, resolution)
         return PairWeights(
-            missing * _regularised_inverse(alpha, resolution)[0], sigma * inverse, inverse, -alpha * inverse
+            remainder * _regularized_inverse(alpha, resolution)[0], sigma * inverse, inverse, -alpha * inverse
         )
     if prediction in ("epsilon", "score"):
-        inverse, missing = _regularised_inverse(alpha, resolution)
-        # For the score y, eps = -sigma y.
+        # x0 = (z - sigma eps) / alpha, with the roles exchanged. For the score y, eps = -sigma y.
+        inverse, remainder = _regularized_inverse(alpha, resolution)
         scale = one if prediction == "epsilon" else -sigma
-        eps_state = missing * _regularised_inverse(sigma, resolution)[0]
+        eps_state = remainder * _regularized_inverse(sigma, resolution)[0]
         return PairWeights(inverse, -sigma * inverse * scale, eps_state, alpha * inverse * scale)
     if prediction == "v_prediction":
+        # The map (x0, eps) -> (z, y) is a rotation times sqrt(alpha² + sigma²), so its inverse is always stable.
         norm = alpha**2 + sigma**2
         return PairWeights(alpha / norm, -sigma / norm, sigma / norm, alpha / norm)
-    # The determinant alpha sigma' - sigma alpha' is positive wherever log-SNR falls; it is 1 on the linear path.
+    # Velocity: Cramer's rule. The determinant alpha sigma' - sigma alpha' is positive wherever the log-SNR falls; it is
+    # 1 on the linear path.
     determinant = alpha * c.d_sigma - sigma * c.d_alpha
     weights = PairWeights(c.d_sigma / determinant, -sigma / determinant, -c.d_alpha / determinant, alpha / determinant)
     return PairWeights(*(weight + zero for weight in weights))
 
 
 def to_pair(output: Tensor, x: Tensor, t: Tensor, *, prediction: Prediction, schedule: Schedule) -> Pair:
-    """The pair (x0, eps) that a prediction at state x and time t stands for."""
+    """Convert a prediction at state x (batch, …) and time t (batch,) to the pair (x0, eps)."""
     pair = _wide_pair(output, x, t, prediction=prediction, schedule=schedule)
     return Pair(pair.x0.to(x.dtype), pair.eps.to(x.dtype))
 
 
 def from_pair(pair: Pair, t: Tensor, prediction: Prediction, *, schedule: Schedule) -> Tensor:
-    """The prediction that a pair (x0, eps) stands for at time t."""
+    """Convert a pair (x0, eps) at time t to a prediction."""
     check_prediction(prediction)
     _check_same_shape(pair.x0, pair.eps)
     c = schedule.at(t, pair.x0)
@@ -94,14 +97,14 @@ def from_pair(pair: Pair, t: Tensor, prediction: Prediction, *, schedule: Schedu
     elif prediction == "velocity":
         value = c.d_alpha * pair.x0 + c.d_sigma * pair.eps
     else:
-        value = -pair.eps * _regularised_inverse(c.sigma, torch.finfo(pair.eps.dtype).eps)[0]
+        value = -pair.eps * _regularized_inverse(c.sigma, torch.finfo(pair.eps.dtype).eps)[0]
     return value.to(pair.x0.dtype)
 
 
 def convert(
     output: Tensor, x: Tensor, t: Tensor, *, source: Prediction, target: Prediction, schedule: Schedule
 ) -> Tensor:
-    """Turn a prediction of one kind at state x and time t into another kind under the same schedule."""
+    """Convert a prediction at state x and time t to another one under the same schedule."""
     if source == target:
         check_prediction(source)
         _check_same_shape(output, x)
@@ -112,26 +115,26 @@ def convert(
 
 
 def _wide_pair(output: Tensor, x: Tensor, t: Tensor, *, prediction: Prediction, schedule: Schedule) -> Pair:
-    """The pair in at least float32, so that half-precision inputs are rounded once, at the end."""
+    """Return the pair in at least float32, so that half-precision inputs are rounded once, at the end."""
     _check_same_shape(output, x)
     w = pair_weights(prediction, schedule.at(t, x), coarser_resolution(output, x))
     return Pair(w.x0_state * x + w.x0_output * output, w.eps_state * x + w.eps_output * output)
 
 
 def coarser_resolution(output: Tensor, x: Tensor) -> float:
-    """Return the larger relative rounding error of a network's output and the state.
+    """Return the larger relative rounding error of the output of a network and the state.
 
-    A bfloat16 network's output carries an error of 2^-8 also where the state and the solver are float32.
+    The output of a bfloat16 network has an error of 2^-8, even if the state and the solver are float32.
     """
     return max(torch.finfo(output.dtype).eps, torch.finfo(x.dtype).eps)
 
 
-def _regularised_inverse(value: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
-    """1/value as value/(value² + resolution²), which is 0 at 0; and what is missing, 1 - value · inverse."""
+def _regularized_inverse(value: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
+    """Return 1/value as value/(value² + resolution²), which is 0 at 0, and the remainder 1 - value · inverse."""
     scale = value**2 + resolution**2
     return value / scale, resolution**2 / scale
 
 
 def _check_same_shape(a: Tensor, b: Tensor) -> None:
     if a.shape != b.shape:
-        raise ValueError(f"prediction and state must have one shape, got {tuple(a.shape)} and {tuple(b.shape)}")
+        raise ValueError(f"prediction and state must have equal shapes, got {tuple(a.shape)} and {tuple(b.shape)}")

@@ -1,4 +1,8 @@
-"""Randomness as a function of (seed, stream, position): one sample gets one draw in any batch, on any rank."""
+"""Random numbers as a function of (seed, stream, position).
+
+The draw of an image depends on its position in the run, not on the batch size or the rank. So a batch can be made again
+anywhere: after a resume, on another number of processes, or in validation.
+"""
 
 import torch
 from torch import Tensor
@@ -9,7 +13,8 @@ GOLDEN = 0.6180339887498949
 
 
 def key(seed: int, stream: int, position: int) -> int:
-    """A 64-bit key, well mixed (the finaliser of splitmix64 over each part in turn)."""
+    """Return a well-mixed 64-bit key: the finalizer of splitmix64, applied to each part in turn."""
+    # The constants are those of splitmix64 (Steele, Lea and Flood 2014).
     mixed = 0
     for part in (seed, stream, position):
         mixed = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
@@ -20,18 +25,19 @@ def key(seed: int, stream: int, position: int) -> int:
 
 
 def generator(seed: int, stream: int, position: int) -> torch.Generator:
-    """A generator of its own for one position of one stream."""
+    """Return a new generator for one position of one stream."""
     return torch.Generator().manual_seed(key(seed, stream, position))
 
 
 def uniform(count: int, *, seed: int, stream: int, first: int) -> Tensor:
-    """Numbers in [0, 1) for positions first, first + 1, and so on."""
+    """Return numbers in [0, 1), shape (count,), for positions first, first + 1, and so on."""
+    # The upper 24 bits: as many as the significand of float32 holds, so that 1 cannot occur by rounding.
     draws = [key(seed, stream, first + i) >> 40 for i in range(count)]
     return torch.tensor(draws, dtype=torch.float32) / 2**24
 
 
 def normal(shape: tuple[int, ...], *, seed: int, stream: int, first: int) -> Tensor:
-    """Standard normal numbers of shape (count, ...) for positions first, first + 1, and so on."""
+    """Return standard normal numbers of shape (count, ...) for positions first, first + 1, and so on."""
     noise = torch.empty(shape)
     for row in range(shape[0]):
         torch.randn(shape[1:], generator=generator(seed, stream, first + row), out=noise[row])

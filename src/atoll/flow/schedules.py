@@ -1,7 +1,7 @@
-"""Noise schedules: z_t = alpha(t) x0 + sigma(t) eps, with t = 0 the data and t = 1 the noise.
+"""Noise schedules: z_t = alpha(t) x0 + sigma(t) eps, with data at t = 0 and noise at t = 1.
 
-A schedule is a set of functions of a time tensor of any shape; `Schedule.at` checks a batch of times and broadcasts the
-coefficients over a batch of anything. Everything else (predictions, bridge, objectives) derives from these functions.
+The functions of a schedule take times of any shape. `Schedule.at` checks times (batch,) and returns coefficients
+that broadcast over a batch (batch, …). Predictions, bridge and objectives are derived from these functions.
 """
 
 import math
@@ -17,11 +17,11 @@ from atoll.core.errors import unknown
 from atoll.core.manifests import ScheduleSpec
 
 TIMESTEP_SCALE = 1000.0
-"""Networks and router see 1000·t, the scale of the time embeddings of DiT, PixArt and the diffusers schedulers."""
+"""Timestep of networks at t = 1: the scale of the time embeddings of DiT, PixArt and the diffusers schedulers."""
 
 
 class Coefficients(NamedTuple):
-    """alpha, sigma and their derivatives in t, shaped to multiply a batch."""
+    """The values alpha and sigma and their derivatives in t, shaped (batch, 1, …) to multiply a batch."""
 
     alpha: Tensor
     sigma: Tensor
@@ -30,9 +30,9 @@ class Coefficients(NamedTuple):
 
 
 def check_times(t: Tensor, x: Tensor) -> Tensor:
-    """Return t in at least float32 and of shape (batch,), or say what is wrong with it.
+    """Return t in at least float32 with shape (batch,); raise an error for a wrong shape, dtype or range.
 
-    One time for the whole batch may also come as a scalar or with shape (1,).
+    One time for the whole batch may also be a scalar or have shape (1,).
     """
     if not t.is_floating_point():
         raise ValueError(f"t must be a floating point tensor in [0, 1], got {t.dtype}")
@@ -40,68 +40,68 @@ def check_times(t: Tensor, x: Tensor) -> Tensor:
         raise ValueError("x must have a batch dimension, got a scalar")
     if t.ndim > 1 or (t.numel() != 1 and t.shape[0] != x.shape[0]):
         raise ValueError(f"t must have shape ({x.shape[0]},) for x of shape {tuple(x.shape)}, got {tuple(t.shape)}")
-    # On an accelerator this comparison would stall the stream at every step, so only host tensors are checked.
+    # On a GPU, this comparison would wait for all queued kernels at every step, so only tensors on the CPU are checked.
     if t.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(((t >= 0) & (t <= 1)).all()):
         raise ValueError(f"t must be in [0, 1] (0 is data, 1 is noise), got {t.min().item():g} to {t.max().item():g}")
     return _at_least_float32(t).expand(x.shape[0])
 
 
 def broadcast(values: Tensor, x: Tensor) -> Tensor:
-    """Shape (batch,) values so that they multiply x of shape (batch, ...)."""
+    """Reshape values (batch,) to (batch, 1, …), so that they multiply x of shape (batch, …)."""
     return values.reshape(-1, *([1] * (x.ndim - 1)))
 
 
 class Schedule(ABC):
-    """Noise schedule, continuous in t on [0, 1]; log-SNR falls strictly from t = 0 to t = 1."""
+    """A noise schedule, continuous in t on [0, 1]; its log-SNR falls strictly from t = 0 to t = 1."""
 
     @property
     @abstractmethod
     def spec(self) -> ScheduleSpec:
-        """The plain values from which `schedule` builds it again."""
+        """Plain values for a manifest; `schedule` is the inverse."""
 
     @abstractmethod
     def alpha(self, t: Tensor) -> Tensor:
-        """Scale of the data."""
+        """Return the scale of the data."""
 
     @abstractmethod
     def sigma(self, t: Tensor) -> Tensor:
-        """Scale of the noise."""
+        """Return the scale of the noise."""
 
     @abstractmethod
     def d_alpha(self, t: Tensor) -> Tensor:
-        """Derivative of alpha in t."""
+        """Return the derivative of alpha in t."""
 
     @abstractmethod
     def d_sigma(self, t: Tensor) -> Tensor:
-        """Derivative of sigma in t."""
+        """Return the derivative of sigma in t."""
 
     def log_snr(self, t: Tensor) -> Tensor:
-        """Log of alpha² / sigma²; infinite where one of them is 0."""
+        """Return log(alpha² / sigma²); infinite where one of them is 0."""
         t = _at_least_float32(t)
         return 2 * (self.alpha(t).log() - self.sigma(t).log())
 
     @abstractmethod
     def time_of_log_snr(self, log_snr: Tensor) -> Tensor:
-        """The t at which `log_snr(t)` has the given value; outside the schedule's range, the nearest end."""
+        """Return the t at which `log_snr(t)` has this value; outside the range of the schedule, the nearest end."""
 
     def timestep(self, t: Tensor) -> Tensor:
-        """What a network trained under this schedule is told about t."""
+        """Return the timestep that is the input of a network at time t."""
         return TIMESTEP_SCALE * _at_least_float32(t)
 
     def input_scale(self, t: Tensor) -> Tensor:
-        """Factor on the state before a network sees it; 1 unless the state's own scale explodes."""
+        """Return the factor on the state before it enters a network; 1 unless the schedule is variance exploding."""
         return torch.ones_like(_at_least_float32(t))
 
     def at(self, t: Tensor, x: Tensor) -> Coefficients:
-        """Check t of shape (batch,) against x of shape (batch, ...) and give coefficients that broadcast over x."""
+        """Return coefficients that broadcast over x (batch, …), for times t (batch,)."""
         t = check_times(t, x)
         values = (self.alpha(t), self.sigma(t), self.d_alpha(t), self.d_sigma(t))
         return Coefficients(*(broadcast(value, x) for value in values))
 
     def add_noise(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """z_t = alpha x0 + sigma eps."""
+        """Return z_t = alpha x0 + sigma eps."""
         if x0.shape != eps.shape:
-            raise ValueError(f"x0 and eps must have one shape, got {tuple(x0.shape)} and {tuple(eps.shape)}")
+            raise ValueError(f"x0 and eps must have equal shapes, got {tuple(x0.shape)} and {tuple(eps.shape)}")
         c = self.at(t, x0)
         return (c.alpha * x0 + c.sigma * eps).to(x0.dtype)
 
@@ -112,74 +112,75 @@ class LinearSchedule(Schedule):
 
     @property
     def spec(self) -> ScheduleSpec:
-        """The plain values from which `schedule` builds it again."""
+        """Plain values for a manifest; `schedule` is the inverse."""
         return ScheduleSpec(name="linear")
 
     def alpha(self, t: Tensor) -> Tensor:
-        """1 - t."""
+        """Return 1 - t."""
         return 1 - t
 
     def sigma(self, t: Tensor) -> Tensor:
-        """t."""
+        """Return t."""
         return t.clone()
 
     def d_alpha(self, t: Tensor) -> Tensor:
-        """-1."""
+        """Return -1."""
         return torch.full_like(t, -1)
 
     def d_sigma(self, t: Tensor) -> Tensor:
-        """1."""
+        """Return 1."""
         return torch.ones_like(t)
 
     def time_of_log_snr(self, log_snr: Tensor) -> Tensor:
-        """t/(1-t) = exp(-log_snr/2)."""
+        """Solve t/(1-t) = exp(-log_snr/2) for t."""
         return torch.sigmoid(-log_snr / 2)
 
 
 @dataclass(frozen=True)
 class CosineSchedule(Schedule):
-    """Continuous cosine: alpha = cos(πt/2), sigma = sin(πt/2)."""
+    """The continuous cosine schedule: alpha = cos(πt/2), sigma = sin(πt/2)."""
 
     @property
     def spec(self) -> ScheduleSpec:
-        """The plain values from which `schedule` builds it again."""
+        """Plain values for a manifest; `schedule` is the inverse."""
         return ScheduleSpec(name="cosine")
 
     def alpha(self, t: Tensor) -> Tensor:
-        """cos(πt/2), written as a sine so that it is exactly 0 at t = 1."""
+        """Return cos(πt/2), written as a sine so that it is exactly 0 at t = 1."""
         return torch.sin(math.pi / 2 * (1 - t))
 
     def sigma(self, t: Tensor) -> Tensor:
-        """sin(πt/2)."""
+        """Return sin(πt/2)."""
         return torch.sin(math.pi / 2 * t)
 
     def d_alpha(self, t: Tensor) -> Tensor:
-        """-π/2 sin(πt/2)."""
+        """Return -π/2 sin(πt/2)."""
         return -math.pi / 2 * self.sigma(t)
 
     def d_sigma(self, t: Tensor) -> Tensor:
-        """π/2 cos(πt/2)."""
+        """Return π/2 cos(πt/2)."""
         return math.pi / 2 * self.alpha(t)
 
     def time_of_log_snr(self, log_snr: Tensor) -> Tensor:
-        """tan(πt/2) = exp(-log_snr/2)."""
+        """Solve tan(πt/2) = exp(-log_snr/2) for t."""
         return 2 / math.pi * torch.atan(torch.exp(-log_snr / 2))
 
 
 @dataclass(frozen=True)
 class DiscreteSchedule(Schedule):
-    """A DDPM's table of `alphas_cumprod`: t = i/(T-1) is its step i, and log-SNR is linear between steps.
+    """The table `alphas_cumprod` of a DDPM: step i is t = i/(T-1), and the log-SNR is linear between steps.
 
-    Networks are told the step, t·(T-1), integer or not. A last entry of 0 (zero terminal SNR) is read as 1e-12.
+    The timestep of a network is t (T-1), which need not be an integer. A last entry of 0 (zero terminal SNR) is
+    replaced by 1e-12, because its log-SNR must be finite.
     """
 
     alphas_cumprod: tuple[float, ...]
     made_from: ScheduleSpec | None = field(default=None, compare=False)
-    """The name and the options that gave the table, if it has them."""
+    """The name and options that the table was built from, if any."""
     _log_snr: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the table and take its log-SNR in double precision."""
+        """Check the table and compute its log-SNR in double precision."""
         table = torch.tensor([float(value) for value in self.alphas_cumprod], dtype=torch.float64)
         if table.numel() < 2:
             raise ValueError(f"alphas_cumprod needs at least 2 steps, got {table.numel()}")
@@ -202,45 +203,46 @@ class DiscreteSchedule(Schedule):
 
     @classmethod
     def from_betas(cls, betas: Tensor, made_from: ScheduleSpec | None = None) -> "DiscreteSchedule":
-        """Return the schedule of a sequence of betas."""
+        """Build the schedule of a sequence of betas (T,)."""
         return cls(tuple(torch.cumprod(1 - betas.double(), 0).tolist()), made_from)
 
     @property
     def spec(self) -> ScheduleSpec:
-        """The plain values from which `schedule` builds it again."""
+        """Plain values for a manifest; `schedule` is the inverse."""
         return self.made_from or ScheduleSpec(name="ddpm", alphas_cumprod=self.alphas_cumprod)
 
     @property
     def steps(self) -> int:
-        """Number of steps in the table."""
+        """Number of steps T in the table."""
         return len(self.alphas_cumprod)
 
     def log_snr(self, t: Tensor) -> Tensor:
-        """Linear interpolation of the table."""
+        """Interpolate the table linearly."""
         t = _at_least_float32(t)
+        # Linear in log-SNR, not in alpha: so `time_of_log_snr` is an exact inverse, which the bridge needs.
         table, position = self._table(t), t * (self.steps - 1)
         left = position.detach().floor().clamp(0, self.steps - 2)
         low, high = table[left.long()], table[left.long() + 1]
         return low + (position - left) * (high - low)
 
     def alpha(self, t: Tensor) -> Tensor:
-        """Root of sigmoid(log_snr): variance preserving."""
+        """Return the root of sigmoid(log_snr): variance preserving."""
         return torch.sigmoid(self.log_snr(t)).sqrt()
 
     def sigma(self, t: Tensor) -> Tensor:
-        """Root of sigmoid(-log_snr)."""
+        """Return the root of sigmoid(-log_snr)."""
         return torch.sigmoid(-self.log_snr(t)).sqrt()
 
     def d_alpha(self, t: Tensor) -> Tensor:
-        """alpha' = alpha sigma² λ'/2 with λ the log-SNR."""
+        """Return alpha' = alpha sigma² λ'/2, where λ is the log-SNR."""
         return self.alpha(t) * self.sigma(t) ** 2 * self._d_log_snr(t) / 2
 
     def d_sigma(self, t: Tensor) -> Tensor:
-        """sigma' = -sigma alpha² λ'/2."""
+        """Return sigma' = -sigma alpha² λ'/2."""
         return -self.sigma(t) * self.alpha(t) ** 2 * self._d_log_snr(t) / 2
 
     def time_of_log_snr(self, log_snr: Tensor) -> Tensor:
-        """Exact inverse of the interpolated table."""
+        """Invert the interpolated table exactly."""
         log_snr = _at_least_float32(log_snr)
         rising = -self._table(log_snr)
         wanted = (-log_snr).clamp(rising[0], rising[-1])
@@ -249,7 +251,7 @@ class DiscreteSchedule(Schedule):
         return (right - 1 + (wanted - low) / (high - low)) / (self.steps - 1)
 
     def timestep(self, t: Tensor) -> Tensor:
-        """The step, 0 to T-1."""
+        """Return the step, from 0 to T-1."""
         return (self.steps - 1) * _at_least_float32(t)
 
     def _d_log_snr(self, t: Tensor) -> Tensor:
@@ -262,10 +264,12 @@ class DiscreteSchedule(Schedule):
 
 @dataclass(frozen=True)
 class EDMSchedule(Schedule):
-    """Variance exploding: alpha = 1 and sigma runs over EDM's range, sigma^(1/rho) linear in t (Karras 2022, eq. 5).
+    """The variance exploding schedule of EDM: alpha = 1, and sigma^(1/rho) is linear in t (Karras 2022, eq. 5).
 
-    Networks see z / sqrt(1 + sigma²) (EDM's c_in for data of unit variance), so their input keeps its scale.
+    The input of networks is z / sqrt(1 + sigma²) (c_in of EDM for data of unit variance), which has unit variance.
     """
+
+    # The defaults are those of Karras 2022, table 1.
 
     sigma_min: float = 0.002
     sigma_max: float = 80.0
@@ -278,7 +282,7 @@ class EDMSchedule(Schedule):
 
     @property
     def spec(self) -> ScheduleSpec:
-        """The plain values from which `schedule` builds it again."""
+        """Plain values for a manifest; `schedule` is the inverse."""
         return ScheduleSpec(name="edm", sigma_min=self.sigma_min, sigma_max=self.sigma_max, rho=self.rho)
 
     @property
@@ -290,33 +294,33 @@ class EDMSchedule(Schedule):
         return float(self.sigma_max ** (1 / self.rho) - self._low)
 
     def alpha(self, t: Tensor) -> Tensor:
-        """1."""
+        """Return 1."""
         return torch.ones_like(t)
 
     def sigma(self, t: Tensor) -> Tensor:
-        """(low + t span)^rho."""
+        """Return (low + t span)^rho."""
         return (self._low + t * self._span) ** self.rho
 
     def d_alpha(self, t: Tensor) -> Tensor:
-        """0."""
+        """Return 0."""
         return torch.zeros_like(t)
 
     def d_sigma(self, t: Tensor) -> Tensor:
-        """Rho span (low + t span)^(rho-1)."""
+        """Return rho span (low + t span)^(rho-1)."""
         return self.rho * self._span * (self._low + t * self._span) ** (self.rho - 1)
 
     def time_of_log_snr(self, log_snr: Tensor) -> Tensor:
-        """sigma = exp(-log_snr/2)."""
+        """Solve sigma(t) = exp(-log_snr/2) for t."""
         sigma = torch.exp(-_at_least_float32(log_snr) / 2).clamp(self.sigma_min, self.sigma_max)
         return ((sigma ** (1 / self.rho) - self._low) / self._span).clamp(0, 1)
 
     def input_scale(self, t: Tensor) -> Tensor:
-        """1 / sqrt(1 + sigma²)."""
+        """Return 1 / sqrt(1 + sigma²)."""
         return (1 + self.sigma(_at_least_float32(t)) ** 2).rsqrt()
 
 
 def ddpm_linear(steps: int = 1000, beta_start: float = 1e-4, beta_end: float = 0.02) -> DiscreteSchedule:
-    """Betas linear in the step: DDPM, and the released DiT checkpoints."""
+    """Build the schedule with betas linear in the step: DDPM, and the released DiT checkpoints."""
     _check_betas(steps, beta_start, beta_end)
     betas = torch.linspace(beta_start, beta_end, steps, dtype=torch.float64)
     made_from = ScheduleSpec(name="ddpm-linear", steps=steps, beta_start=beta_start, beta_end=beta_end)
@@ -324,7 +328,7 @@ def ddpm_linear(steps: int = 1000, beta_start: float = 1e-4, beta_end: float = 0
 
 
 def ddpm_scaled_linear(steps: int = 1000, beta_start: float = 0.00085, beta_end: float = 0.012) -> DiscreteSchedule:
-    """Roots of betas linear in the step: Stable Diffusion."""
+    """Build the schedule with roots of betas linear in the step: Stable Diffusion."""
     _check_betas(steps, beta_start, beta_end)
     betas = torch.linspace(beta_start**0.5, beta_end**0.5, steps, dtype=torch.float64) ** 2
     made_from = ScheduleSpec(name="ddpm-scaled-linear", steps=steps, beta_start=beta_start, beta_end=beta_end)
@@ -332,7 +336,7 @@ def ddpm_scaled_linear(steps: int = 1000, beta_start: float = 0.00085, beta_end:
 
 
 def ddpm_cosine(steps: int = 1000, offset: float = 0.008, max_beta: float = 0.999) -> DiscreteSchedule:
-    """Nichol and Dhariwal's cosine table with clipped betas (2021, eq. 17)."""
+    """Build the cosine table of Nichol and Dhariwal with clipped betas (2021, eq. 17)."""
     _check_betas(steps, 0.5, max_beta)
     grid = torch.arange(steps + 1, dtype=torch.float64) / steps
     level = torch.cos((grid + offset) / (1 + offset) * math.pi / 2) ** 2

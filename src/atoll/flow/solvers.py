@@ -1,6 +1,6 @@
-"""Solvers: from noise at t = 1 to data at t = 0 along a velocity field.
+"""Solvers: integrate a velocity field from noise at t = 1 to data at t = 0.
 
-Euler and Heun are written here; the rest are diffusers schedulers with flow sigmas, driven by one small adapter.
+Euler and Heun are implemented here. All others are diffusers schedulers with flow sigmas, run by one small adapter.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ VelocityField = Callable[[Tensor, Tensor], Tensor]
 
 
 def solver_times(steps: int, shift: float = 1.0) -> list[float]:
-    """steps + 1 times from 1 to 0, even before the shift t -> s t/(1 + (s-1) t)."""
+    """Return steps + 1 times from 1 to 0: equidistant, then shifted by t -> s t/(1 + (s-1) t)."""
     if steps < 1 or shift <= 0:
         raise ValueError(f"expected steps >= 1 and shift > 0, got {steps} and {shift}")
     even = [1 - i / steps for i in range(steps + 1)]
@@ -41,7 +41,7 @@ def solve(
     if solver not in SOLVERS:
         raise ValueError(unknown("solver", solver, SOLVERS))
     if scheduler_times and solver in OWN_SOLVERS:
-        raise ValueError(f"scheduler_times needs a solver of diffusers, such as flow-euler; {solver!r} is Atoll's own")
+        raise ValueError(f"scheduler_times needs a diffusers solver such as flow-euler; {solver!r} is part of Atoll")
     if solver not in OWN_SOLVERS:
         scheduler = diffusers_scheduler(solver, shift)
         return run_scheduler(scheduler, velocity, x, steps=steps, scheduler_times=scheduler_times)
@@ -51,7 +51,7 @@ def solve(
 
 
 class Step(NamedTuple):
-    """One step of a solver: the states after it, and the velocity v before it, which gives the estimate x - t v."""
+    """The result of one step: the new states, and the velocity v at the old ones, which gives the estimate x - t v."""
 
     x: Tensor
     velocity: Tensor
@@ -60,10 +60,11 @@ class Step(NamedTuple):
 def step(velocity: VelocityField, x: Tensor, t: Sequence[float], *, to: Sequence[float], solver: str = "euler") -> Step:
     """Move states x (batch, ...) from times t to the times `to`: one time for each state, or one for all.
 
-    Euler is of first order: one evaluation. Heun is of second order: two evaluations, and one where a step ends at
-    t = 0, at which no network was trained.
+    Euler is of first order, with one evaluation. Heun is of second order, with two evaluations, but only one in a step
+    that ends at t = 0, where no network was trained.
     """
-    # Differences of times are taken in double precision and rounded once, whether one or many.
+    # Differences of times are computed in double precision and rounded once. So a state moves to the same bits whether
+    # its time is given alone or with those of others.
     spans = [after - before for before, after in zip(t, to, strict=True)]
     span: float | Tensor = spans[0] if len(spans) == 1 else broadcast(_times(spans, x), x)
     first = velocity(x, _times(t, x))
@@ -76,7 +77,7 @@ def step(velocity: VelocityField, x: Tensor, t: Sequence[float], *, to: Sequence
 
 
 def diffusers_scheduler(solver: str, shift: float = 1.0) -> Any:
-    """The diffusers scheduler of that name, set to flow sigmas and velocity."""
+    """Return a diffusers scheduler by name, with flow sigmas and velocity prediction."""
     import diffusers
 
     if solver == "flow-euler":
@@ -92,25 +93,28 @@ def diffusers_scheduler(solver: str, shift: float = 1.0) -> Any:
 def run_scheduler(
     scheduler: Any, velocity: VelocityField, x: Tensor, *, steps: int, scheduler_times: bool = False
 ) -> Tensor:
-    """Drive any diffusers scheduler that takes velocity and counts its timesteps on 0..1000.
+    """Run any diffusers scheduler that takes velocities and has timesteps from 0 to 1000.
 
-    A plain flow Euler or flow Heun scheduler runs on `solver_times`, so that it makes the images of Atoll's own
-    solver. With `scheduler_times` it keeps the times of its own `set_timesteps`, which end at t = 0.001 before the last
-    step: the times of diffusers pipelines, and of the published Paris samples.
+    A plain flow Euler or flow Heun scheduler runs on `solver_times`, so that it gives the same images as the solvers of
+    this module. With `scheduler_times` it keeps the times of its `set_timesteps`, which end at t = 0.001 before the
+    last step: the times of diffusers pipelines, and of the published Paris samples.
     """
-    scheduler = copy(scheduler)  # the caller's stays as it was
+    scheduler = copy(scheduler)  # `set_timesteps` must not change the scheduler of the caller
     if _only_shifted(scheduler) and not scheduler_times:
-        scheduler.sigma_min = 1 / steps  # its own was shifted when it was made, and would be once more
+        scheduler.sigma_min = (
+            1 / steps
+        )  # the constructor has shifted its sigma_min, and set_timesteps would shift it again
     scheduler.set_timesteps(steps, device=x.device)
     if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(0)  # it cannot be found by the first timestep if that, cut to an integer, comes twice
+        # Without it, the index is searched by the first timestep, which is ambiguous if two integers are equal.
+        scheduler.set_begin_index(0)
     for t, timestep in zip(_exact_times(scheduler), scheduler.timesteps, strict=True):
         x = scheduler.step(velocity(x, _times([t], x)), timestep, x, return_dict=False)[0]
     return x
 
 
 def _only_shifted(scheduler: Any) -> bool:
-    """Whether it is diffusers' flow Euler or flow Heun with nothing set but the shift: its times are `solver_times`."""
+    """Return whether it is flow Euler or flow Heun of diffusers with no option but the shift."""
     import diffusers
 
     kind = type(scheduler)
@@ -121,10 +125,11 @@ def _only_shifted(scheduler: Any) -> bool:
 
 
 def _exact_times(scheduler: Any) -> list[float]:
-    """The times of the timesteps: flow sigmas, which are what it steps by, where it has them."""
+    """Return the times of the timesteps: the flow sigmas with which the scheduler computes, if it has them."""
     times = scheduler.timesteps.cpu().double() / TIMESTEP_SCALE
     sigmas = getattr(scheduler, "sigmas", times)[: len(times)].cpu().double()
-    # A timestep may be its sigma cut to an integer, less than 1 away; other sigmas than those of flows are far away.
+    # A timestep may be its sigma truncated to an integer, so they differ by less than 1 of 1000; 1.1 leaves room for
+    # rounding. Sigmas that are not times of a flow differ by far more.
     exact = len(sigmas) == len(times) and bool((sigmas - times).abs().max() < 1.1 / TIMESTEP_SCALE)
     return (sigmas if exact else times).tolist()  # type: ignore[no-any-return]
 

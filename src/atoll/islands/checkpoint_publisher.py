@@ -1,4 +1,4 @@
-"""What a working island tells the others: progress with every renewal of its lease, and checkpoints to go on from."""
+"""Publish progress and checkpoints of a job that is training, so that another worker can take it over."""
 
 import re
 import shutil
@@ -15,15 +15,15 @@ from atoll.core.manifests import CHECKPOINT
 from atoll.core.signing import Signer
 from atoll.islands.leases import Lease, LeaseLost
 from atoll.islands.store import Store
-from atoll.islands.transfer import parts_of, proposal_key, signature_key, upload
+from atoll.islands.transfer import parts_of, signature_key, upload, uploaded_manifest_key
 from atoll.train.spec import TrainSpec
 
 _OBJECT = r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json|signatures/[0-9a-f]{64}\.publish\.json)"
-"""The rest of a key below the name of a checkpoint, as `atoll.islands.transfer` makes it."""
+"""The part of a key below the name of a checkpoint, as `atoll.islands.transfer` writes it."""
 
 
-class Reporter:
-    """Looks on while a job trains (`atoll.train.loop.Watch`); uploads run beside the training, one at a time."""
+class CheckpointPublisher:
+    """A `TrainCallback` that publishes progress and checkpoints. Uploads run in a background thread, one at a time."""
 
     def __init__(
         self,
@@ -37,10 +37,11 @@ class Reporter:
         resumed: Collection[str] = (),
     ) -> None:
         self.store, self.lease, self.signer, self.every, self.stop = store, lease, signer, every, stop
-        # All that this worker ever deletes: keys that it wrote, and those of the checkpoint that it fetched, verified
-        # and resumed from, whose progress the next one contains. No key comes from a listing or from a record.
+        # The only keys that this class ever deletes: those that it wrote, and those of the checkpoint that the worker
+        # downloaded, verified and resumed from, whose progress the next one includes. No key comes from a listing or a
+        # record, which anybody with write access could forge.
         self._superseded = set(resumed)
-        # Objects of different attempts never meet, so clearing up after one cannot hurt another.
+        # Each attempt has its own prefix, so deleting the objects of one cannot affect another.
         self.name = f"{layout.checkpoints(lease.job)}/{lease.record.nonce[:16]}"
         self.outbox = spec.run / lease.job / ".outbox"
         self._pool = ThreadPoolExecutor(1)
@@ -49,26 +50,27 @@ class Reporter:
         self._waiting: Artifact | None = None
         self._start: tuple[float, int] | None = None
         shutil.rmtree(self.outbox, ignore_errors=True)
-        lease.tell(total=spec.settings.total_images, rate=0.0)
+        lease.set_pending(total=spec.settings.total_images, rate=0.0)
 
-    def stepped(self, images: int) -> bool:
-        """News for the next renewal; a lost lease or a wish to leave stops the job."""
+    def on_step(self, images: int) -> bool:
+        """Update progress for the next renewal; return whether to stop (lease lost, or stop requested)."""
         now = time.monotonic()
         if self._start is None:
             self._start = (now, images)
         seconds, done = now - self._start[0], images - self._start[1]
-        self.lease.tell(images=images, rate=done / seconds if seconds > 0 else 0.0)
+        self.lease.set_pending(images=images, rate=done / seconds if seconds > 0 else 0.0)
         return self.stop.is_set() or self.lease.lost
 
-    def saved(self, checkpoint: Artifact) -> None:
-        """Publish the checkpoint, unless one was published lately or is on its way: then it waits."""
+    def on_checkpoint(self, checkpoint: Artifact) -> None:
+        """Publish the checkpoint, or keep it for later if an upload is running or was started recently."""
         busy = self._upload is not None and not self._upload.done()
         self._waiting = checkpoint
         if not busy and time.monotonic() - self._last >= self.every:
             self._send()
 
     def close(self, send: bool = True) -> None:
-        """Publish the last checkpoint if the job is not finished, and wait until it is there; or leave at once."""
+        """Publish the last unpublished checkpoint and wait for all uploads; with `send=False`, cancel them."""
+        # A finished job has deleted its checkpoints (`manifest()` is None): nothing is left to publish.
         if send and self._waiting is not None and self._waiting.manifest() is not None:
             self._send()
         self._pool.shutdown(wait=send, cancel_futures=not send)
@@ -79,7 +81,7 @@ class Reporter:
             return
         self._last = time.monotonic()
         copy = Artifact(self.outbox, self._waiting.folder.name)
-        # Links cost nothing, and training may forget its old checkpoints meanwhile.
+        # Hard links cost no disk space and survive when training deletes its old checkpoints during the upload.
         shutil.copytree(self._waiting.folder, copy.folder, copy_function=link, dirs_exist_ok=True)
         self._upload = self._pool.submit(self._publish, copy)
         self._waiting = None
@@ -93,25 +95,25 @@ class Reporter:
             if self.signer is not None:
                 signature = self.signer.sign("publish", self.name, manifest)
                 self.store.write(signature_key(self.name, manifest.digest, "publish"), signature)
-            # From here on it counts: whoever takes over starts from the newest record.
+            # With this record the checkpoint becomes the one that a takeover resumes from.
             self.lease.renew(checkpoint=f"{self.name}@{manifest.digest}", images=int(copy.folder.name))
             self.store.delete(sorted(self._superseded - kept))
             self._superseded = kept
         except LeaseLost as lost:
             print(f"checkpoint not published: {lost}", flush=True)
         except AtollError as error:
-            print(f"{self.lease.job}: the checkpoint could not be published, the next one will be: {error}", flush=True)
+            print(f"{self.lease.job}: the checkpoint could not be published, the next one may be: {error}", flush=True)
         finally:
             shutil.rmtree(copy.folder, ignore_errors=True)
 
 
 def checkpoint_keys(name: str, manifest: Manifest) -> set[str]:
-    """Return every key that a published checkpoint has in the store."""
+    """Return all keys of a published checkpoint in the store."""
     parts = {part.key for entry in manifest.files.values() for part in parts_of(name, entry)}
-    return parts | {proposal_key(name, manifest.digest), signature_key(name, manifest.digest, "publish")}
+    return parts | {uploaded_manifest_key(name, manifest.digest), signature_key(name, manifest.digest, "publish")}
 
 
 def is_checkpoint_key(key: str, job: str) -> bool:
-    """Whether a key is one that a published checkpoint of this job can have."""
+    """Return whether a key can belong to a published checkpoint of this job."""
     pattern = rf"{re.escape(layout.checkpoints(job))}/[0-9a-f]{{16}}/{_OBJECT}"
     return re.fullmatch(pattern, key) is not None

@@ -1,9 +1,10 @@
-"""A store in a folder: the part of obstore's interface that Atoll needs, without ever following a symbolic link.
+"""A store in a local folder: the part of obstore's interface that Atoll needs, without following symbolic links.
 
-Whoever may write to a shared folder may put a link there. A program that follows it reads, overwrites or deletes files
-of its own user somewhere else. So every folder on the way to a key is opened relative to the one above it, with
-`O_NOFOLLOW`: no check comes before the use, and nothing can be exchanged in between. A link is refused where a key is
-read, written or deleted, and it is not listed. The store's own folder may be a link: that is its user's choice.
+Everybody with write access to a shared folder can place a link in it. A program that follows the link would read,
+overwrite or delete other files of the user who runs it. Checking first and opening afterwards is no defense: the link
+could be placed in between. So each folder on the path to a key is opened relative to its parent with `O_NOFOLLOW`,
+which checks and opens in one system call. Reading, writing or deleting through a link is refused, and links are not
+listed. Only the folder of the store itself may be reached through links, because its user chose that path.
 """
 
 import os
@@ -21,35 +22,35 @@ from obstore.exceptions import AlreadyExistsError
 from atoll.core.untrusted import Refused
 
 Data = bytes
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _MAX_DEPTH = 16
-"""Folders below one another that are listed; the keys of a run have at most six parts."""
+"""Maximum depth of listed folders; the keys of a run have at most six parts."""
 
 
-class Meta(TypedDict):
-    """What a store knows of an object, by the names that obstore has."""
+class ObjectMeta(TypedDict):
+    """Metadata of an object, with the field names of obstore."""
 
     path: str
     size: int
     last_modified: datetime
 
 
-Metas = list[Meta]
+ObjectMetas = list[ObjectMeta]
 
 
 class Range(TypedDict):
-    """Where the bytes that are wanted begin and end."""
+    """Option of `get`: first byte and end of the requested bytes."""
 
     range: tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Found:
-    """An object that was asked for. It is opened when its bytes are."""
+class GetResult:
+    """The result of `get`. The file is opened when its bytes are read."""
 
     folder: "Folder"
     key: str
-    meta: Meta
+    meta: ObjectMeta
     start: int
     end: int
 
@@ -69,127 +70,128 @@ class Found:
 
 @dataclass(frozen=True)
 class Folder:
-    """Keys as files below one folder. As in obstore, a file `NAME#NUMBER` is half written and not listed."""
+    """Keys as files below one folder. As in obstore, a file `NAME#NUMBER` is a partial write and is not listed."""
 
     prefix: Path
 
     @classmethod
     def open(cls, path: Path) -> "Folder":
-        """Return the store in a folder, which is made if it is not there."""
+        """Open the store in a folder; create the folder if it is missing."""
         path.mkdir(parents=True, exist_ok=True)
         return cls(path.resolve())
 
     def put(self, key: str, data: bytes, *, mode: str = "overwrite", use_multipart: bool = False) -> None:
-        """Write an object, whole or not at all; with mode "create" only if there is none."""
-        del use_multipart  # a file has no parts
-        with self._above(key, create=True) as (above, name):
+        """Write an object atomically; with mode "create", raise `AlreadyExistsError` if it exists."""
+        del use_multipart  # an option of object stores without meaning for files
+        with self._open_parent(key, create=True) as (parent, name):
             temporary = f"{name}#{uuid4().int}"
             writing = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             try:
-                with os.fdopen(os.open(temporary, writing, 0o666, dir_fd=above), "wb") as file:
+                with os.fdopen(os.open(temporary, writing, 0o666, dir_fd=parent), "wb") as file:
                     file.write(data)
                 if mode == "create":
-                    self._link(temporary, name, above)
+                    self._link_new(temporary, name, parent)
                 else:
                     with suppress(FileNotFoundError):
-                        self._status(above, name, key)
-                    os.replace(temporary, name, src_dir_fd=above, dst_dir_fd=above)
+                        self._lstat(parent, name, key)
+                    os.replace(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
             finally:
                 with suppress(FileNotFoundError):
-                    os.unlink(temporary, dir_fd=above)
+                    os.unlink(temporary, dir_fd=parent)
 
-    def _link(self, temporary: str, name: str, above: int) -> None:
+    def _link_new(self, temporary: str, name: str, parent: int) -> None:
+        # A hard link is the atomic "create": unlike a rename, it fails if the name exists.
         try:
-            os.link(temporary, name, src_dir_fd=above, dst_dir_fd=above, follow_symlinks=False)
+            os.link(temporary, name, src_dir_fd=parent, dst_dir_fd=parent, follow_symlinks=False)
         except FileExistsError as error:
-            raise AlreadyExistsError(f"{self.prefix}: {name} is there") from error
+            raise AlreadyExistsError(f"{self.prefix}: {name} exists") from error
 
-    def get(self, key: str, *, options: Range | None = None) -> Found:
-        """Find an object, and the range of its bytes that is wanted."""
+    def get(self, key: str, *, options: Range | None = None) -> GetResult:
+        """Return an object, or a range of its bytes."""
         meta = self.head(key)
         start, end = options["range"] if options else (0, meta["size"])
-        return Found(self, key, meta, start, end)
+        return GetResult(self, key, meta, start, end)
 
-    def head(self, key: str) -> Meta:
-        """Return path, size and time of an object."""
-        with self._above(key) as (above, name):
-            found = self._status(above, name, key)
+    def head(self, key: str) -> ObjectMeta:
+        """Return key, size and modification time of an object."""
+        with self._open_parent(key) as (parent, name):
+            found = self._lstat(parent, name, key)
             if not stat.S_ISREG(found.st_mode):
-                raise FileNotFoundError(f"{self.prefix}/{key} is no file")
+                raise FileNotFoundError(f"{self.prefix}/{key} is not a regular file")
             return _meta(key, found)
 
-    def list(self, prefix: str = "") -> Iterator[Metas]:
-        """Yield what is below a prefix; neither links nor what is behind them."""
+    def list(self, prefix: str = "") -> Iterator[ObjectMetas]:
+        """Yield the objects below a prefix; skip links and everything behind them."""
         parts = _parts(prefix)
-        with suppress(FileNotFoundError, NotADirectoryError, Refused), self._walk(parts) as start:
-            yield [*self._below(start, "/".join(parts))]
+        with suppress(FileNotFoundError, NotADirectoryError, Refused), self._open_folder(parts) as start:
+            yield [*self._list_folder(start, "/".join(parts))]
 
     def delete(self, key: str) -> None:
-        """Remove an object."""
-        with self._above(key) as (above, name):
-            self._status(above, name, key)
-            os.unlink(name, dir_fd=above)
+        """Delete an object."""
+        with self._open_parent(key) as (parent, name):
+            self._lstat(parent, name, key)
+            os.unlink(name, dir_fd=parent)
 
     @contextmanager
     def opened(self, key: str) -> Iterator[Any]:
-        """Open an object to read it."""
-        with self._above(key) as (above, name):
-            self._status(above, name, key)
-            # Without O_NONBLOCK, a named pipe that somebody put there would be waited for.
-            number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+        """Open an object for reading."""
+        with self._open_parent(key) as (parent, name):
+            self._lstat(parent, name, key)
+            # Without O_NONBLOCK, opening a named pipe would block until somebody writes to it.
+            number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
         with os.fdopen(number, "rb") as file:
             if not stat.S_ISREG(os.fstat(number).st_mode):
-                raise Refused(f"{self.prefix}/{key} is no file")
+                raise Refused(f"{self.prefix}/{key} is not a regular file")
             yield file
 
     @contextmanager
-    def _above(self, key: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
-        """Open the folder of a key, and return it with the key's own name."""
-        *above, name = _parts(key) or [""]
+    def _open_parent(self, key: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
+        """Open the folder of a key; yield its descriptor and the last part of the key."""
+        *parent, name = _parts(key) or [""]
         if not name:
-            raise Refused(f"{self.prefix}: an empty key")
-        with self._walk(above, create=create) as number:
+            raise Refused(f"{self.prefix}: the key is empty")
+        with self._open_folder(parent, create=create) as number:
             yield number, name
 
     @contextmanager
-    def _walk(self, parts: Sequence[str], *, create: bool = False) -> Iterator[int]:
-        """Open a folder, each part relative to the one before."""
+    def _open_folder(self, parts: Sequence[str], *, create: bool = False) -> Iterator[int]:
+        """Open a folder part by part, each relative to its parent; yield its descriptor."""
         number = os.open(self.prefix, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            for place, part in enumerate(parts):
+            for position, part in enumerate(parts):
                 if create:
                     with suppress(FileExistsError):
                         os.mkdir(part, dir_fd=number)
                 try:
-                    following = os.open(part, _FOLDER, dir_fd=number)
+                    child = os.open(part, _FOLDER_FLAGS, dir_fd=number)
                 except OSError:
-                    self._status(number, part, "/".join(parts[: place + 1]))
+                    self._lstat(number, part, "/".join(parts[: position + 1]))
                     raise
                 os.close(number)
-                number = following
+                number = child
             yield number
         finally:
             os.close(number)
 
-    def _status(self, above: int, name: str, key: str) -> os.stat_result:
-        """Return what stands under a name itself; refuse a link."""
-        found = os.stat(name, dir_fd=above, follow_symlinks=False)
+    def _lstat(self, parent: int, name: str, key: str) -> os.stat_result:
+        """Return the status of a file or folder without following links; refuse a link."""
+        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
         if stat.S_ISLNK(found.st_mode):
             raise Refused(f"{self.prefix}/{key} is a symbolic link; links inside a store are not followed, remove it")
         return found
 
-    def _below(self, folder: int, path: str, depth: int = 0) -> Iterator[Meta]:
+    def _list_folder(self, folder: int, path: str, depth: int = 0) -> Iterator[ObjectMeta]:
         with os.scandir(folder) as entries:
             for entry in entries:
                 key = f"{path}/{entry.name}" if path else entry.name
-                # What vanishes while it is listed, or turns into a link, is left out.
+                # Entries that vanish or become links while the folder is listed are skipped.
                 with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-                    if entry.is_file(follow_symlinks=False) and _is_whole(entry.name):
+                    if entry.is_file(follow_symlinks=False) and _is_complete(entry.name):
                         yield _meta(key, entry.stat(follow_symlinks=False))
                     elif entry.is_dir(follow_symlinks=False) and depth < _MAX_DEPTH:
-                        number = os.open(entry.name, _FOLDER, dir_fd=folder)
+                        number = os.open(entry.name, _FOLDER_FLAGS, dir_fd=folder)
                         try:
-                            yield from self._below(number, key, depth + 1)
+                            yield from self._list_folder(number, key, depth + 1)
                         finally:
                             os.close(number)
 
@@ -197,15 +199,15 @@ class Folder:
 def _parts(key: str) -> list[str]:
     parts = key.rstrip("/").split("/") if key else []
     if any(part in ("", ".", "..") or "\0" in part for part in parts):
-        raise Refused(f"{key[:200]!r} is no key of a store")
+        raise Refused(f"{key[:200]!r} is not a valid key of a store")
     return parts
 
 
-def _is_whole(name: str) -> bool:
-    """Whether a file is an object: not half written, and with a name that can be printed."""
+def _is_complete(name: str) -> bool:
+    """Return whether a file is a complete object with a printable name."""
     _, mark, number = name.rpartition("#")
     return name.isprintable() and not (mark and number.isdigit())
 
 
-def _meta(key: str, found: os.stat_result) -> Meta:
+def _meta(key: str, found: os.stat_result) -> ObjectMeta:
     return {"path": key, "size": found.st_size, "last_modified": datetime.fromtimestamp(found.st_mtime, UTC)}

@@ -1,4 +1,8 @@
-"""Headers of safetensors files that somebody else wrote, checked before anything is read from the file."""
+"""Check the headers of safetensors files that somebody else wrote, before any tensor is read.
+
+A safetensors file is an 8-byte little-endian length n, n bytes of JSON (dtype, shape and byte offsets of each tensor),
+and the data. The tensors must fill the data without gap or overlap, so a file cannot hide other bytes.
+"""
 
 import math
 from pathlib import Path
@@ -6,14 +10,13 @@ from pathlib import Path
 from atoll.core.untrusted import Refused, strict_json
 
 MAX_HEADER = 4 << 20
-"""Bytes of one safetensors header. A checkpoint takes 175 for each tensor, so 4 MB describe 24,000 tensors."""
-
-
+"""Maximum size of a header, in bytes. A checkpoint takes 175 per tensor, so 4 MB describe 24,000 tensors."""
+# Bytes per element.
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 def safetensors_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of every tensor of a safetensors file whose tensors fill it without gap, overlap or rest."""
+    """Return dtype and shape of every tensor; refuse a malformed header, gaps, overlaps and trailing bytes."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -40,19 +43,20 @@ def safetensors_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def _check_metadata(metadata: object, file: str) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise Refused(f"{file}: the metadata must be texts by name")
+        raise Refused(f"{file}: the metadata must map names to strings")
 
 
 def _tensor_entry(entry: object, name: str, file: str) -> tuple[str, tuple[int, ...], int, int]:
     what = f"{file}: tensor {name[:80]!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise Refused(f"{what} must have dtype, shape and data_offsets, and nothing else")
+        raise Refused(f"{what} must have exactly the fields dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:
         raise Refused(f"{what} has dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
-    whole = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2 and len(shape) <= 8
-    if not whole or not all(type(n) is int and 0 <= n < 1 << 50 for n in [*shape, *offsets]):
-        raise Refused(f"{what} has a shape or offsets that are no numbers of elements and bytes")
+    # At most 8 dimensions of less than 2^50 elements: no real tensor has more, and the products below stay cheap.
+    valid = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2 and len(shape) <= 8
+    if not valid or not all(type(n) is int and 0 <= n < 1 << 50 for n in [*shape, *offsets]):
+        raise Refused(f"{what} has a shape or offsets that are not lists of valid integers")
     if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype]:
         raise Refused(
             f"{what} of {shape} takes {offsets[1] - offsets[0]} bytes; expected {math.prod(shape) * DTYPES[dtype]}"

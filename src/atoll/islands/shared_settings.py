@@ -1,9 +1,9 @@
-"""The settings of a shared run: the part of atoll.yaml that leaves a machine, and that is taken from a store.
+"""The shared settings of a run: the part of atoll.yaml that is written to a store and accepted from one.
 
-Whoever joins or pulls a run reads settings that somebody else wrote. So only keys of a list are shared: those on which
-the trained networks depend. What belongs to a machine (the data's location, `island`, trackers, threads) stays where it
-is. A key that is not on the list is refused when it comes from a store, and so is a path, or a number so large that
-building or training what it describes would only exhaust the machine.
+`atoll join` and `atoll pull` read settings that somebody else wrote. So only the keys in `SHARED` are exchanged: those
+that determine the trained networks. Settings of a machine (location of the data, `island`, trackers, threads) stay
+local. Settings from a store are refused if they have other keys, a path, or a number so large that building or training
+the described network would exhaust the machine.
 """
 
 import re
@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from atoll.core import config as configuration
+from atoll.core import renamed
 from atoll.core.config import Config
 from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError
@@ -32,14 +33,16 @@ SHARED: Mapping[str, frozenset[str] | None] = {
     "monolith": None,
     "student": None,
 }
-"""The sections that are shared, each with its shared keys; None is all of them."""
+"""The shared sections, each with its shared keys; None stands for all keys."""
 NAMES = (("features", "model"), ("latents", "autoencoder"), ("text", "encoder"))
-"""Keys that name a model on the hub or a folder. A folder of one machine is shared as the name `local`."""
+"""Keys that hold the name of a model on the hub, or a folder. A local folder is written to the store as `local`."""
 LOCAL = "local"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 MAX_BYTES = 1 << 16
-"""Of the settings of a run. Those of 512 experts with an objective each have 20 kB."""
+"""Maximum size of the settings, in bytes. With 512 experts and one objective each they take 20 kB."""
+# The limits are orders of magnitude above the largest published run (DDM with 24 B parameters: 10^9 images seen, batch
+# size 2,048, 8 experts), and below values that would exhaust a machine before anybody notices.
 _LIMITS = {
     **dict.fromkeys(
         ("total_images", "warmup_images", "save_every", "log_every", "sample_every", "sample_rows"), 10**12
@@ -49,21 +52,22 @@ _LIMITS = {
     "count": 4096,
     "sample_count": 1024,
 }
-"""Of numbers by their key, and of all others: orders of magnitude above the largest published run, DDM's of 24 B
-parameters (10^9 images seen, batches of 2,048, 8 experts), and below what exhausts a machine before it is noticed."""
+"""Maximum values of numbers, by key."""
 _MAX_NUMBER = 1 << 16
-_MAX_EMAS = 8
+"""Maximum value of all other numbers."""
+_MAX_EMAS = 8  # each EMA is one more copy of the weights in memory
 
 
 def shared_part(config: Config) -> bytes:
-    """Return the shared settings of a run as YAML, in one spelling for one configuration.
+    """Return the shared settings of a run as YAML; equal configurations give equal bytes.
 
-    `train.init_from` is refused: others cannot read that folder, and would train from another start without a word.
+    Raise an error if `train.init_from` is set: other machines cannot read that folder and would silently start from
+    other weights.
     """
     if config.train.init_from is not None:
         raise AtollError(
             f"train.init_from is {config.train.init_from}, a folder of this machine, and contributors would start from "
-            "another network; share a run without it, or share the finished model with atoll export"
+            "other weights; share a run without it, or share the finished model with atoll export"
         )
     values = config.model_dump(mode="json", include=_included())
     for section, key in NAMES:
@@ -86,36 +90,38 @@ def not_shared(config: Config) -> list[str]:
 
 
 def read_shared(data: bytes, source: str) -> Config:
-    """Check the settings of a run that somebody else wrote; return them."""
+    """Parse and check the settings of a run that somebody else wrote."""
     if len(data) > MAX_BYTES:
-        raise Refused(f"{source} has {len(data):,} bytes; at most {MAX_BYTES:,} are read")
+        raise Refused(f"{source} has {len(data):,} bytes; the limit is {MAX_BYTES:,}")
     try:
         values = yaml.load(data.decode("utf-8"), _Loader)
     except (yaml.YAMLError, ValueError) as error:
-        raise Refused(f"{source} is not readable as YAML: {error}") from error
+        raise Refused(f"{source} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise Refused(f"{source} is not a table of settings")
+        raise Refused(f"{source} is not a mapping of settings")
     for section, content in values.items():
         _check_section(section, content, source)
     return configuration.resolve(values, source=source)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases: a few hundred bytes of them stand for gigabytes."""
+    """YAML without aliases: a few hundred bytes of nested aliases can expand to gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has an alias")
+            raise yaml.YAMLError("it contains an alias")
         return super().compose_node(parent, index)
 
 
 def _check_section(section: object, content: Any, source: str) -> None:
-    """Refuse what a store must not decide: unlisted keys, paths, numbers out of all proportion."""
+    """Refuse keys that are not shared, paths, and numbers above their limits."""
     if not isinstance(section, str) or section not in SHARED:
         raise Refused(f"{source} sets {str(section)[:40]!r}, which belongs to a machine and not to a shared run")
     allowed = SHARED[section]
     for key, value in content.items() if isinstance(content, dict) else ():
         where = f"{section}.{str(key)[:40]}"
+        if where in renamed.KEYS:
+            raise Refused(f"{source}: {where} is now {renamed.KEYS[where]}")
         if allowed is not None and key not in allowed:
             raise Refused(f"{source} sets {where}, which belongs to a machine and not to a shared run")
         if (section, key) in NAMES and not (isinstance(value, str) and _NAME.fullmatch(value)):
@@ -131,16 +137,16 @@ def _check_section(section: object, content: Any, source: str) -> None:
 def _check_number(value: Any, key: str, where: str) -> None:
     limit = _LIMITS.get(key, _MAX_NUMBER)
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > limit:
-        raise Refused(f"{where} is {value}; at most {limit:,} is taken from a shared run")
+        raise Refused(f"{where} is {value}; the limit for a shared run is {limit:,}")
     if isinstance(value, str) and len(value) > MAX_TEXT:
-        raise Refused(f"{where} is a text of {len(value)} letters")
+        raise Refused(f"{where} is a string of {len(value):,} characters; the limit is {MAX_TEXT:,}")
 
 
 def _check_ema(value: Any, where: str) -> None:
     if isinstance(value, dict) and len(value) > _MAX_EMAS:
-        raise Refused(f"{where} has {len(value)} entries; at most {_MAX_EMAS} are taken from a shared run")
+        raise Refused(f"{where} has {len(value)} entries; the limit for a shared run is {_MAX_EMAS}")
     for half_life in value.values() if isinstance(value, dict) else ():
-        _check_number(half_life, "images", where)
+        _check_number(half_life, "total_images", where)
 
 
 def _included() -> dict[str, bool | set[str]]:

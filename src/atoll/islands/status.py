@@ -1,4 +1,4 @@
-"""`atoll status`: every job of a run, in a store or in a folder: done, running, stale, failed, waiting, free."""
+"""`atoll status`: the state of every job of a run, in a store or in a local folder."""
 
 import json
 import time
@@ -16,22 +16,22 @@ from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE, MANIFEST_FILE
 from atoll.core.metrics_file import TAIL_BYTES, parse_lines
 from atoll.core.untrusted import Refused
-from atoll.islands.leases import MAX_FAILURES, READERS, Seen, survey
+from atoll.islands.leases import MAX_FAILURES, PARALLEL_READS, LeaseStatus, list_leases
 from atoll.islands.store import Store
 
+# The duration of a lease, so that a job without one is called stale after the same time as a job with one.
 ACTIVE_SECONDS = 120.0
-"""A job in a folder without leases counts as running if its journal was written within this time."""
-"""Bytes at the end of a journal that are read: some hundred lines, of which the last whole one is wanted."""
+"""A job without a lease is running if its metrics.jsonl was written within this many seconds, else stale."""
 STYLES = {"done": "green", "running": "cyan", "proposed": "cyan", "stale": "yellow", "failed": "red"}
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """How far one job is."""
+    """State and progress of one job."""
 
     job: str
     state: str
-    """done, running, stale (its holder is silent), failed, proposed (waits for admission), free, or missing."""
+    """done, running, stale (no recent activity), failed, proposed (waits for admission), free, or missing."""
     where: str = ""
     images: int = 0
     total: int = 0
@@ -42,51 +42,55 @@ class JobStatus:
 
 
 def status(store: Store) -> list[JobStatus]:
-    """Every job of the run."""
+    """Return the status of every job of a run."""
     settings = store.read(CONFIG_FILE)
     if settings is None:
         raise AtollError(f"{store.url} holds no run: there is no {CONFIG_FILE}")
     config = configuration.resolve(yaml.safe_load(settings) or {}, source=f"{store.url}/{CONFIG_FILE}")
-    leases = survey(store)
+    leases = list_leases(store)
     jobs = [layout.expert_job(expert) for expert in range(config.clusters.count)]
-    with ThreadPoolExecutor(READERS) as pool:
-        lines = pool.map(lambda job: _line(store, job, leases.get(job), config=config), (*jobs, *layout.OTHERS))
+    with ThreadPoolExecutor(PARALLEL_READS) as pool:
+        lines = pool.map(lambda job: _safe_line(store, job, leases.get(job), config=config), (*jobs, *layout.OTHERS))
         return [line for line in lines if line is not None]
 
 
-def _line(store: Store, job: str, seen: Seen | None, *, config: configuration.Config) -> JobStatus | None:
+def _safe_line(
+    store: Store, job: str, lease_status: LeaseStatus | None, *, config: configuration.Config
+) -> JobStatus | None:
     try:
-        return _line_of(store, job, seen, config=config)
-    except Refused as reason:  # what stands in this job's place must not hide the others
+        return _line(store, job, lease_status, config=config)
+    except Refused as reason:  # hostile objects of one job must not hide the status of the others
         return JobStatus(job, "failed", why=str(reason))
 
 
-def _line_of(store: Store, job: str, seen: Seen | None, *, config: configuration.Config) -> JobStatus | None:
+def _line(
+    store: Store, job: str, lease_status: LeaseStatus | None, *, config: configuration.Config
+) -> JobStatus | None:
     if store.entry(f"{layout.final(job)}/{MANIFEST_FILE}"):
-        return JobStatus(job, "done", where=seen.record.holder if seen else "")
-    if seen is not None:
-        return _leased(job, seen)
-    if store.path is not None and (line := _journal(store, job, config.train.total_images)):
+        return JobStatus(job, "done", where=lease_status.record.holder if lease_status else "")
+    if lease_status is not None:
+        return _leased_status(job, lease_status)
+    if store.path is not None and (line := _unleased_status(store, job, config.train.total_images)):
         return line
     if job in layout.DENSE:
-        return None  # nobody asked for it
+        return None  # monolith and student are optional: a row only if they were started
     return JobStatus(job, "free" if layout.is_expert(job) else "missing")
 
 
-def _leased(job: str, seen: Seen) -> JobStatus:
-    record = seen.record
+def _leased_status(job: str, lease_status: LeaseStatus) -> JobStatus:
+    record = lease_status.record
     state = {"held": "running", "released": "free", "refused": "free"}.get(record.state, record.state)
-    if seen.expired:
+    if lease_status.expired:
         state = "stale"
     left = (record.total - record.images) / record.rate if state == "running" and record.rate > 0 else None
     why = record.why
     if state == "failed" and record.failures >= MAX_FAILURES:
         why = f"given up after {record.failures} failures: {why}"
-    return JobStatus(job, state, record.holder, record.images, record.total, record.rate, left, seen.age, why)
+    return JobStatus(job, state, record.holder, record.images, record.total, record.rate, left, lease_status.age, why)
 
 
-def _journal(store: Store, job: str, total: int) -> JobStatus | None:
-    """A job that trains in a folder without a lease, by its journal."""
+def _unleased_status(store: Store, job: str, total: int) -> JobStatus | None:
+    """Return the status of a job without a lease from its metrics.jsonl, or None if it never started."""
     entry = store.entry(layout.metrics(job))
     if entry is None:
         return None
@@ -101,39 +105,39 @@ def _journal(store: Store, job: str, total: int) -> JobStatus | None:
 
 
 def as_table(lines: list[JobStatus], title: str) -> Table:
-    """For people: the columns in which anything is said."""
+    """Return a table for the terminal, without empty columns."""
     columns = {
         "job": [line.job for line in lines],
         "state": [f"[{STYLES.get(line.state, 'default')}]{line.state}[/]" for line in lines],
         "where": [escape(line.where) for line in lines],
         "images": [f"{line.images:,} of {line.total:,}" if line.total else "" for line in lines],
-        "a second": [f"{line.rate:.1f}" if line.rate else "" for line in lines],
-        "left": [_span(line.seconds_left) for line in lines],
-        "seen ago": [_span(line.seen_seconds_ago) for line in lines],
+        "images/s": [f"{line.rate:.1f}" if line.rate else "" for line in lines],
+        "left": [_duration(line.seconds_left) for line in lines],
+        "seen ago": [_duration(line.seen_seconds_ago) for line in lines],
         "why": [escape(line.why[:200]) for line in lines],
     }
-    said = {heading: cells for heading, cells in columns.items() if any(cells)}
+    filled = {heading: cells for heading, cells in columns.items() if any(cells)}
     table = Table(title=title)
-    for heading in said:
+    for heading in filled:
         table.add_column(heading, no_wrap=heading != "why")
-    for row in zip(*said.values(), strict=True):
+    for row in zip(*filled.values(), strict=True):
         table.add_row(*row)
     return table
 
 
 def as_json(lines: list[JobStatus]) -> str:
-    """For programs."""
+    """Return the status as JSON."""
     return json.dumps([asdict(line) for line in lines])
 
 
 def watch(store: Store, seconds: float) -> Iterator[list[JobStatus]]:
-    """The status again and again."""
+    """Yield the status repeatedly, every `seconds`."""
     while True:
         yield status(store)
         time.sleep(seconds)
 
 
-def _span(seconds: float | None) -> str:
+def _duration(seconds: float | None) -> str:
     if seconds is None:
         return ""
     if seconds < 120:

@@ -1,7 +1,8 @@
-"""Where a run is shared: a folder (a path, file://) or any place that obstore speaks (memory://, s3://, gs://, az://).
+"""The store of a shared run: a folder (a path, file://) or an object store (memory://, s3://, gs://, az://; obstore).
 
-A store has keys and whole objects; nothing is ever half there. All that Atoll asks of it beyond that is *create*: write
-a key unless it exists, with one winner whoever races. `Store.probe` tries it and refuses a server that only pretends.
+A store maps keys to complete objects; a partly written object is never visible. Atoll needs one more guarantee, the
+conditional write *create*: write a key unless it exists, with exactly one winner among concurrent writers.
+`Store.probe` tests it, because some S3 servers accept the condition and ignore it.
 """
 
 import os
@@ -23,17 +24,20 @@ from obstore.store import MemoryStore, from_url
 
 from atoll.core.errors import AtollError, first_line
 from atoll.core.untrusted import Refused
-from atoll.islands.folder import Folder, Meta
+from atoll.islands.folder import Folder, ObjectMeta
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+# The waits of `backoff` between six attempts add up to two or three seconds: enough for a dropped connection. Callers
+# handle longer outages themselves: the next renewal or upload tries again.
 ATTEMPTS = 6
-"""How often a request is tried, on top of what obstore tries by itself."""
+"""Number of times a request is tried, in addition to the retries inside obstore."""
+# Stores at memory:// URLs live as long as the process, so that two `Store.open` of one URL share their objects.
 _MEMORY: dict[str, MemoryStore] = {}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One object: its key, its size, and when it was written by the store's own clock."""
+    """One object: its key, its size in bytes, and its modification time by the clock of the store."""
 
     key: str
     size: int
@@ -42,7 +46,7 @@ class Entry:
 
 @dataclass
 class Store:
-    """A run at a URL."""
+    """The objects at a URL."""
 
     url: str
     backend: Any = field(repr=False)
@@ -50,15 +54,15 @@ class Store:
 
     @classmethod
     def open(cls, url: str | Path) -> "Store":
-        """The store at a URL or a local path."""
+        """Open the store at a URL or a local path."""
         url = str(url)
         scheme = url.split("://")[0] if "://" in url else ""
         try:
             if scheme in ("", "file"):
-                return cls(url, Folder.open(_path_of(url)))
+                return cls(url, Folder.open(_local_path(url)))
             if scheme == "memory":
                 return cls(url, _MEMORY.setdefault(url, MemoryStore()))
-            return cls(url, from_url(url, client_options=_client_options(), retry_config=_RETRIES))
+            return cls(url, from_url(url, client_options=_client_options(), retry_config=_RETRY_CONFIG))
         except (exceptions.BaseError, ValueError, OSError) as error:
             raise AtollError(
                 f"{url}: cannot be opened ({_first_line(error)}); expected a path, file://, memory://, "
@@ -67,81 +71,81 @@ class Store:
 
     @property
     def path(self) -> Path | None:
-        """The folder, if the store is one."""
+        """The folder, if the store is one; else None."""
         return self.backend.prefix if isinstance(self.backend, Folder) else None
 
     # Keys
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write a key unless it exists; whether what is there now is `data`.
+        """Write a key unless it exists; return whether the key now holds `data`.
 
-        An answer that got lost on the way is no riddle: if the key exists, its content tells who wrote it. Whoever must
-        know that it was them, and not someone with the same words, puts a nonce into `data`.
+        If a create succeeded but its response was lost, the retry finds the key with the same content and returns True.
+        A caller that must distinguish its own write from an equal one of another writer puts a nonce into `data`.
         """
         try:
-            self._try(lambda: self.backend.put(key, data, mode="create"))
+            self._retry(lambda: self.backend.put(key, data, mode="create"))
             return True
         except exceptions.AlreadyExistsError:
-            with suppress(Refused):  # what is longer than `data` is not `data`, and is not read
+            with suppress(Refused):  # an object longer than `data` differs from it and is not downloaded
                 return self.read(key, len(data)) == data
             return False
 
     def write(self, key: str, data: bytes) -> None:
-        """Write a key, whatever was there."""
-        self._try(lambda: self.backend.put(key, data, use_multipart=False))
+        """Write a key, replacing any earlier object."""
+        self._retry(lambda: self.backend.put(key, data, use_multipart=False))
 
     def read(self, key: str, limit: int = 1 << 20) -> bytes | None:
-        """A small object, or None; one that is larger than `limit` bytes is refused before it is read."""
+        """Return a small object, or None if it is missing; refuse one of more than `limit` bytes without reading it."""
 
         def get() -> bytes | None:
             try:
-                answer = self.backend.get(key)
+                response = self.backend.get(key)
             except (exceptions.NotFoundError, FileNotFoundError):
                 return None
-            if answer.meta["size"] > limit:
-                raise Refused(f"{self.url}/{key} has {answer.meta['size']:,} bytes; at most {limit:,} are expected")
-            return bytes(answer.bytes())
+            if response.meta["size"] > limit:
+                raise Refused(f"{self.url}/{key} has {response.meta['size']:,} bytes; the limit is {limit:,}")
+            return bytes(response.bytes())
 
-        return self._try(get)
+        return self._retry(get)
 
     def stream(self, key: str, start: int, end: int, *, chunk: int = 1 << 18) -> Iterator[bytes]:
-        """The bytes `start` to `end` of an object, as they come. A cut raises; go on from where it was."""
-        answer = self.backend.get(key, options={"range": (start, end)})
-        if answer.meta["size"] < end:
-            raise Refused(f"{self.url}/{key} has {answer.meta['size']:,} bytes; its manifest says {end:,}")
-        for part in answer.stream(min_chunk_size=chunk):
+        """Yield the bytes `start` to `end` of an object as they arrive; the caller resumes a broken connection."""
+        response = self.backend.get(key, options={"range": (start, end)})
+        if response.meta["size"] < end:
+            raise Refused(f"{self.url}/{key} has {response.meta['size']:,} bytes; its manifest lists {end:,}")
+        for part in response.stream(min_chunk_size=chunk):
             yield bytes(part)
 
     def entry(self, key: str) -> Entry | None:
-        """What is known of one object, or None."""
+        """Return size and modification time of an object, or None if it is missing."""
 
         def head() -> Entry | None:
             try:
-                return _entry(self.backend.head(key))
+                return _to_entry(self.backend.head(key))
             except (exceptions.NotFoundError, FileNotFoundError):
                 return None
 
-        return self._try(head)
+        return self._retry(head)
 
     def entries(self, prefix: str) -> list[Entry]:
-        """Every object below a prefix, in the order of the keys."""
-        found = self._try(lambda: [_entry(meta) for chunk in self.backend.list(prefix) for meta in chunk])
+        """List the objects below a prefix, sorted by key."""
+        found = self._retry(lambda: [_to_entry(meta) for chunk in self.backend.list(prefix) for meta in chunk])
         return sorted(found, key=lambda entry: entry.key)
 
     def delete(self, keys: list[str]) -> None:
-        """Remove objects; one that is not there is no matter."""
+        """Delete objects; missing ones are ignored."""
         if self.path is None and keys:
-            with suppress(exceptions.NotFoundError, FileNotFoundError):  # a retry may find its work done
-                self._try(lambda: self.backend.delete(keys))
+            with suppress(exceptions.NotFoundError, FileNotFoundError):  # an earlier attempt may have deleted them
+                self._retry(lambda: self.backend.delete(keys))
             return
         for key in keys:
             with suppress(exceptions.NotFoundError, FileNotFoundError):
-                self._try(partial(self.backend.delete, key))
+                self._retry(partial(self.backend.delete, key))
 
-    # What can be relied on
+    # Guarantees and time
 
     def probe(self) -> None:
-        """Create a key twice; refuse the store for shared work if the second time succeeds as well."""
+        """Create a key twice; raise an error if the second create succeeds, because leases would not be safe."""
         key = f"probe/{uuid4().hex}"
         if not self.create(key, b"first"):
             raise AtollError(f"{self.url}: a new key could not be created; check the store's permissions")
@@ -149,12 +153,15 @@ class Store:
         self.delete([key])
         if second:
             raise AtollError(
-                f"{self.url} overwrites a key that it was asked to create only if absent. Two islands could hold one "
-                "expert's lease; use a store with conditional writes (S3, GCS, Azure, Ceph, a file system)"
+                f"{self.url} ignores conditional writes: it overwrote a key that exists. Two islands could hold the "
+                "lease of one expert; use a store with conditional writes (S3, GCS, Azure, Ceph, a file system)"
             )
 
     def now(self) -> float:
-        """The time by the store's clock: that of an object just written, moved on by this machine's steady clock."""
+        """Return the time by the clock of the store.
+
+        The offset to the monotonic clock of this machine is measured once, with an object that is written for it.
+        """
         if self._clock is None:
             key = f"probe/{uuid4().hex}"
             self.write(key, b"")
@@ -164,33 +171,35 @@ class Store:
             self.delete([key])
         return self._clock + time.monotonic()
 
-    def _try(self, request: Callable[[], Answer]) -> Answer:
-        """Repeat what failed on the way; what the store refuses, it refuses at once."""
+    def _retry(self, request: Callable[[], Result]) -> Result:
+        """Repeat a request that failed on the network; raise an error at once if the store denies access."""
         for attempt in range(ATTEMPTS):
             try:
                 return request()
             except FileNotFoundError:
                 raise
             except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
-                raise AtollError(f"{self.url} refuses access: {_first_line(error)}; check the credentials") from error
+                raise AtollError(f"{self.url} denies access: {_first_line(error)}; check the credentials") from error
             except (exceptions.GenericError, exceptions.JoinError, OSError) as error:
                 if attempt == ATTEMPTS - 1:
-                    raise AtollError(f"{self.url} does not answer: {_first_line(error)}") from error
-                time.sleep(pause(attempt))
+                    raise AtollError(f"{self.url} does not respond: {_first_line(error)}") from error
+                time.sleep(backoff(attempt))
         raise AssertionError("unreachable")
 
 
-def pause(attempt: int) -> float:
-    """Seconds before the next attempt: twice as long each time, and never two workers in step."""
+def backoff(attempt: int) -> float:
+    """Return the seconds to wait before the next attempt: exponential, with jitter so that workers spread out."""
     return min(10.0, 0.1 * 2.0**attempt) * random.uniform(0.5, 1.0)
 
 
-_RETRIES: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=30)}
+# Few retries inside obstore: `_retry` above repeats the whole request, with an error message of ours in the end.
+_RETRY_CONFIG: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=30)}
 
 
 def _client_options() -> Any:
-    """Time limits fit objects of 32 MB on slow lines; plain HTTP only where the endpoint asks for it."""
+    """Return options of the HTTP client. Plain HTTP is allowed only if the endpoint's URL is one."""
     plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
+    # 300 s for one object of 32 MB (`transfer.PART_BYTES`) allow for lines of 1 Mbit/s; the other limits are customary.
     return {
         "timeout": "300s",
         "connect_timeout": "10s",
@@ -199,17 +208,17 @@ def _client_options() -> Any:
     }
 
 
-def _path_of(url: str) -> Path:
+def _local_path(url: str) -> Path:
     """Return the folder that a path or a file:// URL names."""
     if "://" not in url:
         return Path(url)
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
-        raise ValueError(f"the file is on the host {parts.netloc!r}; a path begins with file:///")
+        raise ValueError(f"the URL names the host {parts.netloc!r}; a local path begins with file:///")
     return Path(url2pathname(parts.path))
 
 
-def _entry(meta: Meta) -> Entry:
+def _to_entry(meta: ObjectMeta) -> Entry:
     return Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
 

@@ -1,4 +1,4 @@
-"""Launchers: every missing job of a run, on this machine, on Slurm or on Ray, behind one small interface.
+"""Launchers run all remaining jobs of a run on this machine, on Slurm or on Ray, behind one small interface.
 
-`plan` says which jobs a run consists of, `attempt` is how any launcher runs one of them, `launch` ties both together.
+`plan` lists the jobs of a run, `supervisor` runs one of them under any launcher, and `launch` combines both.
 """

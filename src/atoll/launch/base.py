@@ -1,4 +1,4 @@
-"""What a launcher is, and the command line that all of them run."""
+"""The interface of launchers, and the command line that all of them run."""
 
 import shlex
 import sys
@@ -11,56 +11,60 @@ from atoll.core import layout
 from atoll.core.config_sections import Island
 from atoll.launch.plan import Group, Step
 
-AGAIN = 75
-"""Exit code of an attempt that shall be made again (EX_TEMPFAIL), as of a training job that was told to stop."""
-TICKET = "ATOLL_TICKET"
-"""Environment variable with the name of a submission. Attempts under one ticket succeed one another."""
-NODE = "ATOLL_NODE"
-"""Environment variable with the number of a node in its island, where Slurm does not tell it."""
+# EX_TEMPFAIL of sysexits.h: "the user is invited to retry". `atoll train` also exits with it after a stop signal.
+RETRY_CODE = 75
+"""Exit code of an attempt that the launcher must repeat."""
+SUBMISSION_VARIABLE = "ATOLL_SUBMISSION"
+"""Environment variable with the id of a submission. The attempts of one submission run one after another."""
+NODE_VARIABLE = "ATOLL_NODE"
+"""Environment variable with the rank of a node in its island. Slurm sets SLURM_PROCID instead."""
 
 
 class Launcher(Protocol):
-    """Something that runs jobs."""
+    """The interface of all launchers."""
 
-    stays: bool
-    """Whether the jobs need the launching process, so that it must stay."""
+    foreground: bool
+    """Whether the jobs run only as long as the launching process."""
 
-    def observe(self, groups: Sequence[Group]) -> dict[str, str]:
-        """The steps that are queued or running here, each with its ticket."""
+    def active_steps(self, groups: Sequence[Group]) -> dict[str, str]:
+        """Return the steps that are queued or running in this launcher, each with its submission."""
 
-    def show(self, groups: Sequence[Group], live: Mapping[str, Sequence[str]]) -> str:
-        """What `submit` would submit, as text."""
+    def show(self, groups: Sequence[Group], active: Mapping[str, Sequence[str]]) -> str:
+        """Return the text of everything that `submit` would submit."""
 
-    def submit(self, groups: Sequence[Group], live: Mapping[str, Sequence[str]]) -> None:
-        """Submit all steps of these groups; each waits for the groups it needs, also for their tickets in `live`."""
+    def submit(self, groups: Sequence[Group], active: Mapping[str, Sequence[str]]) -> None:
+        """Submit all steps of these groups. Each waits for the groups that it needs, including those in `active`."""
 
     def wait(self, groups: Sequence[Group]) -> None:
-        """Return when no step of these groups is queued or running here."""
+        """Return when no step of these groups is queued or running in this launcher."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What all launchers know: the run, the size of an island, and how often a job may fail without getting further."""
+class LaunchSettings:
+    """Settings of all launchers: the run, the size of an island, and the limits of retries and parallel jobs."""
 
     run: Path
     island: Island
     retries: int = 3
-    at_once: int | None = None
+    max_parallel: int | None = None
 
     def processes(self, group: Group) -> int:
-        """Processes on each node."""
+        """Return the number of processes on each node."""
         return self.island.processes or max(1, self.island.gpus) if group.device == "island" else 1
 
     def nodes(self, group: Group) -> int:
-        """Nodes of one step."""
+        """Return the number of nodes of one step."""
         return self.island.nodes if group.device == "island" else 1
 
     def gpus(self, group: Group) -> int:
-        """GPUs on each node."""
+        """Return the number of GPUs on each node."""
         return {"cpu": 0, "gpu": min(1, self.island.gpus), "island": self.island.gpus}[group.device]
 
     def command(self, group: Group, step: Step) -> list[str]:
-        """One attempt at a step. Over several nodes, every node runs it with the rendezvous in its environment."""
+        """Return the command of one attempt at a step.
+
+        With several nodes, each node runs it, with the rendezvous of torchrun in its environment.
+        """
         head = [sys.executable, "-m", "atoll.launch.supervisor", "--run", str(self.run), "--step", step.name]
         head += ["--retries", str(self.retries), *(["--images", str(step.images)] if step.images else []), "--"]
         nodes, processes = self.nodes(group), self.processes(group)
@@ -71,15 +75,15 @@ class Setting:
         return [*head, *torchrun, "-m", "atoll.cli", *step.arguments]
 
     def logs(self) -> Path:
-        """Folder of the logs."""
+        """Return the folder of the logs."""
         return logs_of(self.run)
 
 
 def logs_of(run: Path) -> Path:
-    """Where every attempt at a step appends what it says: `STEP.log` in this folder."""
+    """Return the folder of the logs; all attempts at a step append their output to `STEP.log` in it."""
     return run / layout.LAUNCH_LOGS
 
 
 def as_shell(command: Sequence[str]) -> str:
-    """A command as one would type it."""
+    """Return a command as a quoted shell line."""
     return shlex.join(command)

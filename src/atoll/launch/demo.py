@@ -1,7 +1,7 @@
-"""`atoll demo`: the whole journey on some of the built-in emoji, in the minutes that are given.
+"""`atoll demo`: all stages on a part of the built-in emoji, scaled to a given number of minutes.
 
-Each stage is a command that anyone can type. The demo runs them in order, trains one network on each core, and ends
-with a report. You can interrupt it; running it again resumes.
+Each stage is an ordinary `atoll` command. The demo runs them in order, trains one network per core, and writes a
+report. You can interrupt it; running it again resumes.
 """
 
 import shlex
@@ -18,36 +18,38 @@ from atoll.core.config_yaml import to_yaml
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
 from atoll.core.presets import PRESETS
-from atoll.launch.base import Setting
+from atoll.launch.base import LaunchSettings
 from atoll.launch.launch import submit
 from atoll.launch.local import Local, cores
-from atoll.launch.plan import Kind, Wish
+from atoll.launch.plan import Kind, LaunchRequest
 
+# For two cores, with the number of images in the preset `demo`.
 MINUTES = 15.0
-"""Within these the preset's images fit on two cores, with everything around the training."""
-AROUND = 4.0
-"""Minutes of it that are not training: preparation, evaluation, report."""
+"""Minutes that the demo takes with the images of the preset."""
+OVERHEAD_MINUTES = 4.0
+"""Minutes of these that are not training: preparation, evaluation, report."""
 JOBS: tuple[Kind, ...] = ("experts", "router", "monolith")
+# Scale 1 turns guidance off: networks that memorize a small training set do not need it, and it would double the cost
+# of sampling.
 GUIDANCE, STEPS = 1.0, 25
-"""No guidance: networks that know their pictures by heart need none, and it would cost as much again."""
+"""Guidance scale and number of steps of the sampler."""
 
 PROMPTS = (
     *("grinning face", "smiling face with sunglasses", "pig face", "flag of Bolivia", "flag of Brazil", "blue heart"),
     *("red apple", "panda", "cactus", "grimacing face", "flag of Italy", "grey heart"),
 )
-"""What the report's pictures show: captions of training pictures, and three at the end that no training sees."""
+"""Prompts of the report: captions of training images, and three held-out captions at the end."""
 
 
 def scaled(minutes: float) -> Config:
-    """Return the preset's settings with as many images as so many minutes allow.
+    """Return the settings of the preset, with as many training images as the given minutes allow.
 
-    The monolith sees as many images as all experts together. With equal networks that is the same number of FLOPs, and
-    it need not wait for them.
+    The monolith sees as many images as all experts together. With equal networks, that is the same number of FLOPs.
     """
     config = configuration.resolve(PRESETS["demo"], source="preset demo")
-    if minutes <= AROUND:
-        raise AtollError(f"--minutes {minutes:g} leaves no time for training; expected more than {AROUND:g}")
-    share, batch = (minutes - AROUND) / (MINUTES - AROUND), config.train.batch_size
+    if minutes <= OVERHEAD_MINUTES:
+        raise AtollError(f"--minutes {minutes:g} leaves no time for training; expected more than {OVERHEAD_MINUTES:g}")
+    share, batch = (minutes - OVERHEAD_MINUTES) / (MINUTES - OVERHEAD_MINUTES), config.train.batch_size
     assert config.router.total_images is not None
     assert config.router.batch_size is None
     each, router = (
@@ -62,18 +64,18 @@ def scaled(minutes: float) -> Config:
 
 
 def demo(run: Path, minutes: float = MINUTES) -> Path:
-    """Do what is left of the demo, and return where the report is."""
+    """Run all unfinished stages of the demo; return the path of the report."""
     start = time.monotonic()
-    say(f"1 of 5: settings in {run / CONFIG_FILE}")
-    config = settle(run, minutes)
-    say("2 of 5: pictures, sorted into clusters by what they look like")
+    print_stage(f"1 of 5: settings in {run / CONFIG_FILE}")
+    config = load_or_write_config(run, minutes)
+    print_stage("2 of 5: images, clustered by visual features")
     command("prepare", str(run))
-    say(
-        f"3 of 5: {config.clusters.count} experts, each from its own cluster alone; a router; a monolith of equal FLOPs"
+    print_stage(
+        f"3 of 5: {config.clusters.count} experts, one per cluster; a router; a monolith with the same total FLOPs"
     )
     train(run, config)
-    say("4 of 5: figures")
-    how = (
+    print_stage("4 of 5: metrics")
+    sampling = (
         "--steps",
         str(STEPS),
         "--guidance-scale",
@@ -84,66 +86,73 @@ def demo(run: Path, minutes: float = MINUTES) -> Path:
         "top-1",
         "top-2",
     )
-    few = ("--num-images", "256", "--diversity", "16", "4", "--without", "trajectories", "--allow-small")
-    command("evaluate", str(run), *how, *few)
-    say("5 of 5: pictures and report")
+    sizes = ("--num-images", "256", "--diversity", "16", "4", "--without", "trajectories", "--allow-small")
+    command("evaluate", str(run), *sampling, *sizes)
+    print_stage("5 of 5: sample images and report")
     report = run / layout.REPORT_FILE
     command("report", str(run), "--routings", "top-1", "top-2", "full", "--prompts", *PROMPTS)
-    print(farewell(run, report, time.monotonic() - start), flush=True)
+    print(next_steps(run, report, time.monotonic() - start), flush=True)
     return report
 
 
-def settle(run: Path, minutes: float) -> Config:
-    """The settings of the run, written now or before."""
+def load_or_write_config(run: Path, minutes: float) -> Config:
+    """Return the settings of the run; write them first if there are none."""
     file = run / CONFIG_FILE
     if not file.exists():
         run.mkdir(parents=True, exist_ok=True)
         file.write_text(to_yaml(scaled(minutes)), encoding="utf-8")
     config = configuration.load(run)
     if config.train.total_images != scaled(minutes).train.total_images:
-        print(f"{file} exists: each expert trains on its {config.train.total_images:,} images; --minutes is ignored")
+        print(f"{file} exists and sets {config.train.total_images:,} images per expert; --minutes is ignored")
     return config
 
 
 def train(run: Path, config: Config) -> None:
-    """Launch what is missing, one job with one thread on each core: small networks gain little from a second thread."""
+    """Launch all unfinished training jobs, one per core with one thread each."""
+    # Networks this small gain little from a second thread, so parallel jobs finish sooner.
     slots = cores()
     print(f"$ atoll launch {run} --jobs {' '.join(JOBS)} --max-parallel {slots}", flush=True)
     run = run.resolve()
-    found = submit(Local(Setting(run, config.island, at_once=slots)), run, config, wish=Wish(JOBS))
-    if found.elsewhere:
-        raise AtollError(f"another launch trains {', '.join(found.elsewhere)}; run the demo again when it has ended")
+    found = submit(
+        Local(LaunchSettings(run, config.island, max_parallel=slots)), run, config, request=LaunchRequest(JOBS)
+    )
+    if found.active_elsewhere:
+        raise AtollError(
+            f"another launch trains {', '.join(found.active_elsewhere)}; run the demo again when it has ended"
+        )
 
 
-def command(*words: str) -> None:
-    """Run one command of `atoll`, and show it to the user."""
-    print(f"$ atoll {shlex.join(words)}", flush=True)
+def command(*arguments: str) -> None:
+    """Print and run one `atoll` command."""
+    print(f"$ atoll {shlex.join(arguments)}", flush=True)
     try:
-        code = subprocess.run([sys.executable, "-m", "atoll.cli", *words], check=False).returncode
+        code = subprocess.run([sys.executable, "-m", "atoll.cli", *arguments], check=False).returncode
     except KeyboardInterrupt:
-        raise AtollError("stopped; the same command continues") from None
+        raise AtollError("stopped; run the same command again to resume") from None
     if code:
-        raise AtollError(f"atoll {words[0]} ended with code {code}; fix what it says, and the same command continues")
+        raise AtollError(
+            f"atoll {arguments[0]} ended with code {code}; fix the reported error, then run the same command to resume"
+        )
 
 
-def say(what: str) -> None:
-    """The head of a stage."""
+def print_stage(what: str) -> None:
+    """Print the heading of a stage."""
     print(f"\n== {what}", flush=True)
 
 
-def farewell(run: Path, report: Path, seconds: float) -> str:
-    """Where the report is, and what to try next."""
-    how = f"--guidance-scale {GUIDANCE:g} --steps {STEPS}"
+def next_steps(run: Path, report: Path, seconds: float) -> str:
+    """Return the closing text: the path of the report, and commands to try next."""
+    sampling = f"--guidance-scale {GUIDANCE:g} --steps {STEPS}"
     return "\n".join(
         [
             f"\ndone in {seconds / 60:.1f} minutes. Open the report in a browser: {report.resolve()}",
             *([] if shutil.which("atoll") else [f"first: source {sys.prefix}/bin/activate"]),
             "next:",
-            f'  atoll sample {run} "red heart" "grinning face" {how} --save-routing    # and see who drew what',
-            f'  atoll sample {run} "flag of Italy" --model monolith {how}    # the same from the dense model',
-            f"  atoll evaluate {run} --num-images 2500 --allow-small {how}    # figures of more images",
-            f"  atoll report {run}    # the page again, with them",
-            "  atoll demo --minutes 60 --run runs/long    # more training: better pictures",
-            f"  atoll serve {run}    # and now paint: a page in your browser, made by your own experts",
+            f'  atoll sample {run} "red heart" "grinning face" {sampling} --save-routing    # saves the expert weights',
+            f'  atoll sample {run} "flag of Italy" --model monolith {sampling}    # the dense model for comparison',
+            f"  atoll evaluate {run} --num-images 2500 --allow-small {sampling}    # metrics with more images",
+            f"  atoll report {run}    # updates the report with them",
+            "  atoll demo --minutes 60 --run runs/long    # more training, better images",
+            f"  atoll serve {run}    # the studio: generate images in your browser",
         ]
     )

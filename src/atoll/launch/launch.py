@@ -1,4 +1,4 @@
-"""`atoll launch`: submit what is missing and not under way, in the order of needs."""
+"""`atoll launch`: submit all unfinished jobs that are not running yet, with their dependencies."""
 
 import fcntl
 import sys
@@ -11,148 +11,159 @@ from typing import Literal
 from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.islands.leases import survey
+from atoll.islands.leases import list_leases
 from atoll.islands.store import Store
-from atoll.launch.base import Launcher, Setting, logs_of
-from atoll.launch.plan import Group, Wish, missing_groups, with_flops
-from atoll.launch.supervisor import is_over
+from atoll.launch.base import Launcher, LaunchSettings, logs_of
+from atoll.launch.plan import Group, LaunchRequest, missing_groups, with_flops
+from atoll.launch.supervisor import is_dead
 
 Engine = Literal["local", "slurm", "ray"]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch found: what to submit, what is under way already, and what must wait for another launch."""
+    """The state of a run at launch: unfinished groups, and the steps that are running here or elsewhere."""
 
     launcher: Launcher
     groups: list[Group]
-    here: dict[str, str]
-    elsewhere: dict[str, str]
+    active_here: dict[str, str]
+    active_elsewhere: dict[str, str]
 
     @property
-    def todo(self) -> list[Group]:
-        """What to submit now."""
-        under_way = {*self.here, *self.elsewhere}
-        later = self.later
+    def to_submit(self) -> list[Group]:
+        """The groups to submit now."""
+        running = {*self.active_here, *self.active_elsewhere}
+        blocked = self.blocked
         found = []
         for group in self.groups:
-            names = {step.name for step in group.steps} - under_way
-            if names and group.name not in later:
+            names = {step.name for step in group.steps} - running
+            if names and group.name not in blocked:
                 found.append(group.only(names))
         return found
 
     @property
-    def later(self) -> dict[str, str]:
-        """Groups that cannot be submitted yet, each with what it waits for: no scheduler waits for another one."""
-        later: dict[str, str] = {}
+    def blocked(self) -> dict[str, str]:
+        """Groups that cannot be submitted yet, each with the steps it waits for.
+
+        Their dependencies run under another launcher, and no scheduler can wait for the jobs of another one.
+        """
+        blocked: dict[str, str] = {}
         for group in self.groups:
             for need in self.groups:
                 if need.name not in group.needs:
                     continue
-                busy = [step.name for step in need.steps if step.name in self.elsewhere]
-                if busy or need.name in later:
-                    later[group.name] = ", ".join(busy) or later[need.name]
-        return later
+                busy = [step.name for step in need.steps if step.name in self.active_elsewhere]
+                if busy or need.name in blocked:
+                    blocked[group.name] = ", ".join(busy) or blocked[need.name]
+        return blocked
 
     @property
-    def live(self) -> dict[str, list[str]]:
-        """Tickets of what this launcher has under way, by group."""
+    def active(self) -> dict[str, list[str]]:
+        """The submissions of this launcher that are queued or running, by group."""
         return {
-            group.name: sorted({self.here[step.name] for step in group.steps if step.name in self.here})
+            group.name: sorted({self.active_here[step.name] for step in group.steps if step.name in self.active_here})
             for group in self.groups
         }
 
 
-def open_launcher(engine: Engine, setting: Setting) -> Launcher:
-    """The launcher by its name."""
+def open_launcher(engine: Engine, settings: LaunchSettings) -> Launcher:
+    """Return a launcher by name."""
     if engine == "local":
         from atoll.launch.local import Local
 
-        return Local(setting)
+        return Local(settings)
     if engine == "slurm":
         from atoll.launch.slurm import Slurm
 
-        return Slurm(setting)
+        return Slurm(settings)
     from atoll.launch.ray import Ray
 
-    return Ray(setting)
+    return Ray(settings)
 
 
-def look_around(launcher: Launcher, run: Path, config: Config, *, wish: Wish) -> Launch:
-    """What is missing, and what of it is under way: in this launcher's queue, or under a lease that is held."""
-    groups = missing_groups(run, config, wish)
-    here = launcher.observe(groups)
-    elsewhere = {
-        job: seen.record.holder
-        for job, seen in survey(Store.open(run)).items()
+def inspect_run(launcher: Launcher, run: Path, config: Config, *, request: LaunchRequest) -> Launch:
+    """Return the unfinished groups, and which steps are in the queue of this launcher or under a lease elsewhere."""
+    groups = missing_groups(run, config, request)
+    active_here = launcher.active_steps(groups)
+    active_elsewhere = {
+        job: lease_status.record.holder
+        for job, lease_status in list_leases(Store.open(run)).items()
         if job in names_of(groups)
-        and job not in here
-        and seen.record.state == "held"
-        and not seen.expired
-        and not is_over(seen)
+        and job not in active_here
+        and lease_status.record.state == "held"
+        and not lease_status.expired
+        and not is_dead(lease_status)
     }
-    if launcher.stays:  # what another process of this machine has before it is nothing that this one could wait for
-        here, elsewhere = {}, {**elsewhere, **here}
-    return Launch(launcher, groups, here, elsewhere)
+    # A foreground launcher cannot wait for steps of another process, so they count as running elsewhere.
+    if launcher.foreground:
+        active_here, active_elsewhere = {}, {**active_elsewhere, **active_here}
+    return Launch(launcher, groups, active_here, active_elsewhere)
 
 
-def show(launcher: Launcher, run: Path, config: Config, *, wish: Wish) -> str:
-    """What a launch would submit now; without a scheduler in reach, what it would submit to an empty one."""
+def show(launcher: Launcher, run: Path, config: Config, *, request: LaunchRequest) -> str:
+    """Return the text of what a launch would submit; if the scheduler cannot be reached, assume an empty queue."""
     try:
-        found = look_around(launcher, run, config, wish=wish)
+        found = inspect_run(launcher, run, config, request=request)
     except AtollError as error:
-        print(f"{error}\nshown as if nothing were queued:", file=sys.stderr, flush=True)
-        found = Launch(launcher, missing_groups(run, config, wish), {}, {})
-    return launcher.show(found.todo, found.live)
+        print(f"{error}\nassuming that nothing is queued:", file=sys.stderr, flush=True)
+        found = Launch(launcher, missing_groups(run, config, request), {}, {})
+    return launcher.show(found.to_submit, found.active)
 
 
-def submit(launcher: Launcher, run: Path, config: Config, *, wish: Wish, wait: bool = False) -> Launch:
-    """Submit what is missing; two launches at the same time do it one after the other.
+def submit(launcher: Launcher, run: Path, config: Config, *, request: LaunchRequest, wait: bool = False) -> Launch:
+    """Submit all unfinished jobs. A lock makes concurrent launches of one run submit one after another.
 
-    With `wait`, or if the jobs need this process, return when they have ended; raise if something is still missing.
+    With `wait`, or if the launcher runs in the foreground, return when the jobs have ended, and raise an error if one
+    of them is not finished.
     """
     Store.open(run).probe()
     with _alone(run):
-        launch = look_around(launcher, run, config, wish=wish)
-        if launch.todo:
-            # A scheduler has an order of its own; only a launcher that starts the jobs itself can choose one.
-            launcher.submit(with_flops(run, config, launch.todo) if launcher.stays else launch.todo, launch.live)
+        launch = inspect_run(launcher, run, config, request=request)
+        if launch.to_submit:
+            # Slurm and Ray choose the order themselves; only a launcher that starts the processes can choose it.
+            launcher.submit(
+                with_flops(run, config, launch.to_submit) if launcher.foreground else launch.to_submit, launch.active
+            )
     for line in as_lines(launch):
         print(line, file=sys.stderr, flush=True)
-    if not (wait or launcher.stays):
+    if not (wait or launcher.foreground):
         return launch
     launcher.wait(launch.groups)
-    submitted = {*names_of(launch.todo), *launch.here}
-    if left := [name for name in names_of(missing_groups(run, config, wish)) if name in submitted]:
+    submitted = {*names_of(launch.to_submit), *launch.active_here}
+    if left := [name for name in names_of(missing_groups(run, config, request)) if name in submitted]:
         raise AtollError(
-            f"not finished: {', '.join(left)}; their logs are in {logs_of(run)}, the same command continues"
+            f"not finished: {', '.join(left)}; their logs are in {logs_of(run)}; run the same command again to resume"
         )
     return launch
 
 
 def as_lines(launch: Launch) -> list[str]:
-    """For people: what was found."""
-    lines = [f"{step}: under way already ({ticket})" for step, ticket in {**launch.elsewhere, **launch.here}.items()]
-    lines += [f"{group}: waits for {what}; launch again when that is done" for group, what in launch.later.items()]
-    return lines or ([] if launch.groups else ["nothing is missing"])
+    """Return lines for the terminal about running and blocked steps."""
+    lines = [
+        f"{step}: already running ({submission})"
+        for step, submission in {**launch.active_elsewhere, **launch.active_here}.items()
+    ]
+    lines += [f"{group}: waits for {what}; launch again when it is done" for group, what in launch.blocked.items()]
+    return lines or ([] if launch.groups else ["all requested jobs are done"])
 
 
 def as_dict(launch: Launch) -> dict[str, object]:
-    """For programs: what was found, and what was submitted."""
+    """Return submitted, running and blocked steps for JSON."""
     return {
-        "submitted": names_of(launch.todo),
-        "under_way": {**launch.elsewhere, **launch.here},
-        "later": launch.later,
+        "submitted": names_of(launch.to_submit),
+        "running": {**launch.active_elsewhere, **launch.active_here},
+        "blocked": launch.blocked,
     }
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
-    """The steps of some groups."""
+    """Return the names of the steps of some groups."""
     return [step.name for group in groups for step in group.steps]
 
 
 @contextmanager
 def _alone(run: Path) -> Iterator[None]:
+    """Hold the launch lock of a run."""
     folder = run / layout.LAUNCH
     folder.mkdir(exist_ok=True)
     with (folder / ".lock").open("w") as stream:

@@ -1,11 +1,11 @@
-"""The jobs of a run and what they wait for.
+"""The jobs of a run and their dependencies.
 
     ingest -> features -> clusters ─┐                ┌-> experts -> student
        └────> latents, text ────────┴─> shards ──────┼-> router
                                                      └-> monolith
 
-A step is one command of `atoll`. Steps that are alike and do not wait for one another form a group; groups wait for
-groups. What is finished is told by the run's artifacts alone.
+A step is one command of `atoll`. Steps of the same kind that do not depend on each other form a group, and groups
+depend on groups. A step is finished if its artifact in the run has a manifest; no other state is kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,73 +23,75 @@ Kind = Literal["prepare", "experts", "router", "monolith", "student"]
 
 @dataclass(frozen=True)
 class Step:
-    """One command. Its name is that of its lease and its log; a training job's is its folder in the run."""
+    """One command. Its name is also that of its lease and log; for training jobs it is the job's folder in the run."""
 
     name: str
     index: int
     arguments: tuple[str, ...]
     images: int = 0
-    """Images that a training job sees."""
+    """Number of images that a training job trains on."""
     flops: int = 0
     """FLOPs of a training job; 0 until `with_flops` has counted them."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Steps that are alike and can run side by side."""
+    """Steps of the same kind that can run in parallel."""
 
     name: str
     steps: tuple[Step, ...]
     needs: tuple[str, ...] = ()
     device: Literal["cpu", "gpu", "island"] = "island"
-    """What a step can use: cores only, one GPU, or all processes of an island."""
+    """What a step can use: CPU cores only, one GPU, or all processes of an island."""
 
     def only(self, names: set[str]) -> "Group":
-        """The same group with these of its steps."""
+        """Return the group with only these steps."""
         return replace(self, steps=tuple(step for step in self.steps if step.name in names))
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What someone wants done."""
+class LaunchRequest:
+    """The jobs that a user requests."""
 
     kinds: tuple[Kind, ...] = ("prepare", "experts", "router")
     experts: tuple[int, ...] = ()
-    shares: int = 1
+    prepare_workers: int = 1
     overrides: Mapping[str, str] | None = None
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The dotted options that every job is given; those of the island are the launcher's own affair."""
+        """The configuration overrides for every job, as options; those of `island` concern only the launcher."""
         given = (self.overrides or {}).items()
         return tuple(word for key, value in given if not key.startswith("island.") for word in (f"--{key}", value))
 
 
-def missing_groups(run: Path, config: Config, wish: Wish) -> list[Group]:
-    """Every group with something left to do, each after those it needs; a need that is not among them is met."""
-    numbers = wish.experts or tuple(range(config.clusters.count))
+def missing_groups(run: Path, config: Config, request: LaunchRequest) -> list[Group]:
+    """Return all groups with unfinished steps, in order of dependency; dependencies that are not listed are done."""
+    numbers = request.experts or tuple(range(config.clusters.count))
     for number in numbers:
         config.objective(number)
-    _check_teachers(run, config, wish, numbers=numbers)
-    training = [group for group in _training(run, config, wish, numbers=numbers) if group.steps]
-    wants_all = ("prepare" in wish.kinds and not wish.experts) or any(group.name != "experts" for group in training)
+    _check_teachers(run, config, request, numbers=numbers)
+    training = [group for group in _training(run, config, request, numbers=numbers) if group.steps]
+    wants_all = ("prepare" in request.kinds and not request.experts) or any(
+        group.name != "experts" for group in training
+    )
     clusters = range(config.clusters.count) if wants_all else numbers
-    if (training or "prepare" in wish.kinds) and not _has_shards(run, clusters):
-        if "prepare" not in wish.kinds:
-            raise AtollError(f"{run} has no shards yet; let them be made too: --jobs prepare {' '.join(wish.kinds)}")
-        return _preparation(run, config, wish) + training
+    if (training or "prepare" in request.kinds) and not _has_shards(run, clusters):
+        if "prepare" not in request.kinds:
+            raise AtollError(f"{run} has no shards yet; prepare them too with --jobs prepare {' '.join(request.kinds)}")
+        return _preparation(run, config, request) + training
     return training
 
 
-def _check_teachers(run: Path, config: Config, wish: Wish, *, numbers: Sequence[int]) -> None:
-    """A student waits for the experts that are trained with it; all others must be there."""
-    along = set(numbers) if "experts" in wish.kinds else set()
-    others = [number for number in range(config.clusters.count) if number not in along]
+def _check_teachers(run: Path, config: Config, request: LaunchRequest, *, numbers: Sequence[int]) -> None:
+    """Raise an error if a student is requested and an expert is neither finished nor requested."""
+    requested = set(numbers) if "experts" in request.kinds else set()
+    others = [number for number in range(config.clusters.count) if number not in requested]
     absent = [number for number in others if Artifact(run, layout.final(layout.expert_job(number))).manifest() is None]
-    if "student" in wish.kinds and absent:
+    if "student" in request.kinds and absent:
         raise AtollError(
-            f"the student learns from all experts; {', '.join(map(str, absent))} are neither finished nor asked for. "
-            "Add them: --jobs experts student"
+            f"the student is distilled from all experts; {', '.join(map(str, absent))} are neither finished nor "
+            "requested. Add them with --jobs experts student"
         )
 
 
@@ -97,9 +99,9 @@ def _has_shards(run: Path, clusters: Sequence[int]) -> bool:
     return all(Artifact(run, layout.shards(cluster)).manifest() for cluster in clusters)
 
 
-def _training(run: Path, config: Config, wish: Wish, *, numbers: Sequence[int]) -> list[Group]:
-    """The training jobs that are wanted and not finished; the router waits for no expert."""
-    last = "shards" if wish.shares > 1 else "prepare"
+def _training(run: Path, config: Config, request: LaunchRequest, *, numbers: Sequence[int]) -> list[Group]:
+    """Return the requested training jobs that are not finished. Only the student depends on the experts."""
+    last = "shards" if request.prepare_workers > 1 else "prepare"
     commands: dict[Kind, list[tuple[str, int, tuple[str, ...]]]] = {
         "experts": [(layout.expert_job(number), number, ("--expert", str(number))) for number in numbers],
         "router": [("router", 0, ("--router",))],
@@ -110,9 +112,9 @@ def _training(run: Path, config: Config, wish: Wish, *, numbers: Sequence[int]) 
     for kind, jobs in commands.items():
         own: int | None = getattr(config, kind).total_images if kind in layout.OTHERS else None
         steps = tuple(
-            Step(name, index, ("train", str(run), *arguments, *wish.options), own or config.train.total_images)
+            Step(name, index, ("train", str(run), *arguments, *request.options), own or config.train.total_images)
             for name, index, arguments in jobs
-            if kind in wish.kinds and Artifact(run, layout.final(name)).manifest() is None
+            if kind in request.kinds and Artifact(run, layout.final(name)).manifest() is None
         )
         groups.append(Group(kind, steps, (last, "experts") if kind == "student" else (last,)))
     return groups
@@ -121,8 +123,8 @@ def _training(run: Path, config: Config, wish: Wish, *, numbers: Sequence[int]) 
 def with_flops(run: Path, config: Config, groups: Sequence[Group]) -> list[Group]:
     """Return the same groups with the FLOPs of their training jobs, so that the longest can start first.
 
-    A job that cannot be resolved has 0: its latents may have an unknown shape before the preparation, and of anything
-    else the job itself gives the reason. Counting needs torch, whose import takes seconds: a lone job is not counted.
+    A job that cannot be resolved gets 0. The shape of its latents may be unknown before the preparation; any other
+    error is reported by the job itself. Counting imports torch, which takes seconds, so a single job is not counted.
     """
     if sum(step.images > 0 for group in groups for step in group.steps) < 2:
         return list(groups)
@@ -146,10 +148,10 @@ def with_flops(run: Path, config: Config, groups: Sequence[Group]) -> list[Group
     ]
 
 
-def _preparation(run: Path, config: Config, wish: Wish) -> list[Group]:
-    """The stages of preparation that are not finished; with shares, those that can be divided are."""
-    if wish.shares == 1:
-        return [Group("prepare", (Step("prepare", 0, ("prepare", str(run), *wish.options)),), (), "gpu")]
+def _preparation(run: Path, config: Config, request: LaunchRequest) -> list[Group]:
+    """Return the unfinished stages of preparation; with several workers, divide the divisible stages among them."""
+    if request.prepare_workers == 1:
+        return [Group("prepare", (Step("prepare", 0, ("prepare", str(run), *request.options)),), (), "gpu")]
     from atoll.data.prepare import STAGES, open_job
     from atoll.data.stages.base import Stage
 
@@ -157,7 +159,7 @@ def _preparation(run: Path, config: Config, wish: Wish) -> list[Group]:
     groups: list[Group] = []
 
     def needs_of(stage: Stage) -> tuple[str, ...]:
-        """Return the groups to wait for; in place of a stage that is left out, those that it would wait for."""
+        """Return the groups to wait for; a stage that is left out is replaced by its own dependencies."""
         planned = {group.name for group in groups}
         found = ((earlier.name,) if earlier.name in planned else needs_of(earlier) for earlier in stage.inputs)
         return tuple(dict.fromkeys(name for names in found for name in names))
@@ -165,11 +167,11 @@ def _preparation(run: Path, config: Config, wish: Wish) -> list[Group]:
     for stage in STAGES:
         if stage.unneeded(job) or stage.is_done(job):
             continue
-        count = wish.shares if stage.divisible else 1
+        count = request.prepare_workers if stage.divisible else 1
         steps = []
-        for share in range(count):
-            divided = ("--worker", f"{share}/{count}") if count > 1 else ()
-            name = f"prepare/{stage.name}" + (f"-{share}-of-{count}" if count > 1 else "")
-            steps.append(Step(name, share, ("prepare", str(run), "--stage", stage.name, *divided, *wish.options)))
+        for worker in range(count):
+            option = ("--worker", f"{worker}/{count}") if count > 1 else ()
+            name = f"prepare/{stage.name}" + (f"-{worker}-of-{count}" if count > 1 else "")
+            steps.append(Step(name, worker, ("prepare", str(run), "--stage", stage.name, *option, *request.options)))
         groups.append(Group(stage.name, tuple(steps), needs_of(stage), "gpu" if stage.needs_gpu else "cpu"))
     return groups

@@ -1,7 +1,7 @@
-"""On Ray: one task for each step, owned by a small actor that outlives the command.
+"""Launcher for Ray: one task per step, owned by a small detached actor that outlives the command.
 
-The actor knows what it has submitted, so a later launch finds it by its name and asks. Ray starts a task when its needs
-are met, on a node with its resources free, and again elsewhere when the node or the worker dies.
+Later launches find the actor by its name and query the tasks that it has submitted. Ray starts a task when its
+dependencies are done and a node has the resources, and restarts it elsewhere when the node or worker dies.
 """
 
 import hashlib
@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from atoll.core.errors import AtollError
-from atoll.launch.base import AGAIN, NODE, TICKET, Setting, as_shell
+from atoll.launch.base import NODE_VARIABLE, RETRY_CODE, SUBMISSION_VARIABLE, LaunchSettings, as_shell
 from atoll.launch.plan import Group
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
 _NAMESPACE = "atoll"
+# Short compared with any job, long compared with one call of the actor (milliseconds).
 _POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Task:
-    """One step as Ray gets it: plain values only."""
+    """One step in plain values, which Ray can serialize."""
 
     name: str
     group: str
@@ -37,20 +38,20 @@ class Task:
     environment: dict[str, str]
     nodes: int
     bundle: dict[str, float]
-    """Resources on each node, by Ray's names."""
+    """Resources on each node, by their names in Ray."""
 
 
 @dataclass
 class Ray:
-    """Submits to a running Ray cluster: that of `ray start`, or at $RAY_ADDRESS."""
+    """Submits to a running Ray cluster: the local one of `ray start`, or that at $RAY_ADDRESS."""
 
-    setting: Setting
-    stays: bool = False
+    settings: LaunchSettings
+    foreground: bool = False
     _ray: Any = field(default=None, repr=False)
 
     @property
     def ray(self) -> Any:
-        """The library, connected."""
+        """The module `ray`, connected to the cluster."""
         if self._ray is None:
             try:
                 import ray
@@ -60,13 +61,13 @@ class Ray:
                 try:
                     ray.init(address="auto", namespace=_NAMESPACE, log_to_driver=False)
                 except ConnectionError as error:
-                    raise AtollError("no Ray cluster answers; start one with: ray start --head") from error
+                    raise AtollError("no Ray cluster was found; start one with: ray start --head") from error
             self._ray = ray
         return self._ray
 
-    def _supervisor(self, create: bool) -> Any:
-        """The actor of this run, or None."""
-        name = f"launch-{hashlib.sha256(str(self.setting.run).encode()).hexdigest()[:10]}"
+    def _owner(self, create: bool) -> Any:
+        """Return the actor of this run; if it does not exist, create it or return None."""
+        name = f"launch-{hashlib.sha256(str(self.settings.run).encode()).hexdigest()[:10]}"
         if not create:
             try:
                 return self.ray.get_actor(name, namespace=_NAMESPACE)
@@ -74,111 +75,117 @@ class Ray:
                 return None
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        here = NodeAffinitySchedulingStrategy(self.ray.get_runtime_context().get_node_id(), soft=True)
-        actor = self.ray.remote(Supervisor).options(
+        this_node = NodeAffinitySchedulingStrategy(self.ray.get_runtime_context().get_node_id(), soft=True)
+        actor = self.ray.remote(TaskOwner).options(
             name=name,
             namespace=_NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
-            scheduling_strategy=here,
+            scheduling_strategy=this_node,
         )
         return actor.remote()
 
-    def observe(self, groups: Sequence[Group]) -> dict[str, str]:
-        """What the run's actor has not seen the end of."""
+    def active_steps(self, groups: Sequence[Group]) -> dict[str, str]:
+        """Return the steps that have not ended, from the actor of the run."""
         names = {step.name for group in groups for step in group.steps}
-        supervisor = self._supervisor(create=False)
-        live: dict[str, str] = {} if supervisor is None else self.ray.get(supervisor.live.remote())
-        return {name: ticket for name, ticket in live.items() if name in names}
+        owner = self._owner(create=False)
+        active: dict[str, str] = {} if owner is None else self.ray.get(owner.active.remote())
+        return {name: submission for name, submission in active.items() if name in names}
 
-    def show(self, groups: Sequence[Group], live: Mapping[str, Sequence[str]]) -> str:
-        """The tasks, with resources and commands."""
-        del live
+    def show(self, groups: Sequence[Group], active: Mapping[str, Sequence[str]]) -> str:
+        """Return the tasks with their resources and commands."""
+        del active
         lines = []
         for task in self.tasks(groups):
             after = f", after {', '.join(task.needs)}" if task.needs else ""
             lines.append(f"# {task.name}: {task.nodes} x {task.bundle}{after}")
-            words = " ".join(f"{key}={value}" for key, value in task.environment.items())
-            lines.append(f"{words} {as_shell(task.command)}")
+            variables = " ".join(f"{key}={value}" for key, value in task.environment.items())
+            lines.append(f"{variables} {as_shell(task.command)}")
         return "\n".join(lines)
 
-    def submit(self, groups: Sequence[Group], live: Mapping[str, Sequence[str]]) -> None:
-        """Hand the steps over to the run's actor, which knows those that are live already."""
-        del live
-        if self.setting.at_once:
+    def submit(self, groups: Sequence[Group], active: Mapping[str, Sequence[str]]) -> None:
+        """Submit the steps through the actor of the run, which has the references of those already active."""
+        del active
+        if self.settings.max_parallel:
             raise AtollError("--max-parallel is for local and slurm; on Ray the resources of the cluster decide")
-        self.ray.get(self._supervisor(create=True).submit.remote(self.tasks(groups)))
+        self.ray.get(self._owner(create=True).submit.remote(self.tasks(groups)))
         for group in groups:
             print(f"{group.name}: {len(group.steps)} tasks", file=sys.stderr, flush=True)
 
     def tasks(self, groups: Sequence[Group]) -> list[Task]:
-        """The steps as tasks."""
-        setting, island = self.setting, self.setting.island
+        """Return the steps as tasks."""
+        settings, island = self.settings, self.settings.island
         tasks = []
         for group in groups:
             bundle = {"CPU": float(island.cores or 1), **island.resources}
-            bundle |= {"GPU": float(setting.gpus(group))} if setting.gpus(group) else {}
+            bundle |= {"GPU": float(settings.gpus(group))} if settings.gpus(group) else {}
             bundle |= {"memory": island.memory_gb * 1024**3} if island.memory_gb else {}
-            threads = max(1, (island.cores or 1) // setting.processes(group))
+            threads = max(1, (island.cores or 1) // settings.processes(group))
             for step in group.steps:
-                told = {TICKET: f"ray-{uuid4().hex[:8]}", "OMP_NUM_THREADS": str(threads)}
-                command = setting.command(group, step)
-                tasks.append(Task(step.name, group.name, group.needs, command, told, setting.nodes(group), bundle))
+                variables = {SUBMISSION_VARIABLE: f"ray-{uuid4().hex[:8]}", "OMP_NUM_THREADS": str(threads)}
+                command = settings.command(group, step)
+                tasks.append(
+                    Task(step.name, group.name, group.needs, command, variables, settings.nodes(group), bundle)
+                )
         return tasks
 
     def wait(self, groups: Sequence[Group]) -> None:
-        """Until the actor has seen the end of all of them."""
-        while self.observe(groups):
+        """Wait until all steps have ended."""
+        while self.active_steps(groups):
             time.sleep(_POLL_SECONDS)
 
 
-class Supervisor:
-    """Runs as an actor: owns a run's tasks and knows which have ended."""
+class TaskOwner:
+    """The actor of a run: owns its tasks and reports which have ended."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, Task] = {}
         self._refs: dict[str, ObjectRef] = {}
 
     def submit(self, tasks: Sequence[Task]) -> None:
-        """Submit tasks; Ray holds back those whose needs have not ended, and drops them if a need fails."""
+        """Submit tasks. Ray starts each after its dependencies, and cancels it if one of them fails."""
         import ray
 
         for task in tasks:
             needs = [self._refs[name] for name, other in self._tasks.items() if other.group in task.needs]
             options = {"num_cpus": 0.0} if task.nodes > 1 else as_options(task.bundle)
-            work = ray.remote(work_over_nodes if task.nodes > 1 else work_here)
+            work = ray.remote(run_on_nodes if task.nodes > 1 else run_on_one_node)
+            # max_retries=-1: Ray restarts a task after any number of lost nodes. Failures of the command itself are
+            # counted by the supervisor.
             self._refs[task.name] = work.options(**options, max_retries=-1, name=task.name).remote(task, *needs)
             self._tasks[task.name] = task
 
-    def live(self) -> dict[str, str]:
-        """The steps that have not ended, each with its ticket."""
+    def active(self) -> dict[str, str]:
+        """Return the steps that have not ended, each with its submission."""
         import ray
 
         names = list(self._refs)
         _, waiting = ray.wait(list(self._refs.values()), num_returns=len(names), timeout=0) if names else ([], [])
-        return {name: self._tasks[name].environment[TICKET] for name in names if self._refs[name] in waiting}
+        return {
+            name: self._tasks[name].environment[SUBMISSION_VARIABLE] for name in names if self._refs[name] in waiting
+        }
 
 
-def work_here(task: Task, *needs: None) -> None:
-    """A step on one node: attempts until one is the last."""
+def run_on_one_node(task: Task, *needs: None) -> None:
+    """Run a step on one node; the unused arguments make Ray wait for its dependencies."""
     del needs
-    attempt(task, {})
+    run_attempts(task, {})
 
 
-def attempt(task: Task, more: Mapping[str, str]) -> None:
-    """Make attempts at a step until one is the last."""
+def run_attempts(task: Task, extra: Mapping[str, str]) -> None:
+    """Repeat attempts at a step until it is done; raise an error if it failed permanently."""
     while True:
-        code = subprocess.run(task.command, env={**os.environ, **task.environment, **more}, check=False).returncode
+        code = subprocess.run(task.command, env={**os.environ, **task.environment, **extra}, check=False).returncode
         if code == 0:
             return
-        if code != AGAIN and code > 0:
+        if code != RETRY_CODE and code > 0:
             raise RuntimeError(f"{task.name} failed with code {code}")
         time.sleep(_POLL_SECONDS)
 
 
-def work_over_nodes(task: Task, *needs: None) -> None:
-    """A step on several nodes: the same command on each of them, with torchrun's rendezvous on the first."""
+def run_on_nodes(task: Task, *needs: None) -> None:
+    """Run a step on several nodes: the same command on each, with the rendezvous of torchrun on the first."""
     del needs
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -188,37 +195,37 @@ def work_over_nodes(task: Task, *needs: None) -> None:
         group = placement_group([task.bundle] * task.nodes, strategy="STRICT_SPREAD")
         try:
             ray.get(group.ready())
-            places = [PlacementGroupSchedulingStrategy(group, number) for number in range(task.nodes)]
+            strategies = [PlacementGroupSchedulingStrategy(group, number) for number in range(task.nodes)]
             options = as_options(task.bundle)
-            endpoint = ray.get(ray.remote(free_endpoint).options(**options, scheduling_strategy=places[0]).remote())
-            told = {"PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_ID": uuid4().hex}
-            once = ray.remote(one_attempt)
+            endpoint = ray.get(ray.remote(free_endpoint).options(**options, scheduling_strategy=strategies[0]).remote())
+            variables = {"PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_ID": uuid4().hex}
+            attempt_task = ray.remote(run_one_attempt)
             parts = [
-                once.options(**options, scheduling_strategy=place, max_retries=0).remote(
-                    task, {**told, NODE: str(number)}
+                attempt_task.options(**options, scheduling_strategy=strategy, max_retries=0).remote(
+                    task, {**variables, NODE_VARIABLE: str(number)}
                 )
-                for number, place in enumerate(places)
+                for number, strategy in enumerate(strategies)
             ]
             if ray.get(parts[0]):
                 return
         except ray.exceptions.RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError):
                 raise
-            print(f"{task.name}: a node was lost ({type(error).__name__}); once more", flush=True)
+            print(f"{task.name}: a node was lost ({type(error).__name__}); starting again", flush=True)
         finally:
-            remove_placement_group(group)  # ends what still runs there
+            remove_placement_group(group)  # also kills the processes that still run on these nodes
 
 
-def one_attempt(task: Task, more: Mapping[str, str]) -> bool:
-    """One attempt on one node of several; whether the step is done."""
-    code = subprocess.run(task.command, env={**os.environ, **task.environment, **more}, check=False).returncode
-    if code > 0 and code != AGAIN and more[NODE] == "0":
+def run_one_attempt(task: Task, extra: Mapping[str, str]) -> bool:
+    """Run one attempt on one of several nodes; return whether the step is done."""
+    code = subprocess.run(task.command, env={**os.environ, **task.environment, **extra}, check=False).returncode
+    if code > 0 and code != RETRY_CODE and extra[NODE_VARIABLE] == "0":
         raise RuntimeError(f"{task.name} failed with code {code}")
     return code == 0
 
 
 def free_endpoint() -> str:
-    """An address of this node where torchrun's processes can meet."""
+    """Return an address of this node with a free port, for the rendezvous of torchrun."""
     import ray
 
     with socket.socket() as probe:
@@ -227,7 +234,7 @@ def free_endpoint() -> str:
 
 
 def as_options(bundle: Mapping[str, float]) -> dict[str, float | dict[str, float]]:
-    """A bundle of resources as the options of a task."""
+    """Return a bundle of resources as options of a Ray task."""
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     known = {named[key]: value for key, value in bundle.items() if key in named}
     return {**known, "resources": {key: value for key, value in bundle.items() if key not in named}}

@@ -1,15 +1,15 @@
-"""One attempt at a step, as every launcher runs it: hold the step's lease, run the command, say how it ended.
+"""Run one attempt at a step, under any launcher: hold the lease of the step, run the command, report how it ended.
 
     python -m atoll.launch.supervisor --run RUN --step experts/003 -- COMMAND …
 
-Exit codes: 0 done, 75 make another attempt, anything else failed for good. An attempt that dies without a word is to be
-made again, too. How often is decided here, in one way for all launchers: a step may die `--retries` times without
-having got further than before; input that was refused (code 2) is not tried again.
+Exit codes: 0 done, 75 repeat, anything else failed permanently. A launcher must also repeat an attempt that was killed.
+The number of attempts is limited here, in one way for all launchers: a step is retried at most `--retries` times
+in a row without progress. Invalid input (exit code 2 of `atoll`) is not repeated.
 
-The lease makes sure that no two machines work on one step. Attempts under one ticket ($ATOLL_TICKET: one submission)
-succeed one another at once, since the scheduler starts the next only after the last. Whoever gets the lease ends what a
-dead attempt left running on this machine: a killed torchrun leaves its workers behind, out of sight of a scheduler that
-follows parents and children.
+The lease ensures that no two machines work on one step. The attempts of one submission ($ATOLL_SUBMISSION) follow each
+other without waiting for the lease to expire, because the scheduler starts the next one only after the previous one.
+The holder of the lease kills orphan processes of earlier attempts on this machine: a killed torchrun leaves its worker
+processes running, and schedulers that follow process trees do not find them.
 """
 
 import argparse
@@ -32,196 +32,207 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.metrics_file import last_line
-from atoll.islands.leases import Lease, LeaseLost, Seen, State, look
+from atoll.islands.leases import Lease, LeaseLost, LeaseStatus, State, get_lease
 from atoll.islands.store import Store
-from atoll.launch.base import AGAIN, NODE, TICKET, logs_of
+from atoll.launch.base import NODE_VARIABLE, RETRY_CODE, SUBMISSION_VARIABLE, logs_of
 
+# A choice: half of the 120 s of `atoll join`, whose workers may have worse connections than those of one launcher.
 LEASE_SECONDS = 60.0
-REFUSED = 2
-"""Exit code of `atoll` for input that was refused."""
-MARK = "ATOLL_STEP"
-"""Environment variable of everything that works on a step, so that what was left behind can be found."""
-_FOLLOW = """
+"""Seconds without renewal after which another attempt may take over the step."""
+INPUT_ERROR_CODE = 2
+"""Exit code of `atoll` for invalid input."""
+STEP_VARIABLE = "ATOLL_STEP"
+"""Environment variable of all processes of a step, by which orphan processes are found."""
+# A supervisor that is killed with SIGKILL cannot stop its command. On Linux, the kernel does: PR_SET_PDEATHSIG (1)
+# sends SIGTERM (15) to the command when its parent dies. The setting survives the exec.
+_STOP_WITH_PARENT = """
 import ctypes, os, sys
 if hasattr(ctypes.CDLL(None), "prctl"):
     ctypes.CDLL(None).prctl(1, 15)
 os.execvp(sys.argv[1], sys.argv[1:])
 """
-"""On Linux a command is told to stop (PR_SET_PDEATHSIG, SIGTERM) when its attempt dies: nobody else would."""
+"""Wrapper that runs a command and, on Linux, sends it SIGTERM when the supervisor dies."""
 _ENDED: tuple[State, ...] = ("released", "failed", "refused", "done")
 
 
 @dataclass
 class Attempt:
-    """One attempt."""
+    """One attempt at a step."""
 
     run: Path
     step: str
-    ticket: str
+    submission: str
     retries: int
     images: int
     command: list[str]
     log: TextIO
     lease_seconds: float = LEASE_SECONDS
 
-    def make(self) -> int:
-        """Take the lease, run the command, and tell the launcher what to do next."""
+    def execute(self) -> int:
+        """Acquire the lease, run the command, and return the exit code for the launcher."""
         stop = _stop_signals()
-        lease = self._take(stop)
+        lease = self._acquire_lease(stop)
         if lease is None:
-            return AGAIN
+            return RETRY_CODE
         try:
             with lease:
-                return self._work(lease, stop)
+                return self._run_command(lease, stop)
         except LeaseLost as lost:
-            self._say(f"{lost}; nothing more is done here")
-            return AGAIN
+            self._log(f"{lost}; this attempt ends")
+            return RETRY_CODE
 
     @property
-    def mark(self) -> str:
-        """The value of `MARK` for this step."""
+    def step_id(self) -> str:
+        """The value of `STEP_VARIABLE` for this step."""
         return f"{self.run}:{self.step}"
 
     @property
-    def _tally(self) -> Path:
-        return self.run / layout.LAUNCH_TALLIES / f"{self.step}.json"
+    def _failure_file(self) -> Path:
+        return self.run / layout.LAUNCH_FAILURES / f"{self.step}.json"
 
-    def _say(self, words: str) -> None:
-        line = f"[{time.strftime('%Y-%m-%d %H:%M:%S')} {holder(self.ticket)}] {words}"
+    def _log(self, message: str) -> None:
+        line = f"[{time.strftime('%Y-%m-%d %H:%M:%S')} {holder(self.submission)}] {message}"
         print(line, file=self.log, flush=True)
         print(line, flush=True)
 
-    def _take(self, stop: threading.Event) -> Lease | None:
-        """The lease, as soon as whoever holds it lets go or is silent for too long; None if told to stop before."""
-        store, said = Store.open(self.run), False
+    def _acquire_lease(self, stop: threading.Event) -> Lease | None:
+        """Wait for the lease until it is free, expired or held by a dead attempt; return None after a stop signal."""
+        store, reported = Store.open(self.run), False
         while not stop.is_set():
-            seen = look(store, self.step)
-            dead = seen is not None and seen.record.state == "held" and is_over(seen, self.ticket)
-            states, epoch = ((*_ENDED, "held"), seen.record.epoch) if dead and seen else (_ENDED, None)
-            lease = Lease.take(
-                store, self.step, self.lease_seconds, holder=holder(self.ticket), state=states, epoch=epoch
+            lease_status = get_lease(store, self.step)
+            states, epoch = _ENDED, None
+            if (
+                lease_status is not None
+                and lease_status.record.state == "held"
+                and is_dead(lease_status, self.submission)
+            ):
+                # Do not wait for the expiry, but only take over this very record: a new one is of a live attempt.
+                states, epoch = (*_ENDED, "held"), lease_status.record.epoch
+            lease = Lease.acquire(
+                store, self.step, self.lease_seconds, holder=holder(self.submission), state=states, epoch=epoch
             )
             if lease is not None:
                 return lease
-            if seen is not None and not said:
-                self._say(f"{seen.record.holder} works on {self.step}; waiting for it to finish or to fall silent")
-                said = True
-            stop.wait(2)
+            if lease_status is not None and not reported:
+                self._log(f"{lease_status.record.holder} is running {self.step}; waiting for it to finish or expire")
+                reported = True
+            stop.wait(2)  # seconds; short compared with the start of a job
         return None
 
-    def _work(self, lease: Lease, stop: threading.Event) -> int:
-        end_strays(self.mark)
-        deaths, saved = self._count_deaths()
-        if deaths > self.retries:
-            return self._fail(lease, 1, f"died {deaths} times without getting further")
-        self._note(deaths + 1, saved)  # until it is known better: a kill leaves no time to write
-        self._say(f"attempt at {self.step}, from {saved:,} images" if saved else f"attempt at {self.step}")
+    def _run_command(self, lease: Lease, stop: threading.Event) -> int:
+        kill_orphans(self.step_id)
+        failures, saved = self._read_failures()
+        if failures > self.retries:
+            return self._fail(lease, 1, f"failed {failures} times without progress")
+        self._write_failures(failures + 1, saved)  # in advance: after a kill nothing can be written
+        self._log(f"attempt at {self.step}, from {saved:,} images" if saved else f"attempt at {self.step}")
         code = self._supervise(lease, stop)
         if code == 0:
-            self._note(0, saved)
+            self._write_failures(0, saved)
             made = Artifact(self.run, layout.final(self.step)).manifest()
             lease.end("done", images=self.images, manifest=made.digest if made else None)
             return 0
-        if stop.is_set() or code == AGAIN:
-            self._note(deaths, saved)
+        if stop.is_set() or code == RETRY_CODE:
+            self._write_failures(failures, saved)
             lease.end("released")
-            return AGAIN
-        if code == REFUSED:
+            return RETRY_CODE
+        if code == INPUT_ERROR_CODE:
             return self._fail(lease, code, "the input was refused")
-        deaths = 1 if saved_images(self.run, self.step) > saved else deaths + 1
-        if deaths > self.retries:
-            return self._fail(lease, code if code > 0 else 1, f"ended with code {code}, {deaths} times in a row")
-        self._say(f"ended with code {code}; another attempt follows")
+        failures = 1 if saved_images(self.run, self.step) > saved else failures + 1
+        if failures > self.retries:
+            return self._fail(lease, code if code > 0 else 1, f"ended with code {code}, {failures} times in a row")
+        self._log(f"ended with code {code}; another attempt follows")
         lease.end("released", why=f"ended with code {code}")
-        return AGAIN
+        return RETRY_CODE
 
     def _fail(self, lease: Lease, code: int, why: str) -> int:
-        self._tally.unlink(missing_ok=True)
-        self._say(f"{self.step} failed: {why}; see {self.log.name}")
+        self._failure_file.unlink(missing_ok=True)
+        self._log(f"{self.step} failed: {why}; see {self.log.name}")
         lease.end("failed", why=f"{why}; see {self.log.name}", failures=lease.record.failures + 1)
         return code
 
-    def _count_deaths(self) -> tuple[int, int]:
-        """How often this submission died without getting further, and how far it is."""
+    def _read_failures(self) -> tuple[int, int]:
+        """Return the failures of this submission without progress, and the images of its newest checkpoint."""
         saved = saved_images(self.run, self.step)
         with suppress(FileNotFoundError, json.JSONDecodeError):
-            before = json.loads(self._tally.read_text(encoding="utf-8"))
-            if before["ticket"] == self.ticket and before["saved"] >= saved:
-                return before["deaths"], saved
+            recorded = json.loads(self._failure_file.read_text(encoding="utf-8"))
+            if recorded["submission"] == self.submission and recorded["saved"] >= saved:
+                return recorded["failures"], saved
         return 0, saved
 
-    def _note(self, deaths: int, saved: int) -> None:
-        note = to_json({"ticket": self.ticket, "deaths": deaths, "saved": saved})
-        Artifact(self.run, layout.LAUNCH_TALLIES).write(f"{self.step}.json", note)
+    def _write_failures(self, failures: int, saved: int) -> None:
+        content = to_json({"submission": self.submission, "failures": failures, "saved": saved})
+        Artifact(self.run, layout.LAUNCH_FAILURES).write(f"{self.step}.json", content)
 
     def _supervise(self, lease: Lease, stop: threading.Event) -> int:
-        """Run the command until it ends; pass on that it shall stop, and end it if the lease is lost."""
-        environment = {**os.environ, MARK: self.mark, "PYTHONUNBUFFERED": "1"}
+        """Run the command until it ends; forward a stop signal, and kill it if the lease is lost."""
+        environment = {**os.environ, STEP_VARIABLE: self.step_id, "PYTHONUNBUFFERED": "1"}
         child = subprocess.Popen(
-            [sys.executable, "-c", _FOLLOW, *self.command], stdin=subprocess.DEVNULL,
+            [sys.executable, "-c", _STOP_WITH_PARENT, *self.command], stdin=subprocess.DEVNULL,
             stdout=self.log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
         )  # fmt: skip
-        told, looked = False, 0.0
+        stop_sent, checked = False, 0.0
         while True:
             try:
                 return child.wait(0.25)
             except subprocess.TimeoutExpired:
-                if stop.is_set() and not told:
+                if stop.is_set() and not stop_sent:
                     child.terminate()
-                    told = True
+                    stop_sent = True
                 if lease.lost:
-                    end_strays(self.mark)
+                    kill_orphans(self.step_id)
                     child.wait()
                     lease.check()
-                if time.monotonic() - looked > 5:
-                    looked = time.monotonic()
-                    lease.tell(total=self.images)
+                if time.monotonic() - checked > 5:  # several times per renewal of the lease (20 s)
+                    checked = time.monotonic()
+                    lease.set_pending(total=self.images)
                     if line := last_line(self.run / layout.metrics(self.step)):
-                        lease.tell(images=line.images, rate=line.images_per_second)
+                        lease.set_pending(images=line.images, rate=line.images_per_second)
 
 
 def saved_images(run: Path, step: str) -> int:
-    """How far the newest committed checkpoint of a training job is."""
+    """Return the number of images of the newest committed checkpoint of a training job."""
     found = (run / layout.checkpoints(step)).glob(f"*/{MANIFEST_FILE}")
     return max((int(path.parent.name) for path in found if path.parent.name.isdigit()), default=0)
 
 
-# Who holds a lease
+# The holder of a lease
 
 
-def place() -> str:
-    """A name for this machine since its last start, where process numbers mean one thing."""
+def machine_id() -> str:
+    """Return an id of this machine, its boot and its process namespace: with equal ids, process ids are comparable."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:8]
 
 
-def holder(ticket: str) -> str:
-    """How this process signs a lease."""
-    return f"{socket.gethostname()}:{os.getpid()} {ticket} {place()}"
+def holder(submission: str) -> str:
+    """Return the name of this process in a lease record: host:pid, submission, machine id."""
+    return f"{socket.gethostname()}:{os.getpid()} {submission} {machine_id()}"
 
 
-def is_over(seen: Seen, ticket: str = "") -> bool:
-    """Whether an attempt that holds a lease is dead: its process is gone from here, or its ticket is ours.
+def is_dead(lease_status: LeaseStatus, submission: str = "") -> bool:
+    """Return whether the attempt that holds a lease is dead, before its lease expires.
 
-    A scheduler may give our ticket to a second machine while the first is only cut off. So it must have been silent
-    too: a living attempt renews three times in its lease's length.
+    On this machine, it is dead if its process is gone. On another machine, it is dead if it belongs to this submission
+    and has not renewed for half of the duration. The second condition is needed because a scheduler can restart a job
+    elsewhere while the first machine is only disconnected; a live attempt renews three times per duration.
     """
-    words = seen.record.holder.split(" ")
-    if len(words) != 3:
+    parts = lease_status.record.holder.split(" ")
+    if len(parts) != 3:
         return False
-    process, its_ticket, its_place = words
+    process, its_submission, its_machine = parts
     number = process.rpartition(":")[2]
-    if its_place == place() and os.path.isdir("/proc/self"):
+    if its_machine == machine_id() and os.path.isdir("/proc/self"):
         return not is_alive(number)
-    return its_ticket == ticket and seen.age > seen.record.duration / 2
+    return its_submission == submission and lease_status.age > lease_status.record.duration / 2
 
 
 def is_alive(process: str) -> bool:
-    """Whether a process of this machine runs; one that is dead and not yet buried does not."""
+    """Return whether a process of this machine is running; zombies are not."""
     if not (process.isascii() and process.isdigit()):
-        return False  # it comes from a lease record: it must not become a path
+        return False  # it comes from a lease record, which anybody may write: it must not become a path
     try:
         state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
@@ -229,30 +240,30 @@ def is_alive(process: str) -> bool:
     return state not in "ZX"
 
 
-def end_strays(mark: str) -> None:
-    """Kill whatever on this machine still works on a step: only the holder of its lease may call this."""
-    wanted = f"{MARK}={mark}".encode()
+def kill_orphans(step_id: str) -> None:
+    """Kill all other processes of a step on this machine. Only the holder of its lease may call this."""
+    variable = f"{STEP_VARIABLE}={step_id}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended, or it is someone else's
-            if int(folder.name) != os.getpid() and wanted in (folder / "environ").read_bytes().split(b"\0"):
+        with suppress(OSError):  # the process has ended, or belongs to another user
+            if int(folder.name) != os.getpid() and variable in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _stop_signals() -> threading.Event:
-    """SIGTERM, SIGUSR1 and SIGINT ask for an orderly end."""
+    """Return an event that SIGTERM, SIGUSR1 and SIGINT set."""
     stop = threading.Event()
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def request_stop(number: int, frame: FrameType | None) -> None:
         del number, frame
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, note)
+        signal.signal(number, request_stop)
     return stop
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line of one attempt."""
+    """Parse the command line and run one attempt."""
     parser = argparse.ArgumentParser(prog="python -m atoll.launch.supervisor", description=__doc__)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--step", required=True)
@@ -261,15 +272,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lease", type=float, default=LEASE_SECONDS)
     parser.add_argument("command", nargs="+")
     given = parser.parse_args(argv)
-    if os.environ.get(NODE, os.environ.get("SLURM_PROCID", "0")) != "0":
-        # A further node of an island: its first one holds the lease.
+    if os.environ.get(NODE_VARIABLE, os.environ.get("SLURM_PROCID", "0")) != "0":
+        # Another node than the first of an island: the first one holds the lease, this one only runs the command.
         os.execvp(given.command[0], given.command)
-    ticket = os.environ.get(TICKET) or f"process-{os.getpid()}"
+    submission = os.environ.get(SUBMISSION_VARIABLE) or f"process-{os.getpid()}"
     file = logs_of(given.run) / f"{given.step}.log"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as log:
-        work = (given.run, given.step, ticket, given.retries, given.images, given.command, log)
-        return Attempt(*work, given.lease).make()
+        work = (given.run, given.step, submission, given.retries, given.images, given.command, log)
+        return Attempt(*work, given.lease).execute()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The networks: DiT experts, the router, experts of other kinds, and other people's weights."""
+"""The networks: DiT experts, the router, diffusers models as experts, and their files."""
 
 from atoll.core.networks import NAMES, DiTConfig, RouterConfig
 from atoll.nets.adapters import Expert

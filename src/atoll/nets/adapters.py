@@ -1,4 +1,4 @@
-"""Experts of any kind: Atoll's own DiT, or a diffusers model with its own conditioning, behind one small protocol."""
+"""Experts of any architecture behind one small protocol: the DiT of Atoll, or a diffusers model."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -13,25 +13,25 @@ from atoll.nets.conditioning import Condition, check_labels
 
 @runtime_checkable
 class Expert(Protocol):
-    """What training and the ensemble ask of an expert; it is also a torch.nn.Module."""
+    """The interface of an expert for training and the ensemble; it is also a torch.nn.Module."""
 
-    def __call__(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
-        """The network's answer for noisy images x at a network time on the 0..1000 scale.
+    def __call__(self, x: Tensor, timestep: Tensor, condition: Condition | None = None) -> Tensor:
+        """Return the prediction for noisy images x (batch, channels, height, width) at timesteps from 0 to 1000.
 
-        It has the shape of x, or twice its channels if a learned variance is kept beside the prediction.
+        It has the shape of x, or twice its channels if the network also predicts a learned variance.
         """
 
     @property
     def config(self) -> NetworkConfig:
-        """The specification from which `build` makes the same network."""
+        """The specification from which `build` makes an equal network."""
 
 
 class DiffusersExpert(nn.Module, ABC):
-    """A diffusers model as an expert. The subclasses say how it takes its conditioning."""
+    """A diffusers model as an expert. Subclasses define how it takes its conditioning."""
 
     class_name: DiffusersName
     model_class: str
-    """The class of diffusers."""
+    """Name of the class in diffusers."""
 
     def __init__(self, **config: Any) -> None:
         import diffusers
@@ -40,27 +40,27 @@ class DiffusersExpert(nn.Module, ABC):
         self.model: Any = getattr(diffusers, self.model_class)(**config)
         self.channels: int = self.model.config.in_channels
 
-    def forward(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
-        """Call the model with what it takes of the condition; a learned variance is cut off."""
-        times = time.reshape(-1).expand(len(x)).float()
+    def forward(self, x: Tensor, timestep: Tensor, condition: Condition | None = None) -> Tensor:
+        """Call the model with the parts of the condition that it takes; drop a learned variance."""
+        times = timestep.reshape(-1).expand(len(x)).float()
         condition = condition or Condition()
         condition = condition.marked() if self.training else condition
-        answer: Tensor = self.model(x, timestep=times, return_dict=False, **self.arguments(x, condition))[0]
-        return answer[:, : self.channels]
+        output: Tensor = self.model(x, timestep=times, return_dict=False, **self.arguments(x, condition))[0]
+        return output[:, : self.channels]
 
     @abstractmethod
     def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
-        """The keyword arguments that carry the condition into the model."""
+        """Return the keyword arguments of the model for a condition."""
 
     @property
     def config(self) -> DiffusersConfig:
-        """The kind and the model's own configuration."""
+        """The class name and the diffusers configuration of the model."""
         fields = {key: value for key, value in dict(self.model.config).items() if not key.startswith("_")}
         return DiffusersConfig(self.class_name, fields)
 
 
 def _with_null(given: Tensor | None, null: Tensor, dropped: Tensor | None, *, batch: int) -> Tensor:
-    """Replace what is missing or dropped by the null condition: text tokens (tokens, width), or a vector (width,)."""
+    """Replace missing or dropped conditions by the null condition: tokens (tokens, width), or a vector (width,)."""
     if given is None:
         return null.expand(batch, *null.shape)
     if dropped is None:
@@ -72,22 +72,23 @@ def _labels(label: Tensor | None, null: int, dropped: Tensor | None, *, x: Tenso
     if label is None:
         return torch.full((len(x),), null, device=x.device)
     check_labels(label, null)
-    label = torch.where(label < 0, null, label)  # a sample without a label has -1
+    label = torch.where(label < 0, null, label)  # images without a label have -1
     return label if dropped is None else torch.where(dropped, null, label)
 
 
 class PixArtExpert(DiffusersExpert):
-    """diffusers' PixArt-alpha, told by text tokens."""
+    """PixArt-alpha of diffusers, conditioned on text tokens."""
 
     class_name = "PixArtExpert"
     model_class = "PixArtTransformer2DModel"
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**{"use_additional_conditions": False, **config})
+        # 0.02 is the standard deviation with which DiT initializes its embeddings, of the null class too.
         self.null_text = nn.Parameter(torch.randn(1, self.model.config.caption_channels) * 0.02)
 
     def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
-        """Text tokens with their mask."""
+        """Return text tokens with their mask."""
         text = _with_null(condition.text, self.null_text, condition.dropped, batch=len(x))
         mask = None if condition.text is None else condition.text_mask
         if mask is not None and condition.dropped is not None:
@@ -96,7 +97,7 @@ class PixArtExpert(DiffusersExpert):
 
 
 class DiTExpert(DiffusersExpert):
-    """diffusers' DiT, told by class labels."""
+    """DiT of diffusers, conditioned on class labels."""
 
     class_name = "DiTExpert"
     model_class = "DiTTransformer2DModel"
@@ -104,19 +105,19 @@ class DiTExpert(DiffusersExpert):
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
         for block in self.model.transformer_blocks:
-            # Conditions are dropped by whoever trains, never by dice inside the network.
+            # The training loop drops conditions, with its reproducible random numbers; the network must not.
             block.norm1.emb.class_embedder.dropout_prob = 0.0
 
     def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
-        """Class labels; the row after the last class is the null class."""
+        """Return class labels; the row after the last class is the null class."""
         return {"class_labels": _labels(condition.label, self.model.config.num_embeds_ada_norm, condition.dropped, x=x)}
 
 
 class SD3Expert(DiffusersExpert):
-    """diffusers' SD3 transformer, the MMDiT of the DDM paper, told by text tokens and pooled text.
+    """SD3 transformer of diffusers, the MMDiT of the DDM paper, conditioned on text tokens and pooled text.
 
-    Its joint attention counts tokens: `null_tokens` is the number of null tokens that stand for no text at all, and
-    should be the length of the texts it was trained with, for which a dropped text has that many.
+    The output of its joint attention depends on the number of text tokens. `null_tokens` is the number of null tokens
+    that replace a missing text. It should be the text length of training, because a dropped text has that many.
     """
 
     class_name = "SD3Expert"
@@ -129,7 +130,7 @@ class SD3Expert(DiffusersExpert):
         self.null_pooled = nn.Parameter(torch.randn(self.model.config.pooled_projection_dim) * 0.02)
 
     def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
-        """Text tokens and pooled text. SD3 takes no mask: padding tokens are part of its text."""
+        """Return text tokens and pooled text. SD3 takes no mask: padding tokens are part of its text."""
         null = self.null_text if condition.text is not None else self.null_text.expand(self.null_tokens, -1)
         return {
             "encoder_hidden_states": _with_null(condition.text, null, condition.dropped, batch=len(x)),
@@ -138,14 +139,14 @@ class SD3Expert(DiffusersExpert):
 
     @property
     def config(self) -> DiffusersConfig:
-        """The kind, the model's own configuration, and the number of null tokens where it was given."""
+        """The class name, the diffusers configuration, and the number of null tokens if it is not 1."""
         config = super().config
         added: ConfigJson = {"null_tokens": self.null_tokens} if self.null_tokens != 1 else {}
         return replace(config, fields={**config.fields, **added})
 
 
 class UNetExpert(DiffusersExpert):
-    """diffusers' UNet2D, told by class labels or by nothing; its last class embedding is the null class.
+    """UNet2D of diffusers, conditioned on class labels or unconditioned; its last class embedding is the null class.
 
     So `num_class_embeds` is one more than the number of classes.
     """
@@ -154,7 +155,7 @@ class UNetExpert(DiffusersExpert):
     model_class = "UNet2DModel"
 
     def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
-        """Class labels if the network has them."""
+        """Return class labels if the network has them."""
         classes = self.model.config.num_class_embeds
         return {"class_labels": _labels(condition.label, classes - 1, condition.dropped, x=x)} if classes else {}
 

@@ -1,4 +1,4 @@
-"""What a network may be told besides the noisy image: text tokens, a pooled text vector, a class label, or nothing."""
+"""The conditioning of networks: text tokens, a pooled text vector, a class label, any of them together, or nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Condition:
-    """The conditioning of one batch. A part that is None is replaced by the network's learned null condition."""
+    """The conditioning of one batch. A part that is None is replaced by the learned null condition of the network."""
 
     text: Tensor | None = None
     """Text tokens, (batch, length, text width)."""
@@ -20,10 +20,10 @@ class Condition:
     label: Tensor | None = None
     """Class labels, (batch,)."""
     dropped: Tensor | None = None
-    """True for samples whose whole condition is replaced by the null condition, (batch,)."""
+    """True for images whose whole condition is replaced by the null condition, (batch,)."""
 
     def __post_init__(self) -> None:
-        """Check shapes and dtypes; nothing here waits for an accelerator."""
+        """Check shapes and dtypes, but no values: that would synchronize with the GPU."""
         if torch.compiler.is_compiling():
             return
         _check_part("text", self.text, 3, expected="floating point of shape (batch, length, width)", kind=float)
@@ -40,31 +40,31 @@ class Condition:
             )
         rows = {name: len(part) for name, part in self._parts().items() if part is not None}
         if len(set(rows.values())) > 1:
-            raise ValueError(f"all parts of a condition must have one batch size, got {rows}")
+            raise ValueError(f"all parts of a condition must have the same batch size, got {rows}")
 
     def drop(self, samples: Tensor) -> "Condition":
-        """Replace the condition of the marked samples by the null condition, as training does for guidance."""
+        """Replace the condition of the marked images by the null condition, as training does for guidance."""
         return replace(self, dropped=samples if self.dropped is None else self.dropped | samples)
 
     def marked(self) -> "Condition":
-        """The same with `dropped` filled in, so that the null condition takes part in every training step.
+        """Return the condition with `dropped` filled in, so that the null condition takes part in every training step.
 
-        Distributed training waits for the gradient of every weight, also in a batch where no sample was dropped.
+        Distributed training waits for the gradient of every weight, even in a batch where no image was dropped.
         """
         given = next((part for part in (self.text, self.pooled, self.label) if part is not None), None)
         return self if given is None else self.drop(torch.zeros(len(given), dtype=torch.bool, device=given.device))
 
     def unconditional(self) -> "Condition":
-        """The null condition for every sample of this batch."""
+        """Return the null condition for every image of this batch."""
         given = next((part for part in self._parts().values() if part is not None), None)
         return self if given is None else self.drop(torch.ones(len(given), dtype=torch.bool, device=given.device))
 
     def to(self, device: torch.device | str) -> "Condition":
-        """The same condition on another device."""
+        """Return the condition on another device."""
         return Condition(**{name: None if part is None else part.to(device) for name, part in self._parts().items()})
 
     def __getitem__(self, samples: Tensor | slice) -> "Condition":
-        """The condition of some samples of the batch."""
+        """Return the condition of some images of the batch."""
         return Condition(**{name: None if part is None else part[samples] for name, part in self._parts().items()})
 
     def _parts(self) -> dict[str, Tensor | None]:
@@ -72,7 +72,8 @@ class Condition:
 
 
 def _check_part(name: str, part: Tensor | None, dimensions: int, *, expected: str, kind: type) -> None:
-    """Refuse a part of the wrong dtype or number of dimensions. Attention would add an integer mask to its scores."""
+    """Raise an error for a wrong dtype or number of dimensions."""
+    # The dtype of masks matters: attention would silently add an integer mask to its scores.
     if part is None:
         return
     found = float if part.is_floating_point() else bool if part.dtype == torch.bool else int
@@ -82,16 +83,16 @@ def _check_part(name: str, part: Tensor | None, dimensions: int, *, expected: st
 
 
 def check_rows(condition: Condition, batch: int) -> None:
-    """Refuse a condition of another batch size than the images; one row serves a whole batch."""
+    """Raise an error if the batch size of the condition is neither 1 nor that of the images."""
     given = next((part for part in condition._parts().values() if part is not None), None)
     if given is not None and len(given) not in (1, batch):
         raise ValueError(f"the condition has {len(given)} rows for a batch of {batch} images")
 
 
 def check_labels(label: Tensor, classes: int) -> None:
-    """Refuse class labels that the network has no embedding for; -1 and, as in DiT, `classes` mean the null class."""
-    # On an accelerator this comparison would stall the stream, so only host tensors are checked. Subclasses are not:
-    # the fake tensors of the memory plan have no values.
+    """Raise an error for labels without an embedding; -1 and, as in DiT, `classes` mean the null class."""
+    # On a GPU, this comparison would wait for all queued kernels, so only tensors on the CPU are checked. Subclasses of
+    # Tensor are not checked: fake tensors have no values.
     if type(label) is Tensor and label.device.type == "cpu" and label.numel() and not torch.compiler.is_compiling():
         largest = int(label.max())
         if largest > classes:
@@ -102,16 +103,18 @@ def check_labels(label: Tensor, classes: int) -> None:
 
 
 def concatenate(conditions: Sequence[Condition]) -> Condition:
-    """One batch out of several, such as the guided and the unguided half of a sampling step.
+    """Join conditions into one batch, such as the conditional and unconditional halves of a guided sampling step.
 
-    All of them must carry the same parts; masks of tokens and of dropped samples are filled in where they are missing.
+    All of them must have the same parts; missing masks of tokens and of dropped images are filled in.
     """
     parts: dict[str, Tensor | None] = {}
     for name in ("text", "pooled", "label"):
         tensors = [getattr(condition, name) for condition in conditions]
         given = [tensor for tensor in tensors if tensor is not None]
         if given and len(given) < len(tensors):
-            raise ValueError(f"cannot join conditions with and without {name}; use Condition.unconditional() for null")
+            raise ValueError(
+                f"cannot join conditions with and without {name}; use Condition.unconditional() for the null condition"
+            )
         parts[name] = torch.cat(given) if given else None
     if any(condition.text_mask is not None for condition in conditions):
         parts["text_mask"] = torch.cat([_token_mask(condition) for condition in conditions])
@@ -123,7 +126,7 @@ def concatenate(conditions: Sequence[Condition]) -> Condition:
 def _token_mask(condition: Condition) -> Tensor:
     if condition.text_mask is not None:
         return condition.text_mask
-    assert condition.text is not None  # a mask elsewhere implies text here: joined conditions carry the same parts
+    assert condition.text is not None  # all conditions have text if one has a mask, because they have the same parts
     return torch.ones(condition.text.shape[:2], dtype=torch.bool, device=condition.text.device)
 
 
@@ -136,17 +139,17 @@ def _drop_mask(condition: Condition) -> Tensor:
 
 @dataclass(frozen=True)
 class PreparedCondition:
-    """A condition with everything computed that does not change from one sampling step to the next."""
+    """A condition with everything precomputed that is the same in all sampling steps."""
 
     embeddings: tuple[Tensor | None, ...]
-    """What label and pooled text add to each time embedding."""
+    """Sum of label and pooled text embeddings for each timestep embedding, (batch or 1, width)."""
     keys_values: tuple[tuple[Tensor, Tensor], ...]
     """Keys and values of the text for the cross-attention of every block; empty without text."""
     mask: Tensor | None
     """Attention mask over the text tokens."""
 
     def __getitem__(self, samples: Tensor | slice) -> "PreparedCondition":
-        """The prepared condition of some samples of the batch; a part that is the same for all has one row only."""
+        """Return the prepared condition of some images; a part that is the same for all images has only one row."""
 
         def some(part: Tensor) -> Tensor:
             if len(part) > 1:
@@ -154,7 +157,7 @@ class PreparedCondition:
             return part if isinstance(samples, slice) else part.expand(len(samples), *part.shape[1:])
 
         return PreparedCondition(
-            # One row of an embedding stays one: a network that sees one time and one embedding has less to do.
+            # A single row stays single: with one timestep and one embedding for the batch, modulation is cheaper.
             tuple(part if part is None or len(part) == 1 else part[samples] for part in self.embeddings),
             tuple((some(keys), some(values)) for keys, values in self.keys_values),
             None if self.mask is None else some(self.mask),

@@ -1,6 +1,7 @@
-"""The diffusion transformer that serves as expert.
+"""The diffusion transformer of experts.
 
-It maps (noisy image, network time, condition) to an image and knows nothing of schedules, objectives or parallelism.
+It maps (noisy image, timestep, condition) to a prediction of the same size, independent of schedules, objectives and
+parallelism.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +32,11 @@ from atoll.nets.layers import (
 )
 
 TIME_KNOTS = 1001
-"""Knots of the optional time table: network times 0, 1, …, 1000."""
+"""Number of entries of the optional time table, for the timesteps 0, 1, …, 1000."""
 
 
 class FinalLayer(nn.Module):
-    """Modulated norm and the projection back to pixels of a patch."""
+    """Modulated norm and projection to the pixels of a patch."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -45,14 +46,17 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(config.width, config.patch * config.patch * config.out_channels)
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """AdaLN-Single adds its table to the raw embedding; AdaLN-Zero projects the activated one."""
+        """Map (batch, tokens, width) to (batch, tokens, patch · patch · channels).
+
+        AdaLN-Single adds its table to the raw embedding; AdaLN-Zero projects the activated one.
+        """
         vectors = self.modulation(embedding[:, None] if self.single else functional.silu(embedding)).to(x.dtype)
         shift, scale = vectors.unbind(1)
         return self.linear(modulated_norm(x, shift, scale, eps=self.norm_eps))  # type: ignore[no-any-return]
 
 
 class DiT(nn.Module):
-    """Diffusion transformer, told by text tokens, pooled text, class label, any of them together, or nothing."""
+    """A diffusion transformer, conditioned on any of text tokens, pooled text and class label, or unconditioned."""
 
     positions: Tensor
     time_table: Tensor
@@ -94,34 +98,36 @@ class DiT(nn.Module):
         self.final = FinalLayer(config)
         self.init_weights()
 
-    def forward(self, x: Tensor, time: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
-        """The network's answer for noisy images x (batch, channels, height, width).
+    def forward(self, x: Tensor, timestep: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
+        """Return the prediction for noisy images x (batch, channels, height, width).
 
-        `time` is on the 0..1000 scale, (batch,), or one value for the whole batch (shape () or (1,)), which costs less.
+        `timestep` is from 0 to 1000: (batch,), or one value for the whole batch (shape () or (1,)), which is cheaper.
         """
-        rows, columns = check_input(x, time, self.config.channels, patch=self.config.patch)
-        tokens, embedding = self._trunk(x, time, condition)
+        rows, columns = check_input(x, timestep, self.config.channels, patch=self.config.patch)
+        tokens, embedding = self._trunk(x, timestep, condition)
         return unpatchify(self.final(tokens, embedding), self.config.patch, rows, columns=columns)
 
-    def features(self, x: Tensor, time: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
-        """The tokens that enter the final layer, (batch, tokens, width)."""
-        return self._trunk(x, time, condition)[0]
+    def features(self, x: Tensor, timestep: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
+        """Return the input tokens of the final layer, (batch, tokens, width)."""
+        return self._trunk(x, timestep, condition)[0]
 
     def prepare(self, condition: Condition | None) -> PreparedCondition:
-        """Compute once what stays the same in every sampling step: keys and values of the text, label embeddings."""
+        """Precompute what is the same in all sampling steps: keys and values of the text, label embeddings."""
         condition = condition or Condition()
         text, mask = self._text_tokens(condition)
         pairs = () if text is None else tuple(block.cross.keys_values(text) for block in self.blocks)  # type: ignore[union-attr,operator]
         return PreparedCondition(self._condition_embeddings(condition), pairs, mask)
 
-    def _trunk(self, x: Tensor, time: Tensor, condition: Condition | PreparedCondition | None) -> tuple[Tensor, Tensor]:
-        """Everything before the final layer: its tokens and the embedding that modulates it."""
-        rows, columns = check_input(x, time, self.config.channels, patch=self.config.patch)
+    def _trunk(
+        self, x: Tensor, timestep: Tensor, condition: Condition | PreparedCondition | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the input tokens of the final layer and the embedding that modulates it."""
+        rows, columns = check_input(x, timestep, self.config.channels, patch=self.config.patch)
         tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype))
         tokens = tokens + self._positions_for(rows, columns)
         added, texts, mask = self._read(condition, len(x))
-        clock = self._clock(time)
-        embeddings = [embedder(clock, extra) for embedder, extra in zip(self.embedders, added, strict=True)]
+        embedded = self._embedded_timestep(timestep)
+        embeddings = [embedder(embedded, extra) for embedder, extra in zip(self.embedders, added, strict=True)]
         conditioning = [functional.silu(embedding) for embedding in embeddings]
         if self.shared_modulation is not None:
             conditioning = [self.shared_modulation(conditioning[0]).unflatten(-1, (6, -1))]
@@ -136,7 +142,7 @@ class DiT(nn.Module):
     def _read(
         self, condition: Condition | PreparedCondition | None, batch: int
     ) -> tuple[tuple[Tensor | None, ...], Sequence[Text], Tensor | None]:
-        """What a condition adds to each embedding, the text for all blocks (one entry) or for each, and its mask."""
+        """Return the condition for each embedder, the text for all blocks (one entry) or each block, and its mask."""
         if isinstance(condition, PreparedCondition):
             return condition.embeddings, condition.keys_values or (None,), condition.mask
         condition = condition or Condition()
@@ -148,17 +154,20 @@ class DiT(nn.Module):
             text = text.expand(batch, -1, -1)
         return self._condition_embeddings(condition), (text,), mask
 
-    def _clock(self, time: Tensor) -> Tensor:
-        """The time to embed, (batch or 1,): the network time, or its image in the stored table, interpolated."""
-        time = time.reshape(-1).float()
+    def _embedded_timestep(self, timestep: Tensor) -> Tensor:
+        """Return the value to embed, (batch or 1,): the timestep, or its interpolated value in the time table.
+
+        The table serves converted networks whose embedding expects another scale of time (`atoll.convert.fold`).
+        """
+        timestep = timestep.reshape(-1).float()
         if not self.config.time_table:
-            return time
-        below = time.floor().clamp(0, TIME_KNOTS - 2)
+            return timestep
+        below = timestep.floor().clamp(0, TIME_KNOTS - 2)
         start, table = below.long(), self.time_table.float()
-        return torch.lerp(table[start], table[start + 1], time - below)
+        return torch.lerp(table[start], table[start + 1], timestep - below)
 
     def _positions_for(self, rows: int, columns: int) -> Tensor:
-        """Positions of a grid; other grids than the native one stretch over the same range of coordinates."""
+        """Return positions for a grid; a grid of another size is stretched over the same range of coordinates."""
         grid = self.config.grid
         if (rows, columns) == (grid, grid):
             return self.positions
@@ -174,7 +183,7 @@ class DiT(nn.Module):
         )
 
     def _text_tokens(self, condition: Condition) -> tuple[Tensor | None, Tensor | None]:
-        """Projected text with the null condition in place, (batch or 1, length, width), and the attention mask."""
+        """Return projected text with null conditions inserted, (batch or 1, length, width), and the attention mask."""
         if self.text is None or self.null_text is None:
             return None, None
         null = self.text(self.null_text.view(1, -1, self.null_text.shape[-1]))
@@ -187,7 +196,7 @@ class DiT(nn.Module):
         return text, None if mask is None else mask[:, None, None, :]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Cast or move the network; the clock stays in float32, for bfloat16 would round times to multiples of 4."""
+        """Cast or move the network, but keep the time table in float32: bfloat16 would round 1000 to multiples of 4."""
         table = self.time_table if self.config.time_table else None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if table is not None and self.time_table.dtype != torch.float32:
@@ -196,7 +205,7 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise as in the papers; also after `to_empty` on a network that was built on the meta device."""
+        """Initialize as in the papers; also after `to_empty` on a network that was built on the meta device."""
         init_linears(self)
         self.positions.copy_(
             sincos_positions(
@@ -219,17 +228,17 @@ class DiT(nn.Module):
                 if isinstance(part, nn.Linear):
                     nn.init.normal_(part.weight, std=0.02)
             nn.init.normal_(self.null_text, std=0.02)
-            for block in self.blocks:  # text starts without influence, as in PixArt-alpha
+            for block in self.blocks:  # text has no effect at the start, as in PixArt-alpha
                 nn.init.zeros_(block.cross.out.weight)  # type: ignore[union-attr,arg-type]
         nn.init.zeros_(self.final.linear.weight)
 
 
 def _with_null(text: Tensor, mask: Tensor | None, null: Tensor, *, dropped: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Put the null condition in place of the dropped texts; return the projected tokens and their mask.
+    """Replace dropped texts by the null condition; return the projected tokens and their mask.
 
-    It replaces projected tokens, so that no gradient is taken with respect to the text itself. One null token is
-    repeated over the length of the texts: equal tokens give the same attention output, however many there are. A null
-    caption keeps its own length: the shorter of it and the texts is padded, and the mask hides the padding.
+    Projected tokens are replaced, so that no gradient is computed with respect to the text itself. A single null token
+    is repeated over the length of the texts: attention to equal tokens does not depend on their number. A null caption
+    of several tokens keeps its length: the shorter of it and the texts is padded, and the mask hides the padding.
 
     Shapes: text (batch, length, width), mask (batch, length), null (1, null tokens, width), dropped (batch,).
     """
@@ -255,7 +264,8 @@ def _text_projection(config: DiTConfig) -> nn.Module | None:
 
 
 def count_parameters(network: nn.Module) -> int:
-    """Weights of a network with its stored positions; the learned null condition is not counted."""
+    """Count the weights of a network and its stored positions, without the learned null condition."""
+    # Counted this way, DiT-XL/2 has the published number of parameters.
     total = sum(parameter.numel() for name, parameter in network.named_parameters() if "null_" not in name)
     positions = network.get_buffer("positions") if "positions" in dict(network.named_buffers()) else None
     return total + (0 if positions is None else positions.numel())

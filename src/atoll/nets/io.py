@@ -1,4 +1,4 @@
-"""Networks and their files: weights as safetensors in and out, and `.pt` files in, read without running their code."""
+"""Files of networks: read and write safetensors, and read `.pt` files without executing code in them."""
 
 import hashlib
 import json
@@ -20,11 +20,11 @@ from atoll.nets.router import Router, without_retired
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 CONFIG_FILE = "config.json"
 WRAPPERS = ("ema", "state_dict_ema", "model", "state_dict")
-"""Names under which a checkpoint may keep its weights, the averaged ones first."""
+"""Keys under which a checkpoint may store its weights; EMA weights are preferred."""
 
 
 def read_weights(file: str | Path) -> dict[str, Tensor]:
-    """The tensors of a `.safetensors`, `.pt`, `.pth` or `.bin` file, by name, on the CPU."""
+    """Read the tensors of a `.safetensors`, `.pt`, `.pth` or `.bin` file, by name, on the CPU."""
     file = Path(file)
     if not file.is_file():
         raise AtollError(f"{file}: no such file; give a .safetensors or .pt file, or a folder that holds one")
@@ -40,8 +40,8 @@ def read_weights(file: str | Path) -> dict[str, Tensor]:
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = first_line(error)
         raise AtollError(
-            f"{file}: holds more than tensors, or is damaged; refused, for reading it could run code: {reason}\n"
-            "save its plain state dict as .safetensors where you trust it, and convert that"
+            f"{file}: holds more than tensors, or is damaged; not read, because it could execute code: {reason}\n"
+            "save its state dict as .safetensors on a machine where you trust the file, and use that"
         ) from error
     return _unwrap(content, file)
 
@@ -53,25 +53,25 @@ def _unwrap(content: object, file: Path) -> dict[str, Tensor]:
                 return _unwrap(content[name], file)
         if content and all(isinstance(value, Tensor) for value in content.values()):
             return {str(name): value for name, value in content.items()}
-    raise AtollError(f"{file}: expected a dictionary of tensors, also under one of {', '.join(WRAPPERS)}")
+    raise AtollError(f"{file}: expected a dictionary of tensors, or one under the key {', '.join(WRAPPERS)}")
 
 
 def write_weights(state: dict[str, Tensor], file: Path) -> None:
-    """Write a safetensors file; tensors that share memory are written apart."""
+    """Write a safetensors file; tensors that share memory are copied, because the format forbids sharing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.detach().contiguous().clone() for name, tensor in state.items()}, file)
 
 
 def sha256(file: str | Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def check_fit(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors that do not fit, listing every one of them by name."""
+    """Raise an error that lists all missing, unexpected and wrongly shaped tensors."""
     problems = [f"missing {name} {tuple(expected[name].shape)}" for name in expected if name not in given]
-    problems += [f"not expected {name} {tuple(given[name].shape)}" for name in given if name not in expected]
+    problems += [f"unexpected {name} {tuple(given[name].shape)}" for name in given if name not in expected]
     problems += [
         f"{name} has shape {tuple(given[name].shape)}, expected {tuple(expected[name].shape)}"
         for name in expected
@@ -82,7 +82,7 @@ def check_fit(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], what:
 
 
 def build(config: NetworkConfig) -> DiT | Router | DiffusersExpert:
-    """Build a network, freshly initialized."""
+    """Build a network with newly initialized weights."""
     if isinstance(config, DiTConfig):
         return DiT(config)
     if isinstance(config, RouterConfig):
@@ -94,21 +94,22 @@ def build(config: NetworkConfig) -> DiT | Router | DiffusersExpert:
 
 
 def save_network(network: DiT | Router | DiffusersExpert, folder: str | Path) -> None:
-    """Write config.json and the weights as safetensors, in a folder laid out like a diffusers model."""
+    """Write config.json and the weights as safetensors, in the folder layout of a diffusers model."""
     folder = Path(folder)
     write_weights(network.state_dict(), folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(network.config.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def load_network(folder: str | Path) -> DiT | Router | DiffusersExpert:
-    """Read what `save_network` wrote; a tensor that does not fit is refused by name."""
+    """Load a network that `save_network` wrote; raise an error if a tensor does not fit."""
     file = Path(folder) / CONFIG_FILE
     if not file.is_file():
         raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     config = read_network(json.loads(file.read_text(encoding="utf-8")))
     state = without_retired(read_weights(Path(folder) / WEIGHTS_FILE))
     native = not isinstance(config, DiffusersConfig)
-    # A native network stores all it needs and skips its own initialisation; diffusers models have unsaved buffers.
+    # DiT and router store all their buffers, so initialization can be skipped on the meta device. Diffusers models have
+    # buffers that are not saved.
     with torch.device("meta" if native else "cpu"):
         network = build(config)
     check_fit(state, network.state_dict(), f"the network of {file}")

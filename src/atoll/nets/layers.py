@@ -1,4 +1,4 @@
-"""The layers of expert and router. Shapes are (batch, tokens, width) for everything in a block."""
+"""The layers of experts and router. Inside a block, tensors have shape (batch, tokens, width)."""
 
 import math
 import platform
@@ -9,24 +9,26 @@ from torch.nn import functional
 
 from atoll.nets.conditioning import check_labels
 
+# As in DiT and PixArt, whose checkpoints must load.
 FREQUENCIES = 256
-"""Features of the sinusoidal time embedding, half of them cosines, half sines."""
+"""Number of features of the sinusoidal timestep embedding, half of them cosines, half sines."""
 
 Text = Tensor | tuple[Tensor, Tensor] | None
-"""What a block attends to: text tokens, their keys and values computed before, or nothing."""
+"""The text input of a block: tokens, precomputed keys and values, or None."""
 
 
-def time_features(time: Tensor, shift: int = 0) -> Tensor:
-    """Cosines, then sines, of time · 10000^(-i / (half - shift)) for a network time on the 0..1000 scale."""
+def time_features(timestep: Tensor, shift: int = 0) -> Tensor:
+    """Return cosines, then sines, of timestep · 10000^(-i / (half - shift)), for timesteps (batch,) from 0 to 1000."""
     half = FREQUENCIES // 2
-    # In this order of operations, for at time 1000 a rounding of the frequency is 1000 times as large in the angle.
-    exponents = -math.log(10000.0) * torch.arange(half, dtype=torch.float32, device=time.device) / (half - shift)
-    angles = time.float()[:, None] * torch.exp(exponents)
+    # Keep this order of operations: at timestep 1000, a rounding error of the frequency is 1000 times as large in the
+    # angle, so another order would not reproduce released checkpoints.
+    exponents = -math.log(10000.0) * torch.arange(half, dtype=torch.float32, device=timestep.device) / (half - shift)
+    angles = timestep.float()[:, None] * torch.exp(exponents)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 def sincos_positions(width: int, rows: int, columns: int, *, base: int, scale: float = 1.0) -> Tensor:
-    """2-D sine-cosine positions, (1, rows · columns, width): the first half tells the column, the second the row.
+    """Return 2-D sine-cosine positions (1, rows · columns, width): first half for the column, second for the row.
 
     A grid of another size than base × base is stretched over the same range of coordinates, as if the positions were
     interpolated; `scale` shrinks that range.
@@ -44,31 +46,33 @@ def sincos_positions(width: int, rows: int, columns: int, *, base: int, scale: f
 
 
 def is_sincos(table: Tensor, grid: int, scale: float = 1.0) -> Tensor:
-    """Whether a stored table of grid × grid positions has the values of the formula, as a tensor: no branch needed."""
+    """Return whether a stored table of grid × grid positions equals the formula, as a bool tensor without a branch."""
     made = sincos_positions(table.shape[-1], grid, grid, base=grid, scale=scale).to(table.device)
     table = table.float()
-    # A table that half precision holds exactly was rounded to it.
+    # A table that is exactly representable in half precision was rounded to it: allow for that rounding error.
     halves = [(table == table.to(kind)).all() * torch.finfo(kind).eps for kind in (torch.bfloat16, torch.float16)]
     tolerance = 1e-5 + (1e-5 + torch.stack(halves).amax()) * made.abs()
     return ((table - made).abs() <= tolerance).all()
 
 
 def resized_positions(table: Tensor, grid: int, rows: int, *, columns: int) -> Tensor:
-    """A learned table of grid × grid positions, interpolated to another grid."""
+    """Interpolate a learned table of grid × grid positions to another grid."""
     image = table.transpose(1, 2).reshape(1, -1, grid, grid)
     resized = functional.interpolate(image, (rows, columns), mode="bicubic", align_corners=False)
     return resized.flatten(2).transpose(1, 2)
 
 
-def check_input(x: Tensor, time: Tensor, channels: int, *, patch: int) -> tuple[int, int]:
-    """Check an image batch and its times; return the rows and columns of the token grid."""
+def check_input(x: Tensor, timestep: Tensor, channels: int, *, patch: int) -> tuple[int, int]:
+    """Check an image batch and its timesteps; return the rows and columns of the token grid."""
     if x.ndim != 4 or x.shape[1] != channels or x.shape[2] % patch or x.shape[3] % patch:
         raise ValueError(
             f"got an image of shape {tuple(x.shape)}, expected (batch, {channels}, height, width) with sides that are "
             f"multiples of the patch, {patch}"
         )
-    if time.numel() not in (1, len(x)):
-        raise ValueError(f"got times of shape {tuple(time.shape)}, expected ({len(x)},) or one time for the batch")
+    if timestep.numel() not in (1, len(x)):
+        raise ValueError(
+            f"got timesteps of shape {tuple(timestep.shape)}, expected ({len(x)},) or one timestep for the batch"
+        )
     return x.shape[2] // patch, x.shape[3] // patch
 
 
@@ -79,14 +83,16 @@ def check_width(name: str, part: Tensor, width: int) -> None:
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """(batch, channels, height, width) to (batch, tokens, channels · patch · patch), in the order of a convolution."""
+    """Reshape (batch, channels, height, width) to (batch, tokens, channels · patch · patch)."""
+    # Channels first within a token, as in the weight of a convolution: a patch embedding by convolution then becomes a
+    # linear layer by a reshape of its weight.
     batch, channels, height, width = images.shape
     blocks = images.reshape(batch, channels, height // patch, patch, width // patch, patch)
     return blocks.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * patch * patch)
 
 
 def unpatchify(tokens: Tensor, patch: int, rows: int, *, columns: int) -> Tensor:
-    """(batch, tokens, patch · patch · channels) back to (batch, channels, height, width)."""
+    """Reshape (batch, tokens, patch · patch · channels) to (batch, channels, height, width); channels come last."""
     batch, _, features = tokens.shape
     channels = features // (patch * patch)
     blocks = tokens.reshape(batch, rows, columns, patch, patch, channels)
@@ -94,7 +100,7 @@ def unpatchify(tokens: Tensor, patch: int, rows: int, *, columns: int) -> Tensor
 
 
 class TimeEmbedding(nn.Module):
-    """Sinusoidal features of the network time through a two-layer SiLU perceptron."""
+    """Sinusoidal features of the timestep and a two-layer SiLU perceptron."""
 
     def __init__(self, width: int, frequency_shift: int = 0) -> None:
         super().__init__()
@@ -102,21 +108,21 @@ class TimeEmbedding(nn.Module):
         self.inner = nn.Linear(FREQUENCIES, width)
         self.outer = nn.Linear(width, width)
 
-    def forward(self, time: Tensor) -> Tensor:
-        """(batch,) to (batch, width)."""
-        features = time_features(time, self.frequency_shift).to(self.inner.weight.dtype)
+    def forward(self, timestep: Tensor) -> Tensor:
+        """Map (batch,) to (batch, width)."""
+        features = time_features(timestep, self.frequency_shift).to(self.inner.weight.dtype)
         embedding: Tensor = self.outer(functional.silu(self.inner(features)))
         return embedding
 
     def init_weights(self) -> None:
-        """As in DiT: normal weights of deviation 0.02, no bias."""
+        """Initialize as in DiT: normal weights with standard deviation 0.02, zero biases."""
         for linear in (self.inner, self.outer):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
 
 
 class Embedder(nn.Module):
-    """The vector that modulates the blocks: time, plus class label and pooled text where the network knows them."""
+    """The vector that modulates the blocks: timestep, plus class label and pooled text if the network takes them."""
 
     def __init__(self, width: int, num_classes: int = 0, pooled_width: int = 0, *, frequency_shift: int = 0) -> None:
         super().__init__()
@@ -127,7 +133,7 @@ class Embedder(nn.Module):
         self.null_pooled = nn.Parameter(torch.empty(pooled_width)) if pooled_width else None
 
     def condition(self, label: Tensor | None, pooled: Tensor | None, dropped: Tensor | None) -> Tensor | None:
-        """What label and pooled text add to the time embedding, (batch or 1, width); None if it knows neither."""
+        """Return the sum of label and pooled text embeddings, (batch or 1, width); None if it takes neither."""
         total: Tensor | None = None
         if self.labels is not None:
             null = self.labels.num_embeddings - 1
@@ -136,7 +142,7 @@ class Embedder(nn.Module):
             else:
                 check_labels(label, null)
                 label = label if dropped is None else torch.where(dropped, null, label)
-            total = self.labels(torch.where(label < 0, null, label))  # a sample without a label has -1
+            total = self.labels(torch.where(label < 0, null, label))  # images without a label have -1
         if self.pooled is not None and self.null_pooled is not None:
             if pooled is None:
                 pooled = self.null_pooled[None]
@@ -148,13 +154,13 @@ class Embedder(nn.Module):
             total = projected if total is None else total + projected
         return total
 
-    def forward(self, time: Tensor, condition: Tensor | None) -> Tensor:
-        """The modulating vector, (batch or 1, width)."""
-        embedding: Tensor = self.time(time)
+    def forward(self, timestep: Tensor, condition: Tensor | None) -> Tensor:
+        """Return the modulating vector, (batch or 1, width)."""
+        embedding: Tensor = self.time(timestep)
         return embedding if condition is None else embedding + condition
 
     def init_weights(self) -> None:
-        """As in DiT: normal weights of deviation 0.02."""
+        """Initialize as in DiT: normal weights with standard deviation 0.02."""
         self.time.init_weights()
         if self.labels is not None:
             nn.init.normal_(self.labels.weight, std=0.02)
@@ -165,30 +171,30 @@ class Embedder(nn.Module):
 
 
 def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, *, eps: float) -> Tensor:
-    """LayerNorm(x) · (1 + scale) + shift with shift and scale of shape (batch or 1, width)."""
-    if shift.shape[0] == 1:  # the whole batch shares one time: the modulation is the norm's own affine map, one pass
+    """Return LayerNorm(x) · (1 + scale) + shift, with shift and scale of shape (batch or 1, width)."""
+    if shift.shape[0] == 1:  # one timestep for the whole batch: the modulation is the affine map of one fused LayerNorm
         return functional.layer_norm(x, x.shape[-1:], 1 + scale[0], shift[0], eps)
     return torch.addcmul(shift[:, None], functional.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale[:, None])
 
 
 class TableModulation(nn.Module):
-    """AdaLN-Single: a learned table added to what the shared block made of the time."""
+    """AdaLN-Single: a learned table per block, added to the output of one projection that all blocks share."""
 
     def __init__(self, width: int, vectors: int) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.empty(vectors, width))
 
     def forward(self, shared: Tensor) -> Tensor:
-        """(batch or 1, vectors or 1, width) to (batch or 1, vectors, width)."""
+        """Map (batch or 1, vectors or 1, width) to (batch or 1, vectors, width)."""
         return shared + self.table
 
     def init_weights(self) -> None:
-        """As in PixArt-alpha."""
+        """Initialize as in PixArt-alpha."""
         nn.init.normal_(self.table, std=self.table.shape[-1] ** -0.5)
 
 
 class LinearModulation(nn.Module):
-    """AdaLN-Zero: a projection of its own for every block, zero at the start so that the block is the identity."""
+    """AdaLN-Zero: one projection per block, initialized with zeros so that the block starts as the identity."""
 
     def __init__(self, width: int, vectors: int) -> None:
         super().__init__()
@@ -196,11 +202,11 @@ class LinearModulation(nn.Module):
         self.linear = nn.Linear(width, vectors * width)
 
     def forward(self, activated: Tensor) -> Tensor:
-        """SiLU of the embedding, (batch or 1, width), to (batch or 1, vectors, width)."""
+        """Map the SiLU of the embedding, (batch or 1, width), to (batch or 1, vectors, width)."""
         return self.linear(activated).unflatten(-1, (self.vectors, -1))  # type: ignore[no-any-return]
 
     def init_weights(self) -> None:
-        """As in DiT."""
+        """Initialize with zeros, as in DiT."""
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -219,9 +225,10 @@ EMULATES_BFLOAT16 = _emulates_bfloat16()
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None) -> Tensor:
-    """Scaled dot-product attention over (batch, heads, tokens, head width)."""
+    """Return scaled dot-product attention over (batch, heads, tokens, head width)."""
     if EMULATES_BFLOAT16 and queries.dtype == torch.bfloat16 and queries.is_cpu and torch.is_grad_enabled():
-        # There the backward pass in bfloat16 takes three to four times as long as in float32 with the casts.
+        # Measured: without bfloat16 instructions, the backward pass in bfloat16 takes three to four times as long as
+        # in float32 with the casts.
         with torch.autocast("cpu", enabled=False):
             return functional.scaled_dot_product_attention(
                 queries.float(), keys.float(), values.float(), attn_mask=mask
@@ -230,7 +237,7 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | N
 
 
 class _Attention(nn.Module):
-    """What both attentions share: heads and the optional norm of queries and keys."""
+    """Base of both attentions: heads, output projection, and the optional norm of queries and keys."""
 
     def __init__(self, width: int, heads: int, qk_norm: bool) -> None:
         super().__init__()
@@ -240,7 +247,7 @@ class _Attention(nn.Module):
         self.key_norm = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Attention over (batch, heads, tokens, head width), joined and projected."""
+        """Apply attention over (batch, heads, tokens, head width), join the heads, and project."""
         joined = attention(queries, keys, values, mask=mask)
         return self.out(joined.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -253,7 +260,7 @@ class SelfAttention(_Attention):
         self.qkv = nn.Linear(width, 3 * width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
+        """Map (batch, tokens, width) to the same shape."""
         parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         queries, keys, values = (part.transpose(1, 2) for part in parts)
         if self.query_norm is not None and self.key_norm is not None:
@@ -270,13 +277,13 @@ class CrossAttention(_Attention):
         self.key_value = nn.Linear(width, 2 * width)
 
     def keys_values(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of text tokens, each (batch, heads, length, head width)."""
+        """Return keys and values of text tokens, each (batch, heads, length, head width)."""
         parts = self.key_value(text).unflatten(-1, (2, self.heads, -1)).unbind(2)
         keys, values = (part.transpose(1, 2) for part in parts)
         return (keys if self.key_norm is None else self.key_norm(keys)), values
 
     def forward(self, x: Tensor, text: Tensor | tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """(batch, tokens, width) to the same."""
+        """Map (batch, tokens, width) to the same shape."""
         queries = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         if self.query_norm is not None:
             queries = self.query_norm(queries)
@@ -293,12 +300,12 @@ class Mlp(nn.Module):
         self.outer = nn.Linear(hidden, out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, width) to (…, out)."""
+        """Map (…, width) to (…, out)."""
         return self.outer(functional.gelu(self.inner(x), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """Modulated self-attention, cross-attention without norm and gate (as PixArt and Paris have it), modulated MLP."""
+    """Modulated self-attention, cross-attention without norm and gate (as in PixArt and Paris), modulated MLP."""
 
     def __init__(
         self,
@@ -319,7 +326,10 @@ class Block(nn.Module):
         self.mlp = Mlp(width, hidden, width)
 
     def forward(self, x: Tensor, conditioning: Tensor, text: Text = None, *, mask: Tensor | None = None) -> Tensor:
-        """`conditioning` is what this block's modulation takes: the shared vectors, or SiLU of the embedding."""
+        """Map tokens x (batch, tokens, width) to the same shape.
+
+        `conditioning` is the input of the modulation of this block: the shared vectors, or SiLU of the embedding.
+        """
         vectors = self.modulation(conditioning).to(x.dtype)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = vectors.unbind(1)
         x = torch.addcmul(x, gate[:, None], self.attention(modulated_norm(x, shift, scale, eps=self.norm_eps[0])))
@@ -330,7 +340,7 @@ class Block(nn.Module):
 
 
 def init_linears(module: nn.Module) -> None:
-    """Xavier-uniform weights and no bias for every linear layer, ones for norms: the ground DiT starts from."""
+    """Initialize linear layers with Xavier-uniform weights and zero biases, and norms with ones, as DiT does first."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             nn.init.xavier_uniform_(part.weight)

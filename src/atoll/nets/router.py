@@ -1,4 +1,4 @@
-"""The router: a DiT with a CLS token that tells which cluster a noisy image came from."""
+"""The router: a DiT with a CLS token that predicts which cluster a noisy image came from."""
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,19 @@ from atoll.nets.layers import (
 )
 
 RETIRED = ("log_prior", "balanced")
-"""Tensors in the files of older routers that no router has any more; they are left out when a file is read.
+"""Tensors in files of older routers that are ignored when a file is read.
 
-`log_prior` was added to the logits if `balanced` was true, which it was in no router that Atoll trained.
+`log_prior` was added to the logits if `balanced` was true, which was never the case for routers trained with Atoll.
 """
 
 
 def without_retired(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a router's file without the retired ones."""
+    """Return the tensors of a router file without the retired ones."""
     return {name: tensor for name, tensor in state.items() if name not in RETIRED}
 
 
 class Head(nn.Module):
-    """Linear, GELU, LayerNorm, GELU, Linear to one logit per expert."""
+    """Linear, GELU, LayerNorm, GELU, and Linear to one logit per expert."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -40,16 +40,16 @@ class Head(nn.Module):
         self.outer = nn.Linear(width, experts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, width) to (batch, experts)."""
+        """Map (batch, width) to (batch, experts)."""
         hidden = self.norm(functional.gelu(self.inner(x), approximate="tanh"))
         return self.outer(functional.gelu(hidden, approximate="tanh"))  # type: ignore[no-any-return]
 
 
 class Router(nn.Module):
-    """Classifier of noisy images into clusters.
+    """Classifier of noisy images (batch, channels, height, width) into clusters.
 
-    `forward` answers for the frequencies of its training batches and is what the loss takes. `logits` is what the
-    ensemble takes: the same, calibrated. Batches hold the clusters in their natural frequencies, so it has the prior.
+    The loss uses `forward`; the ensemble uses `logits`, the same divided by a calibrated temperature. Training batches
+    hold the clusters in their natural frequencies, so the logits include the prior p(k) of each cluster.
     """
 
     positions: Tensor
@@ -77,32 +77,35 @@ class Router(nn.Module):
         self.register_buffer("temperature", torch.empty(()))
         self.init_weights()
 
-    def forward(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
-        """Logits (batch, experts) under the frequencies of the training batches; `time` as for the experts."""
+    def forward(self, x: Tensor, timestep: Tensor, condition: Condition | None = None) -> Tensor:
+        """Return uncalibrated logits (batch, experts); the timesteps are as for experts."""
         condition = condition or Condition()
-        check_input(x, time, self.config.channels, patch=self.config.patch)
+        check_input(x, timestep, self.config.channels, patch=self.config.patch)
         check_rows(condition, len(x))
+        # In training, the null condition takes part in every step: see `Condition.marked`.
         if self.training:
             condition = condition.marked()
         tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype)) + self._positions_for(x)
         tokens = torch.cat([self.cls.expand(len(x), -1, -1).to(tokens.dtype), tokens], dim=1)
         added = self.embedder.condition(condition.label, condition.pooled, condition.dropped)
-        activated = functional.silu(self.embedder(time.reshape(-1).float(), added))
+        activated = functional.silu(self.embedder(timestep.reshape(-1).float(), added))
         for block in self.blocks:
             tokens = block(tokens, activated)
         return self.head(tokens[:, 0])  # type: ignore[no-any-return]
 
-    def logits(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
+    def logits(self, x: Tensor, timestep: Tensor, condition: Condition | None = None) -> Tensor:
         """Return the log posterior of the clusters up to a constant: log p(x | k) + log p(k)."""
-        logits: Tensor = self(x, time, condition).float() / self.temperature
+        logits: Tensor = self(x, timestep, condition).float() / self.temperature
         return logits
 
     def _positions_for(self, x: Tensor) -> Tensor:
-        """Positions of a grid; other grids than the native one stretch the formula, or a table learned elsewhere."""
+        """Return positions for the grid of x; for another size, stretch the formula or interpolate a learned table."""
         rows, columns = x.shape[-2] // self.config.patch, x.shape[-1] // self.config.patch
         grid = self.config.size // self.config.patch
         if (rows, columns) == (grid, grid):
             return self.positions
+        # Converted routers may store a learned table in the buffer. Both variants are computed and `where` chooses, so
+        # that the graph has no branch on values.
         made = sincos_positions(self.config.width, rows, columns, base=grid).to(self.positions)
         return torch.where(
             is_sincos(self.positions, grid), made, resized_positions(self.positions, grid, rows, columns=columns)
@@ -110,7 +113,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise as in DiT; also after `to_empty` on a router that was built on the meta device."""
+        """Initialize as in DiT; also after `to_empty` on a router that was built on the meta device."""
         init_linears(self)
         grid = self.config.size // self.config.patch
         self.positions.copy_(sincos_positions(self.config.width, grid, grid, base=grid))

@@ -1,4 +1,4 @@
-"""`atoll report RUN`: one self-contained HTML page that tells what happened in a run, pictures first."""
+"""`atoll report RUN`: one self-contained HTML page with the images, metrics and training curves of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,20 +8,21 @@ from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.ensemble import Settings, parse
-from atoll.evaluate.models import Subject, finished, subjects
+from atoll.evaluate.models import EvaluatedModel, evaluated_models, finished_jobs
 from atoll.evaluate.results import EvaluationResult
-from atoll.report.data import Findings
-from atoll.report.gallery import Showcase, choose
+from atoll.report.data import ReportData
+from atoll.report.gallery import Gallery, choose_examples
 from atoll.report.page import page
 
 __all__ = ["Options", "report"]
 
+# The routings of an evaluation by default, so that the page shows what is measured.
 ROUTINGS = ("top-1", "top-2", "full")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the page shows. None is as the last evaluation did it."""
+    """The options of the page. None means the value of the last evaluation."""
 
     prompts: tuple[str, ...] = ()
     routings: tuple[str, ...] | None = None
@@ -31,40 +32,40 @@ class Options:
 
 
 def report(run: Path, config: Config, options: Options | None = None, *, out: Path | None = None) -> Path:
-    """Write the page of a run and return where it is; pictures that are not there yet are drawn."""
-    options, findings = options or Options(), Findings.read(run, config)
-    if not findings.experts:
+    """Write the page of a run and return its path. Images that do not exist yet are sampled."""
+    options, data = options or Options(), ReportData.read(run, config)
+    if not data.experts:
         raise AtollError(f"{run} has no finished expert to report on; train with: atoll train {run} --expert K")
-    evaluation = findings.evaluation
+    evaluation = data.evaluation
     settings = _settings(evaluation, options)
-    measured = [model.routing for model in evaluation.models if model.routing] if evaluation else []
-    shown = _subjects(run, options.routings or measured or ROUTINGS)
-    routings = [subject.routing for subject in shown if subject.routing]
+    evaluated = [model.routing for model in evaluation.models if model.routing] if evaluation else []
+    models = _models(run, options.routings or evaluated or ROUTINGS)
+    routings = [model.routing for model in models if model.routing]
     settings = replace(settings, routing=routings[0] if routings else "top-1")
-    showcase = Showcase(choose(run, config.clusters.count, options.prompts), settings)
-    strips = [showcase.strip(subject) for subject in shown]
+    gallery = Gallery(choose_examples(run, config.clusters.count, options.prompts), settings)
+    rows = [gallery.row(model) for model in models]
     target = out or run / layout.REPORT_FILE
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page(findings, settings, showcase.examples, strips=strips), encoding="utf-8")
+    target.write_text(page(data, settings, gallery.examples, rows=rows), encoding="utf-8")
     return target
 
 
-def _subjects(run: Path, routings: Sequence[str]) -> list[Subject]:
-    """Whose pictures are shown: the experts together, as far as a router allows, each alone, and the dense models."""
-    there = finished(run)
-    found: list[Subject] = []
-    experts = [name for name in there if layout.is_expert(name)]
-    possible = [routing for routing in routings if "router" in there or not parse(routing).asks_router]
+def _models(run: Path, routings: Sequence[str]) -> list[EvaluatedModel]:
+    """Return the models of the gallery: the experts with each possible routing, each expert alone, dense models."""
+    jobs = finished_jobs(run)
+    found: list[EvaluatedModel] = []
+    experts = [name for name in jobs if layout.is_expert(name)]
+    possible = [routing for routing in routings if "router" in jobs or not parse(routing).needs_router]
     possible = possible if len(experts) > 1 else ["top-1"]  # one expert needs no router
     if possible:
-        found += subjects(run, ["experts"], possible)
-    found += subjects(run, ["singles"], routings) if len(experts) > 1 else []
-    return found + [Subject(run, name) for name in ("monolith", "student") if name in there]
+        found += evaluated_models(run, ["experts"], possible)
+    found += evaluated_models(run, ["singles"], routings) if len(experts) > 1 else []
+    return found + [EvaluatedModel(run, name) for name in ("monolith", "student") if name in jobs]
 
 
 def _settings(evaluation: EvaluationResult | None, options: Options) -> Settings:
-    """Return the settings of the last evaluation, unless the options say otherwise."""
+    """Return the settings of the last evaluation, with those of the options in their place."""
     protocol = evaluation and evaluation.protocol
     last = {key: getattr(protocol, key) for key in ("steps", "guidance_scale", "solver", "seed")} if protocol else {}
-    wanted = {"steps": options.steps, "guidance_scale": options.guidance_scale, "seed": options.seed}
-    return Settings(**last | {key: value for key, value in wanted.items() if value is not None})
+    given = {"steps": options.steps, "guidance_scale": options.guidance_scale, "seed": options.seed}
+    return Settings(**last | {key: value for key, value in given.items() if value is not None})

@@ -1,4 +1,4 @@
-"""Everything the report tells, gathered from the files of a run; nothing is computed here."""
+"""The data of the report, read from the files of a run."""
 
 import json
 import os
@@ -21,15 +21,16 @@ from atoll.core.metrics_file import MetricsLine, read_lines
 from atoll.core.version import __version__
 from atoll.data.dataset import Shards
 from atoll.data.stages import clusters, ingest
-from atoll.evaluate.models import finished
+from atoll.evaluate.models import finished_jobs
 from atoll.evaluate.results import EvaluationResult
 
-LABELS_LOOKED_AT = 512
+# Labels to count for the most frequent classes of a cluster: the error of a share is at most 2 %.
+COUNTED_LABELS = 512
 
 
 @dataclass(frozen=True)
 class Job:
-    """One finished network: what it declares, and its way there."""
+    """A finished training job: the content of its manifest, and its metrics."""
 
     name: str
     content: ExpertContent | RouterContent
@@ -37,77 +38,79 @@ class Job:
 
     @property
     def expert(self) -> int | None:
-        """The number of an expert; None for router, monolith and student."""
+        """The number of the expert; None for router, monolith and student."""
         return layout.expert_number(self.name)
 
     @property
     def compute(self) -> ComputeSpec:
-        """Return what its training cost."""
+        """The training cost."""
         assert self.content.compute is not None
         return self.content.compute
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The name of the job in charts and tables."""
         return self.name.capitalize() if self.expert is None else f"Expert {self.expert}"
 
     @property
     def objective(self) -> str:
-        """How it was trained, in the words of the papers."""
+        """The training objective, by its usual name."""
         if self.name in ("router", "student"):
             return {"router": "classification", "student": "distillation"}[self.name]
         assert isinstance(self.content, ExpertContent)
         objective = self.content.objective
         schedule, prediction = objective.schedule.name, objective.prediction
         names = {("linear", "velocity"): "flow matching", ("cosine", "epsilon"): "DDPM"}
-        return names.get((schedule, prediction), f"{prediction.replace('_', '-')} on the {schedule} schedule")
+        return names.get((schedule, prediction), f"{prediction.replace('_', '-')} prediction, {schedule} schedule")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One part of the data."""
+    """One cluster of the data."""
 
     number: int
     size: int
+    """Number of training images."""
     held_out: int
+    """Number of held-out images."""
     sheet: Image.Image
-    mostly: str | None
+    common_classes: str | None
     """Its most frequent classes, if the data has classes."""
 
 
 @dataclass(frozen=True)
-class Findings:
-    """A run, as the report sees it."""
+class ReportData:
+    """All data of a run that the report shows."""
 
     run: Path
     config: Config
     jobs: list[Job]
-    """All finished networks."""
+    """All finished jobs."""
     clusters: list[Cluster]
-    """The partition; empty on a machine that has none of the preparation."""
+    """The clusters; empty if the prepared data is on another machine."""
     evaluation: EvaluationResult | None
     """The last evaluation."""
-    makers: list[str]
-    """Who made the images, under which license, where the source says so."""
+    attributions: list[str]
+    """Authors and licenses of the training images, if the source names them."""
 
     @classmethod
     def read(cls, run: Path, config: Config) -> Self:
         """Read a run."""
-        jobs = [_read_job(run, name) for name in finished(run)]
-        return cls(run, config, jobs, _read_clusters(run), EvaluationResult.read(run), _read_makers(run))
+        jobs = [_read_job(run, name) for name in finished_jobs(run)]
+        return cls(run, config, jobs, _read_clusters(run), EvaluationResult.read(run), _read_attributions(run))
 
     def job(self, name: str) -> Job | None:
-        """A finished network by name."""
+        """Return a finished job by name; None if there is none."""
         return next((job for job in self.jobs if job.name == name), None)
 
     @property
     def experts(self) -> list[Job]:
-        """The finished experts."""
+        """The finished jobs of experts."""
         return [job for job in self.jobs if job.expert is not None]
 
     @property
-    def pictures(self) -> int | None:
-        """Number of training pictures."""
+    def num_images(self) -> int | None:
+        """The number of training images; None if the prepared data is on another machine."""
         return sum(cluster.size for cluster in self.clusters) or None
 
 
@@ -124,13 +127,13 @@ def _read_clusters(run: Path) -> list[Cluster]:
     sizes = artifact.read(CLUSTERS).sizes
     sheets = [Image.open(artifact.path(f"cluster_{number:03d}.png")) for number in range(len(sizes["train"]))]
     rows = enumerate(zip(sizes["train"], sizes["held-out"], sheets, strict=True))
-    return [Cluster(number, size, out, sheet, _mostly(run, number)) for number, (size, out, sheet) in rows]
+    return [Cluster(number, size, out, sheet, _common_classes(run, number)) for number, (size, out, sheet) in rows]
 
 
-def _mostly(run: Path, cluster: int) -> str | None:
-    """Name the two most frequent classes of a cluster."""
+def _common_classes(run: Path, cluster: int) -> str | None:
+    """Return the two most frequent classes of a cluster with their shares."""
     shards = Shards.open(run, [cluster])
-    names, count = shards.content.labels, min(LABELS_LOOKED_AT, len(shards))
+    names, count = shards.content.labels, min(COUNTED_LABELS, len(shards))
     if not names or not count:
         return None
     labels = shards.read(np.linspace(0, len(shards) - 1, count).round()).label.tolist()
@@ -138,23 +141,24 @@ def _mostly(run: Path, cluster: int) -> str | None:
     return " and ".join(f"{name} ({number / count:.0%})" for name, number in common) or None
 
 
-def _read_makers(run: Path) -> list[str]:
+def _read_attributions(run: Path) -> list[str]:
     artifact = Artifact(run, ingest.NAME)
     if artifact.manifest() is None:
         return []
-    column = pq.read_table(artifact.path(ingest.SAMPLES), columns=["attributes"])["attributes"]
+    column = pq.read_table(artifact.path(ingest.IMAGES), columns=["attributes"])["attributes"]
     found = [json.loads(text) for text in column.unique().to_pylist()]
-    told = {(row["attribution"], row.get("license", "license unknown")) for row in found if "attribution" in row}
-    return [f"{maker} ({license})" for maker, license in sorted(told)]
+    named = {(row["attribution"], row.get("license", "license unknown")) for row in found if "attribution" in row}
+    return [f"{author} ({license})" for author, license in sorted(named)]
 
 
 def machine() -> str:
-    """The machine and the software, in a line."""
+    """Return the machine and the software in one line."""
     name = platform.processor() or platform.machine()
+    # platform.processor() is empty on most Linux systems.
     table = Path("/proc/cpuinfo")
     if table.is_file():
         lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
         name = lines[0].partition(":")[2].strip() if lines else name
     devices = f", {torch.accelerator.device_count()} accelerators" if torch.accelerator.is_available() else ""
     software = f"Atoll {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{os.cpu_count()} cores of {name}{devices}; {platform.system()}; {software}"
+    return f"{name}, {os.cpu_count()} cores{devices}; {platform.system()}; {software}"

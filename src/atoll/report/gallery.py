@@ -1,6 +1,6 @@
-"""The pictures of the report: a few prompts, and what every model of the run makes of them from the same noise.
+"""The images of the report: a few prompts, and the images of every model for them, from the same noise.
 
-Each model's pictures are an artifact below `RUN/evaluation/showcase`, so the same report again draws nothing.
+The images of each model are an artifact below `RUN/evaluation/gallery`, so writing the report again samples nothing.
 """
 
 from collections.abc import Sequence
@@ -22,22 +22,23 @@ from atoll.data.stages.latents import open_codec
 from atoll.ensemble import Settings, parse
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.generated import Prompts
-from atoll.evaluate.models import Subject
+from atoll.evaluate.models import EvaluatedModel
 from atoll.evaluate.results import Split
 
-GALLERY = Kind("showcase", Content)
-FILE = "pictures.safetensors"
+GALLERY = Kind("gallery", Content)
+FILE = "images.safetensors"
 SPLITS: tuple[Split, ...] = ("train", "held-out")
+# The autoencoder is opened once for all examples.
 _codec = cache(open_codec)
-OF_EACH = {"train": 2, "held-out": 1}
-"""Examples of each cluster, if nobody says which."""
+# Examples of each cluster if no prompts are given: with eight clusters 24 columns, which still fit a page.
+EXAMPLES_PER_CLUSTER = {"train": 2, "held-out": 1}
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One column of the report: what is asked for, and the real picture with that caption, if there is one."""
+    """One column of the gallery: a prompt, and the real image with this caption if there is one."""
 
-    told: str
+    prompt: str
     cluster: int | None = None
     split: str | None = None
     real: Image.Image | None = None
@@ -45,23 +46,23 @@ class Example:
 
 
 @dataclass(frozen=True, eq=False)
-class Strip:
-    """What one model makes of the examples."""
+class Row:
+    """One row of the gallery: the images of one model for all examples."""
 
-    subject: Subject
-    pictures: list[Image.Image]
+    model: EvaluatedModel
+    images: list[Image.Image]
     t: Tensor | None = None
     probabilities: Tensor | None = None
-    """The router's (evaluations, examples, experts); None for a model that does not route."""
+    """The router's probabilities (evaluations, examples, experts); None for a model without a router."""
 
 
-def choose(run: Path, clusters: int, prompts: Sequence[str]) -> list[Example]:
-    """Examples for the given prompts, or a few of every cluster, some of which no training has seen."""
-    return [_wanted(run, clusters, prompt) for prompt in prompts] if prompts else _some(run, clusters)
+def choose_examples(run: Path, clusters: int, prompts: Sequence[str]) -> list[Example]:
+    """Return examples for the given prompts, or a few of every cluster, some of them held out."""
+    return [_given(run, clusters, prompt) for prompt in prompts] if prompts else _defaults(run, clusters)
 
 
-def _wanted(run: Path, clusters: int, prompt: str) -> Example:
-    """A given prompt, with its picture if it is the caption of one."""
+def _given(run: Path, clusters: int, prompt: str) -> Example:
+    """Return the example of a given prompt, with its real image if the prompt is a caption of the data."""
     for split in SPLITS:
         for cluster in range(clusters):
             shards = Shards.open(run, [cluster], split)
@@ -72,12 +73,12 @@ def _wanted(run: Path, clusters: int, prompt: str) -> Example:
     return Example(prompt, label=classes.index(prompt) if prompt in classes else None)
 
 
-def _some(run: Path, clusters: int) -> list[Example]:
+def _defaults(run: Path, clusters: int) -> list[Example]:
     found = []
     for cluster in range(clusters):
         for split in SPLITS:
             shards = Shards.open(run, [cluster], split)
-            count = min(OF_EACH[split], len(shards))
+            count = min(EXAMPLES_PER_CLUSTER[split], len(shards))
             if count:
                 rows = shuffled(np.arange(count, dtype=np.uint64), len(shards), 0, epoch=cluster)
                 found += [_example(shards, int(row), cluster, split=split) for row in rows]
@@ -85,61 +86,68 @@ def _some(run: Path, clusters: int) -> list[Example]:
 
 
 def _example(shards: Shards, row: int, cluster: int, *, split: str) -> Example:
+    # The shards hold latents, so the real image is a decoded latent. It has the losses of the autoencoder, which the
+    # generated images share.
     batch = shards.read(np.array([row]))
     codec = _codec(shards.content.latents.autoencoder)
     real = Image.fromarray(codec.decode(batch.mean.float())[0])
     label, names = int(batch.label[0]), shards.content.labels
-    told = shards.captions([row])[0] if shards.content.text else None
-    return Example(told or (names[label] if names else "anything"), cluster, split, real, label if names else None)
+    caption = shards.captions([row])[0] if shards.content.text else None
+    prompt = caption or (names[label] if names else "unconditional")
+    return Example(prompt, cluster, split, real, label if names else None)
 
 
 @dataclass(frozen=True)
-class Showcase:
-    """Draws strips of the same examples, under the same settings, from the same noise."""
+class Gallery:
+    """Rows of images for the same examples, with the same settings and from the same noise."""
 
     examples: list[Example]
     settings: Settings
 
     @cached_property
     def prompts(self) -> Prompts:
-        """The examples as prompts; the cluster is for the oracle's routing only."""
-        captions = [example.told for example in self.examples]
+        """The examples as prompts."""
+        captions = [example.prompt for example in self.examples]
         labels = [example.label for example in self.examples if example.label is not None]
+        # Only the routing `oracle` uses the cluster, so 0 serves for an example without one.
         clusters = [example.cluster or 0 for example in self.examples]
         return Prompts(captions, labels if len(labels) == len(captions) else None, clusters)
 
-    def strip(self, subject: Subject) -> Strip:
-        """The pictures of one model, drawn now or before."""
-        settings = replace(self.settings, routing=subject.routing or "top-1")
-        made_from = {"networks": subject.digests(), "settings": asdict(settings), "prompts": asdict(self.prompts)}
-        artifact = keyed(subject.run, "showcase", subject.label, made_from=made_from)
+    def row(self, model: EvaluatedModel) -> Row:
+        """Return the images of one model, sampled now or before."""
+        settings = replace(self.settings, routing=model.routing or "top-1")
+        made_from = {"networks": model.digests(), "settings": asdict(settings), "prompts": asdict(self.prompts)}
+        artifact = keyed(model.run, "gallery", model.label, made_from=made_from)
         if artifact.begin(GALLERY, made_from) is None:
-            print(f"pictures of {subject.label}", flush=True)
-            artifact.write_tensors(FILE, self._draw(subject, settings))
+            print(f"sampling images of {model.label}", flush=True)
+            artifact.write_tensors(FILE, self._sample(model, settings))
             artifact.commit(Content())
         stored = load_file(artifact.path(FILE))
-        pictures = [Image.fromarray(picture) for picture in stored["pictures"].numpy()]
-        return Strip(subject, pictures, stored.get("t"), stored.get("probabilities"))
+        images = [Image.fromarray(image) for image in stored["images"].numpy()]
+        return Row(model, images, stored.get("t"), stored.get("probabilities"))
 
-    def _draw(self, subject: Subject, settings: Settings) -> dict[str, Tensor]:
-        told, clusters = self.prompts, self.prompts.clusters
-        if subject.model.startswith("expert:"):
-            # All experts are open already: the oracle is told that every picture belongs to this one's cluster.
-            number = int(subject.model.removeprefix("expert:"))
-            subject, settings = Subject(subject.run, "experts", "oracle"), replace(settings, routing="oracle")
-            clusters = [number] * len(told)
-        model, rules = subject.open(), parse(settings.routing).rules
-        told_by = model.ensemble.conditioning
-        labels = told.labels if "label" in told_by else None
-        captions = told.captions if told_by & {"text", "pooled"} else None
+    def _sample(self, model: EvaluatedModel, settings: Settings) -> dict[str, Tensor]:
+        prompts, clusters = self.prompts, self.prompts.clusters
+        if model.model.startswith("expert:"):
+            # The experts are in memory already. The oracle routing with the cluster of this expert for every image runs
+            # this expert alone, without opening it again.
+            number = int(model.model.removeprefix("expert:"))
+            model, settings = EvaluatedModel(model.run, "experts", "oracle"), replace(settings, routing="oracle")
+            clusters = [number] * len(prompts)
+        sampler, rules = model.open(), parse(settings.routing).rules
+        conditioning = sampler.ensemble.conditioning
+        labels = prompts.labels if "label" in conditioning else None
+        captions = prompts.captions if conditioning & {"text", "pooled"} else None
         if captions is None and labels is None and any(example.real is None for example in self.examples):
-            told_of = "classes" if "label" in told_by else "nothing"
-            raise AtollError(f"--prompts: the model is told {told_of}, and these are none; leave them out")
-        routed = subject.model == "experts" and len(model.ensemble.experts) > 1
-        made = model.generate(
-            captions, labels, len(told), clusters=clusters if routed else None, trace=routed, **asdict(settings)
+            if "label" in conditioning:
+                raise AtollError("--prompts: the model is conditioned on classes, and not all of these are classes")
+            raise AtollError("--prompts: the model is unconditional; leave --prompts out")
+        routed = model.model == "experts" and len(sampler.ensemble.experts) > 1
+        samples = sampler.generate(
+            captions, labels, len(prompts), clusters=clusters if routed else None, trace=routed, **asdict(settings)
         )
-        found = {"pictures": torch.from_numpy(np.stack([np.asarray(image) for image in made.images]))}
-        if made.trace is not None and all(rule.source == "router" and rule.name != "drawn" for rule in rules):
-            found |= {"t": made.trace.t, "probabilities": made.trace.probabilities.float()}
+        found = {"images": torch.from_numpy(np.stack([np.asarray(image) for image in samples.images]))}
+        # `nearest` and `oracle` have no router probabilities, and `drawn` only those of the first step.
+        if samples.trace is not None and all(rule.source == "router" and rule.name != "drawn" for rule in rules):
+            found |= {"t": samples.trace.t, "probabilities": samples.trace.probabilities.float()}
         return found

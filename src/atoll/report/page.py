@@ -1,4 +1,4 @@
-"""The whole page, from its sections."""
+"""The whole page, assembled from its sections."""
 
 import json
 import shlex
@@ -10,51 +10,54 @@ from atoll.core.layout import CONFIG_FILE
 from atoll.ensemble import Settings
 from atoll.evaluate.results import EvaluationResult, plain
 from atoll.report import images, numbers
-from atoll.report.data import Findings, machine
-from atoll.report.gallery import Example, Strip
+from atoll.report.data import ReportData, machine
+from atoll.report.gallery import Example, Row
 from atoll.report.html import section, tag
 from atoll.report.texts import GLOSSARY
 
+# The browser may load nothing from outside: prompts come from the data, and a page may be passed on.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""What a browser may load for the page: nothing that is not inside it."""
-PARTS = {
-    "pictures": "Pictures",
-    "clusters": "Data",
+NAVIGATION = {
+    "images": "Images",
+    "clusters": "Clusters",
     "routing": "Routing",
     "training": "Training",
-    "figures": "Figures",
+    "metrics": "Metrics",
     "diagnostics": "Diagnostics",
-    "measured": "How measured",
+    "reproduce": "Reproduce",
 }
 
 
-def page(findings: Findings, settings: Settings, examples: list[Example], *, strips: list[Strip]) -> str:
-    """One self-contained document; pictures first."""
-    mixed = [strip for strip in strips if strip.subject.model == "experts"]
-    singles = [strip for strip in strips if strip.subject.model.startswith("expert:")]
-    shared = [strip for strip in strips if strip not in singles]
-    first = next((strip for strip in mixed if strip.subject.routing == settings.routing), None)
-    jobs = [job for job in findings.experts if f"expert:{job.expert}" in {strip.subject.model for strip in singles}]
+def page(data: ReportData, settings: Settings, examples: list[Example], *, rows: list[Row]) -> str:
+    """Return one self-contained HTML document, images first."""
+    mixed = [row for row in rows if row.model.model == "experts"]
+    singles = [row for row in rows if row.model.model.startswith("expert:")]
+    compared = [row for row in rows if row not in singles]
+    first = next((row for row in mixed if row.model.routing == settings.routing), None)
+    jobs = [job for job in data.experts if f"expert:{job.expert}" in {row.model.model for row in singles}]
     body = [
-        images.hero(findings, examples, first) if first else "",
-        images.method(findings),
-        images.strategies(findings, examples, shared),
+        images.hero(data, examples, first) if first else "",
+        images.method(data),
+        images.comparison(data, examples, compared),
         images.alone(examples, singles, jobs) if singles else "",
-        images.clusters(findings),
-        images.routing(findings, examples, next((strip for strip in mixed if strip.probabilities is not None), None)),
-        numbers.losses(findings),
-        numbers.figures(findings),
-        numbers.diagnostics(findings),
-        measured(findings, settings),
+        images.clusters(data),
+        images.routing(data, examples, next((row for row in mixed if row.probabilities is not None), None)),
+        numbers.losses(data),
+        numbers.metrics(data),
+        numbers.diagnostics(data),
+        reproduce(data, settings),
         glossary(),
     ]
-    return document(findings.run.resolve().name, body, f"{len(findings.experts)} experts, one model")
+    subtitle = f"{len(data.experts)} expert{'s' if len(data.experts) > 1 else ''}, one model"
+    return document(data.run.resolve().name, body, subtitle)
 
 
 def document(name: str, body: list[str], subtitle: str) -> str:
-    """Head, style and body."""
+    """Return the document: head, style and body."""
     style = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
-    present = [(anchor, title) for anchor, title in PARTS.items() if any(f'id="{anchor}"' in part for part in body)]
+    present = [
+        (anchor, title) for anchor, title in NAVIGATION.items() if any(f'id="{anchor}"' in part for part in body)
+    ]
     links = tag("nav", *[tag("a", title, href=f"#{anchor}") for anchor, title in present], aria_label="Sections")
     head = tag("header", tag("p", "Atoll report", class_="kicker"), tag("h1", escape(f"{name}: {subtitle}")), links)
     return (
@@ -67,65 +70,67 @@ def document(name: str, body: list[str], subtitle: str) -> str:
     )
 
 
-def measured(findings: Findings, settings: Settings) -> str:
-    """On what machine, with which settings, and the commands that repeat it."""
-    run = shlex.quote(str(findings.run))
-    experts = len(findings.experts)
+def reproduce(data: ReportData, settings: Settings) -> str:
+    """Return the section with machine, settings, and the commands that reproduce the run."""
+    run = shlex.quote(str(data.run))
+    experts = len(data.experts)
     commands = [
         f"atoll prepare {run}",
-        f"atoll train {run} --expert 0      # … to --expert {experts - 1}, in any order, on any machine",
+        f"atoll train {run} --expert K      # K = 0 to {experts - 1}, in any order, on any machine",
     ]
-    commands += [f"atoll train {run} --router"] if findings.job("router") else []
-    commands += [f"atoll train {run} --monolith --match-flops {run}"] if findings.job("monolith") else []
-    commands += [f"atoll train {run} --student"] if findings.job("student") else []
-    commands += [evaluate_command(findings.evaluation, run)] if findings.evaluation else []
+    commands += [f"atoll train {run} --router"] if data.job("router") else []
+    commands += [f"atoll train {run} --monolith --match-flops {run}"] if data.job("monolith") else []
+    commands += [f"atoll train {run} --student"] if data.job("student") else []
+    commands += [evaluate_command(data.evaluation, run)] if data.evaluation else []
     commands += [f"atoll report {run}"]
     when = (
-        f"This page was made on {date.today().isoformat()} on {machine()}. "
-        "Jobs may have run elsewhere; their times are their own."
+        f"This page was written on {date.today().isoformat()} on {machine()}. "
+        "The training jobs may have run on other machines."
     )
     how = (
-        f"Pictures on this page: {settings.steps} steps of {settings.solver}, guidance {settings.guidance_scale:g}, "
-        f"seed {settings.seed}, resolution {findings.config.data.resolution}, averaged weights."
+        f"Images on this page: {settings.steps} {settings.solver} steps, guidance scale {settings.guidance_scale:g}, "
+        f"seed {settings.seed}, resolution {data.config.data.resolution}, EMA weights."
     )
-    makers = f"Training pictures: {'; '.join(findings.makers)}." if findings.makers else ""
-    yaml = (findings.run / CONFIG_FILE).read_text(encoding="utf-8")
+    credit = f"Training images: {'; '.join(data.attributions)}." if data.attributions else ""
+    yaml = (data.run / CONFIG_FILE).read_text(encoding="utf-8")
     return section(
-        "measured",
-        "What was measured, and how to repeat it",
+        "reproduce",
+        "How to reproduce this run",
         tag("p", escape(when)),
-        tag("p", escape(f"{how} {makers}")),
+        tag("p", escape(f"{how} {credit}")),
         tag("pre", escape("\n".join(commands)), tabindex="0"),
-        tag("details", tag("summary", f"Settings of the run ({CONFIG_FILE})"), tag("pre", escape(yaml), tabindex="0")),
-        _raw(findings.evaluation) if findings.evaluation else "",
+        tag("details", tag("summary", f"Configuration ({CONFIG_FILE})"), tag("pre", escape(yaml), tabindex="0")),
+        _json(data.evaluation) if data.evaluation else "",
     )
 
 
-def _raw(evaluation: EvaluationResult) -> str:
+def _json(evaluation: EvaluationResult) -> str:
     text = json.dumps(plain(evaluation), indent=1, sort_keys=True)
-    return tag("details", tag("summary", "All figures as JSON"), tag("pre", escape(text), tabindex="0"))
+    return tag("details", tag("summary", "All metrics as JSON"), tag("pre", escape(text), tabindex="0"))
 
 
 def evaluate_command(evaluation: EvaluationResult, run: str) -> str:
-    """Return the command that gives the metrics of the page."""
+    """Return the command that computes the metrics of the page."""
     parts = [f"atoll evaluate {run}"]
     if evaluation.metrics:
         used = evaluation.metrics[0].protocol
-        how = f"--steps {used.steps} --guidance-scale {used.guidance_scale:g} --seed {used.seed} --solver {used.solver}"
-        how += f" --reference {used.reference.split} --num-real {used.reference.pictures}"
-        parts.append(f"--num-images {used.samples} {how} --extractors {' '.join(evaluation.extractors)}")
+        parts.append(f"--num-images {used.num_images} --extractors {' '.join(evaluation.extractors)}")
+        parts.append(f"--reference {used.reference.split} --num-real {used.reference.num_images}")
+        settings = f"--steps {used.steps} --solver {used.solver} --guidance-scale {used.guidance_scale:g}"
+        parts.append(f"{settings} --seed {used.seed}")
     if spread := evaluation.diversity:
         seeds = spread.protocol.seeds_per_prompt
-        parts.append(f"--diversity {spread.protocol.samples // seeds} {seeds}")
+        parts.append(f"--diversity {spread.protocol.num_images // seeds} {seeds}")
     parts.append(f"--models {' '.join(dict.fromkeys(model.model for model in evaluation.models))}")
     if routings := [model.routing for model in evaluation.models if model.routing]:
         parts.append(f"--routings {' '.join(routings)}")
     if evaluation.prompts == "train":
         parts.append("--prompts train")
-    return " ".join([*parts, "--allow-small"])
+    # Without this option the same command would fail on a small set.
+    return " \\\n    ".join([*parts, "--allow-small"])
 
 
 def glossary() -> str:
-    """The words, once more, for readers without a mouse."""
+    """Return the glossary, for readers without a mouse."""
     rows = [tag("dt", escape(term)) + tag("dd", escape(text)) for term, text in GLOSSARY.items()]
     return tag("section", tag("details", tag("summary", "Glossary"), tag("dl", *rows)), id="glossary")

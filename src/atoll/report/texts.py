@@ -1,98 +1,105 @@
-"""What the page says in words. Text in braces is filled in; [brackets] mark words of the glossary."""
+"""The texts of the page. Text in braces is filled in; [brackets] mark terms of the glossary."""
 
+# Terms that a newcomer may not know. They are explained on hover and at the end of the page.
 GLOSSARY = {
-    "expert": "A diffusion network that was trained on one cluster only.",
-    "router": "A small network that looks at a noisy picture and says from which clusters it may come.",
-    "monolith": "One ordinary network, trained on all data with as many FLOPs as all experts together.",
-    "student": "One network that learned from the finished experts.",
-    "cluster": "Pictures that look alike to a vision network; one part of the data.",
-    "FID": "Frechet distance between real and made pictures in the features of the Inception network. Lower is better.",
-    "KID": "Kernel distance between real and made pictures, unbiased for few samples. Lower is better.",
-    "diversity": "Mean distance between pictures of one prompt made from different noise. Higher is more varied.",
-    "FLOPs": "Floating-point operations: how much arithmetic it took, whatever the machine.",
-    "floor": "What real pictures get when measured against other real ones: as many as were sampled, or half of them.",
-    "flow matching": "Training a network to say in which direction to move a noisy picture.",
-    "DDPM": "Training a network to say which noise was added to a picture. The older of the two ways.",
-    "guidance_scale": "How strongly the prompt is followed.",
-    "top-1": "At every step the one expert that the router finds most probable.",
-    "top-2": "At every step the two most probable experts, weighted by their probability.",
-    "full": "All experts at every step, weighted by their probability.",
+    "expert": "A diffusion model that was trained on one cluster only.",
+    "router": "A small classifier that predicts which cluster a noisy image comes from.",
+    "monolith": "One dense network trained on all clusters: the baseline for the experts.",
+    "student": "One dense network, distilled from the trained experts.",
+    "cluster": "One part of the training images. Each expert is trained on one cluster.",
+    "held-out": "Not used for training.",
+    "FID": "Frechet distance between generated and real images in Inception features. Lower is better.",
+    "KID": "Kernel distance between generated and real images; unbiased for small sets. Lower is better.",
+    "precision": "Share of generated images that lie close to real images in feature space. Higher is better.",
+    "recall": "Share of real images that lie close to generated images in feature space. Higher is better.",
+    "diversity": "Mean perceptual distance between images of one prompt with different noise. Higher is more diverse.",
+    "held-out error": "Mean squared error of the predicted velocity on held-out images. Lower is better.",
+    "real-vs-real baseline": "The same metrics between two disjoint sets of real images. They show the bias and noise "
+    "of these set sizes.",
+    "FLOPs": "Floating-point operations: the amount of computation, independent of the hardware.",
+    "flow matching": "Training objective: predict the velocity from data to noise.",
+    "DDPM": "Training objective: predict the noise that was added to an image.",
+    "guidance scale": "Strength of classifier-free guidance; 1 disables it.",
+    "top-1": "Routing: each step uses the most probable expert.",
+    "top-2": "Routing: each step uses the two most probable experts, weighted by their probabilities.",
+    "full": "Routing: each step uses all experts, weighted by their probabilities.",
 }
-"""Words that a newcomer may not know; they explain themselves on hover, and at the end of the page."""
 
 LEAD = """
-{experts} networks were trained on {experts} different parts of {data}. None saw the others’ part, and they exchanged
-nothing. Asked together ({routing} routing), they act as one model, and this is what it makes of these words:
+This model consists of {experts}. Each [expert] is a diffusion model, trained on one [cluster] of {data}. During
+training the experts exchanged no data, no gradients and no weights. Combined with {routing} routing, they generate
+these images:
 """
 
 METHOD = """
-The pictures are sorted into [cluster]s of things that look alike. Each cluster trains its own [expert]: a diffusion
-network that learns to turn noise into such pictures, step by step. The experts can be trained on different machines, at
-different times, even in different ways, because they never talk to each other. A [router], a small network, learns to
-tell from a noisy picture which clusters it may come from. To make a picture, start with noise; at every step the router
-says which experts are to be asked, and their answers, weighted, are the next step. The [monolith] is what one would do
-without all this: one network, all the data.
+The training images are divided into [cluster]s, and one [expert] is trained on each cluster. The experts do not
+communicate, so they can be trained on different machines, at different times and with different objectives. A [router]
+is trained separately to predict the cluster of a noisy image. Sampling starts from noise. At each step, the router’s
+probabilities are the weights of the experts’ velocities:
 """
+EQUATION = "v(xₜ, t) = Σₖ p(k | xₜ, t) · vₖ(xₜ, t)"
+BASELINE = "The [monolith] is the baseline: one dense network, trained on all images."
 
-SAME_NOISE = "Every column starts from the same noise, so pictures of one column can be compared."
-SOME_UNSEEN = "Prompts marked * were never seen in training; the others are captions of training pictures."
-ALL_SEEN = "All prompts are captions of training pictures, so a network may simply remember them."
+SAME_NOISE = "All images of a column start from the same noise, so you can compare the models directly."
+SOME_HELD_OUT = "Prompts marked * are [held-out]; the others belong to training images."
+ALL_TRAINED = "All prompts belong to training images, so a model may reproduce memorized images."
 
 ALONE = """
-An expert answers every prompt with what it knows. Outlined pictures belong to the expert’s own cluster; elsewhere it
-guesses. This is why a router is needed.
+Each row shows one expert alone, without routing. An outline marks prompts from the expert’s cluster. The expert has no
+training images for the other prompts, which is why the ensemble needs routing.
 """
 
 CLUSTERS = {
-    "features": """
-A vision network looked at every picture, and pictures that look alike to it went together. Nobody named the parts.
-""",
-    "labels": "Classes that look alike went together.",
-    "random": "The pictures were dealt out at random, for comparison.",
+    "features": "Images with similar features in a vision network form a cluster. No labels were used.",
+    "labels": "Classes were grouped into clusters.",
+    "random": "Images were assigned to clusters at random, as a baseline.",
 }
 
 ROUTING = """
-Each band is one picture on its way from pure noise (left) to the finished picture (right). The colours show how
-probable the router finds each expert at that step.
+Each band shows one image from pure noise (left) to the final image (right). The colors are the router’s probabilities
+of the experts at each step.
 """
-ROUTER_READS = "This router also reads the prompt, so it has an opinion from the start."
-ROUTER_LOOKS = "This router sees the noisy picture only, so at the left it cannot know."
+ROUTER_CONDITIONED = (
+    "This router is conditioned on the prompt, so its probabilities are informative from the first step."
+)
+ROUTER_UNCONDITIONED = "The only input of this router is the noisy image, so pure noise gives no information."
 
 LOSSES = """
-Each line falls as a network learns. Losses of different kinds measure different things, so each kind has its chart.
+Training loss by images seen. Losses of different objectives are not comparable, so each objective has a separate chart.
 """
 
 COSTS = """
-Training seconds add up over all networks of a row; in brackets the longest single job, which is what it takes with one
-machine for each. Memory is that of the largest training job, estimated. FLOPs, time and weights of a picture count
-all networks that its making needs.
+Training time is the sum over all networks of a row; the longest single job, in parentheses, is the time with one
+machine per network. Training memory is an estimate for the largest job. FLOPs, time and weights per image include all
+networks that sampling uses.
 """
 
-FEW = (
-    "Distances of so few pictures are too large, and the floor shows by how much: compare them within this table only."
-)
+SMALL_SETS = """
+The Frechet distance of finite sets is biased upward; the real-vs-real baseline shows by how much. Compare metrics
+within this table only.
+"""
 
 ROUTER = """
-On held-out pictures the router names the right cluster in {accuracy} of cases over all times. The more noise, the less
-the picture tells. Where confidence and accuracy agree, its probabilities can be trusted.
+The router predicts the correct cluster for {accuracy} of the [held-out] images, averaged over all noise levels. Where
+confidence equals accuracy, its probabilities are well calibrated.
 """
 
 HELD_OUT = """
-Error of the predicted direction on pictures that no training saw; lower is better. All models answer the
-same questions.
+Mean squared error of the predicted velocity on [held-out] images; lower is better. All models are evaluated on the same
+noisy images.
 """
 
-BY_HEART = """
-An error above {nothing:.1f} is worse than no answer at all: on pictures that they have not seen these networks are
-lost. They know their training pictures by heart, as small data and long training make them.
-"""
-
-MIXED = """
-Compare an expert with others of its kind: answers of a DDPM are held back where noise is strong, which errs less on
-strange pictures.
+MEMORIZED = """
+An error above {zero:.1f} is worse than predicting zero velocity: these networks have memorized their training images
+and do not generalize to held-out ones. This is common with little data and long training.
 """
 
 MATRIX = """
-Each expert’s error on held-out pictures of each cluster. Framed: its own. Where experts have specialised, the framed
-number is the smallest of its row.
+Error of each expert on the [held-out] images of each cluster. An outline marks the expert of the cluster. If the
+experts are specialized, the outlined value is the smallest of its row.
+"""
+
+MIXED_OBJECTIVES = """
+Compare only experts with the same objective: at high noise the conversion of a DDPM expert to a velocity shrinks its
+estimate toward the mean of the data, which lowers its error on other clusters.
 """

@@ -1,1 +1,1 @@
-"""The studio: a run behind an HTTP API and a web page; requests of all users share one loop over denoising steps."""
+"""The studio: an HTTP API and a web page for a run. All requests share one loop over denoising steps."""

@@ -1,4 +1,4 @@
-"""The HTTP API and the page, over one engine."""
+"""Routes of the HTTP API and of the web page."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,13 +18,14 @@ from atoll.core.errors import AtollError
 from atoll.core.version import __version__
 from atoll.studio import run_info, schemas
 from atoll.studio.engine import Engine
-from atoll.studio.middleware import Guard, field_of, problem
-from atoll.studio.registry import Models
-from atoll.studio.requests import EventStream, Mailbox, checked, collected
-from atoll.studio.schemas import RefusalError
+from atoll.studio.middleware import SecurityMiddleware, error_response, field_of
+from atoll.studio.registry import ModelRegistry
+from atoll.studio.requests import EventQueue, EventStream, check_request, collect_images
+from atoll.studio.schemas import ApiError
 
-OPENING_SECONDS = 20.0
-"""Time to open models before the first request is answered; those that take longer are opened meanwhile."""
+# Seconds that startup waits for the models. Most models load in less, so that the first request succeeds; larger ones
+# continue to load while the page already shows the run.
+STARTUP_SECONDS = 20.0
 PAGE = Path(__file__).parent / "page"
 _TYPES = {
     ".html": "text/html",
@@ -34,163 +35,166 @@ _TYPES = {
     ".png": "image/png",
 }
 _PNG: dict[str, object] = {"content": {"image/png": {}}}
-_FAULTS = {
-    400: "what is not JSON", 401: "a wrong token", 403: "other hosts and sites", 404: "what is not there",
-    409: "what is not possible now", 413: "too much", 422: "wrong values", 429: "too many requests",
-    503: "starting, stopping or broken",
+_ERRORS = {
+    400: "the body is not JSON", 401: "wrong or missing token", 403: "request for another host or from another site",
+    404: "not found", 409: "not possible in the current state of the run", 413: "body too large", 422: "invalid value",
+    429: "queue full", 503: "the server is starting, stopping or failed",
 }  # fmt: skip
 
 
-def _may(*statuses: int) -> dict[int | str, dict[str, object]]:
-    """The refusals that a route can answer with, for the description."""
+def _errors(*statuses: int) -> dict[int | str, dict[str, object]]:
+    """Return the error responses of a route for the OpenAPI description."""
     return {
-        status: {"model": schemas.Problem, "description": _FAULTS[status]}
+        status: {"model": schemas.ErrorResponse, "description": _ERRORS[status]}
         for status in (400, 401, 403, 413, 422, *statuses)
     }
 
 
 @dataclass(frozen=True)
 class Studio:
-    """Everything that the routes need."""
+    """The objects that the routes use."""
 
-    models: Models
+    models: ModelRegistry
     engine: Engine
     token: str | None = None
 
     def health(self) -> schemas.Health:
-        """Whether it works."""
-        state = "failed" if self.engine.failure else "stopping" if self.engine.closing else "ok"
-        why = self.engine.failure or "; ".join(self.models.trouble.values()) or None
-        ready = self.models.looked.is_set() and bool(self.models.editions())
-        return schemas.Health(status=state, version=__version__, models_ready=ready, why=why)
+        """Return the state of the server."""
+        status = "failed" if self.engine.failure else "stopping" if self.engine.closing else "ok"
+        reason = self.engine.failure or "; ".join(self.models.load_errors.values()) or None
+        ready = self.models.first_scan_done.is_set() and bool(self.models.loaded())
+        return schemas.Health(status=status, version=__version__, models_ready=ready, reason=reason)
 
 
 def create_app(studio: Studio) -> FastAPI:
-    """The application; its engine works as long as it runs."""
+    """Return the application; starting it starts the engine, and stopping it stops the engine."""
 
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncIterator[None]:
         studio.models.start()
         studio.engine.start()
-        await run_in_threadpool(studio.models.await_first, OPENING_SECONDS)
+        await run_in_threadpool(studio.models.wait_for_first_scan, STARTUP_SECONDS)
         yield
-        studio.engine.abandon()
+        studio.engine.cancel_all()
         studio.engine.join()
         studio.models.stop()
 
-    # FastAPI's own pages about the API load scripts from another host, which the content security policy forbids;
-    # /openapi.json describes the API.
+    # FastAPI's documentation pages load scripts from another host, which the content security policy forbids, so they
+    # are off. /openapi.json describes the API.
     app = FastAPI(
         title="Atoll studio", version=__version__, lifespan=running, docs_url=None, redoc_url=None,
         redirect_slashes=False,
-        description="Pictures from many experts as one model.",
+        description="Generate images with an ensemble of experts, and describe its run.",
     )  # fmt: skip
-    app.add_middleware(Guard, token=studio.token)
-    _add_faults(app)
-    _add_images(app, studio)
-    _add_facts(app, studio)
-    _add_pages(app, studio)
+    app.add_middleware(SecurityMiddleware, token=studio.token)
+    _add_error_handlers(app)
+    _add_image_routes(app, studio)
+    _add_info_routes(app, studio)
+    _add_server_routes(app, studio)
     return app
 
 
-def _add_faults(app: FastAPI) -> None:
-    """Every refusal has one form."""
+def _add_error_handlers(app: FastAPI) -> None:
+    """Give all errors, including those of FastAPI, the form of `ErrorResponse`."""
 
-    @app.exception_handler(RefusalError)
-    async def refused(_request: Request, error: RefusalError) -> Response:
-        return problem(error)
+    @app.exception_handler(ApiError)
+    async def api_error(_request: Request, error: ApiError) -> Response:
+        return error_response(error)
 
     @app.exception_handler(AtollError)
-    async def wrong(_request: Request, error: AtollError) -> Response:
-        return problem(RefusalError(409, str(error)))
+    async def library_error(_request: Request, error: AtollError) -> Response:
+        return error_response(ApiError(409, str(error)))
 
     @app.exception_handler(Exception)
-    async def broken(_request: Request, error: Exception) -> Response:
-        return problem(RefusalError(500, f"the server failed: {type(error).__name__}"))
+    async def unexpected_error(_request: Request, error: Exception) -> Response:
+        # Only the type: the message may contain paths or data that clients should not see.
+        return error_response(ApiError(500, f"the server failed: {type(error).__name__}"))
 
     @app.exception_handler(HTTPException)
-    async def http(_request: Request, error: HTTPException) -> Response:
-        answer = problem(RefusalError(error.status_code, str(error.detail)))
-        answer.headers.update(error.headers or {})
-        return answer
+    async def http_error(_request: Request, error: HTTPException) -> Response:
+        response = error_response(ApiError(error.status_code, str(error.detail)))
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: RequestValidationError) -> Response:
+    async def validation_error(_request: Request, error: RequestValidationError) -> Response:
         if error.errors()[0]["type"] == "json_invalid":
-            return problem(RefusalError(400, f"the body is not JSON: {error.errors()[0]['ctx']['error']}"))
-        faults = [(field_of(each["loc"]), str(each["msg"])) for each in error.errors()]
-        field = faults[0][0]
-        # A field that may be one thing or another has a fault for each.
-        why = " or: ".join(dict.fromkeys(message for place, message in faults if place == field))
-        return problem(RefusalError(422, f"{field}: {why}" if field else why, field))
+            return error_response(ApiError(400, f"the body is not JSON: {error.errors()[0]['ctx']['error']}"))
+        errors = [(field_of(each["loc"]), str(each["msg"])) for each in error.errors()]
+        field = errors[0][0]
+        # A field with a union type has one error for each alternative. Only the first invalid field is reported.
+        message = " or: ".join(dict.fromkeys(message for other, message in errors if other == field))
+        return error_response(ApiError(422, f"{field}: {message}" if field else message, field))
 
 
-def _add_images(app: FastAPI, studio: Studio) -> None:
+def _add_image_routes(app: FastAPI, studio: Studio) -> None:
     @app.post(
         "/v1/images",
-        response_model=schemas.ImagesAnswer,
-        responses={200: {"content": {"text/event-stream": {}}}, **_may(409, 429, 503)},
+        response_model=schemas.ImagesResponse,
+        responses={200: {"content": {"text/event-stream": {}}}, **_errors(409, 429, 503)},
     )
-    async def make_images(wanted: schemas.ImagesRequest, request: Request) -> schemas.ImagesAnswer | Response:
-        """Make pictures: one answer, or with `stream` the events queued, step, image, done, cancelled and failed."""
-        ask, edition = checked(wanted, studio.models)
-        mailbox = Mailbox()
-        ticket = studio.engine.submit(ask, edition, mailbox.post)
-        if wanted.stream:
-            return EventStream(ticket, mailbox)
-        return await collected(ticket, mailbox, request)
+    async def generate_images(body: schemas.ImagesRequest, request: Request) -> schemas.ImagesResponse | Response:
+        """Generate images: one response or, with `stream`, events queued, step, image, done, cancelled and failed."""
+        generation, model = check_request(body, studio.models)
+        events = EventQueue()
+        state = studio.engine.submit(generation, model, events.put)
+        if body.stream:
+            return EventStream(state, events)
+        return await collect_images(state, events, request)
 
-    @app.delete("/v1/images/{id}", status_code=204, response_class=Response, responses=_may(404))
+    @app.delete("/v1/images/{id}", status_code=204, response_class=Response, responses=_errors(404))
     async def cancel_images(id: Annotated[str, InPath(max_length=64)]) -> None:
-        """Cancel a request; its pictures leave at the next step."""
+        """Cancel a request before its next step."""
         if not studio.engine.cancel(id):
-            raise RefusalError(404, "there is no such request; it may have ended")
+            raise ApiError(404, "there is no request with this id; it may have ended")
 
 
-def _add_facts(app: FastAPI, studio: Studio) -> None:
-    @app.get("/v1/run", responses=_may())
-    def run() -> schemas.RunAnswer:
-        """What is served: models, experts, what can be asked for."""
+def _add_info_routes(app: FastAPI, studio: Studio) -> None:
+    @app.get("/v1/run", responses=_errors())
+    def run() -> schemas.RunResponse:
+        """Return models, experts, defaults and limits of the served run."""
         return run_info.describe_run(studio.models, studio.engine.queue, studio.token is not None)
 
-    @app.get("/v1/experts", responses=_may())
-    def experts() -> schemas.ExpertsAnswer:
-        """The experts that are finished."""
+    @app.get("/v1/experts", responses=_errors())
+    def experts() -> schemas.ExpertsResponse:
+        """Return the trained experts."""
         return run_info.describe_experts(studio.models)
 
-    @app.get("/v1/clusters", responses=_may())
-    def clusters() -> schemas.ClustersAnswer:
-        """What each expert was trained on."""
+    @app.get("/v1/clusters", responses=_errors())
+    def clusters() -> schemas.ClustersResponse:
+        """Return the clusters of the training data."""
         return run_info.describe_clusters(studio.models)
 
-    @app.get("/v1/clusters/{number}/sheet.png", response_class=FileResponse, responses={200: _PNG, **_may(404)})
-    def sheet(number: Annotated[int, InPath(ge=0, le=99999)]) -> FileResponse:
-        """Pictures of a cluster."""
-        return _file(run_info.sheet_of(studio.models, number), f"there is no picture of a cluster {number}")
+    @app.get(
+        "/v1/clusters/{number}/contact_sheet.png", response_class=FileResponse, responses={200: _PNG, **_errors(404)}
+    )
+    def contact_sheet(number: Annotated[int, InPath(ge=0, le=99999)]) -> FileResponse:
+        """Return a contact sheet of a cluster's images."""
+        return _file(run_info.contact_sheet(studio.models, number), f"there is no contact sheet of cluster {number}")
 
-    @app.get("/v1/islands", responses=_may(409))
-    def islands() -> schemas.IslandsAnswer:
-        """The jobs of the run, live."""
+    @app.get("/v1/islands", responses=_errors(409))
+    def islands() -> schemas.IslandsResponse:
+        """Return the current state of all training jobs."""
         return run_info.describe_islands(studio.models)
 
-    @app.get("/v1/islands/{job:path}/grid.png", response_class=FileResponse, responses={200: _PNG, **_may(404)})
+    @app.get("/v1/islands/{job:path}/grid.png", response_class=FileResponse, responses={200: _PNG, **_errors(404)})
     def grid(job: Annotated[str, InPath(pattern=layout.JOB_PATTERN)]) -> FileResponse:
-        """The newest grid of samples of a job."""
+        """Return the newest grid of images that a job has sampled in training."""
         run = studio.models.run
-        return _file(None if run is None else run_info.newest_grid(run, job), "this job has drawn no pictures")
+        return _file(None if run is None else run_info.newest_grid(run, job), "this job has sampled no images yet")
 
 
-def _add_pages(app: FastAPI, studio: Studio) -> None:
-    @app.get("/health", responses={503: {"model": schemas.Health, "description": "stopping or broken"}})
+def _add_server_routes(app: FastAPI, studio: Studio) -> None:
+    @app.get("/health", responses={503: {"model": schemas.Health, "description": "stopping or failed"}})
     def health(response: Response) -> schemas.Health:
-        """Whether the server works."""
-        answer = studio.health()
-        response.status_code = 200 if answer.status == "ok" else 503
-        return answer
+        """Return the state of the server."""
+        state = studio.health()
+        response.status_code = 200 if state.status == "ok" else 503
+        return state
 
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **_may()})
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **_errors()})
     def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Return the metrics in the text format of Prometheus."""
         return Response(studio.engine.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/", include_in_schema=False)
@@ -199,11 +203,12 @@ def _add_pages(app: FastAPI, studio: Studio) -> None:
 
     @app.get("/page/{name:path}", include_in_schema=False)
     def page(name: str) -> FileResponse:
+        # A look-up in the list of files, not a path built from the name, so no name can leave the folder.
         known = {file.relative_to(PAGE).as_posix(): file for file in PAGE.rglob("*") if file.suffix in _TYPES}
         return _file(known.get(name), f"the page has no file {name[:100]!r}")
 
 
-def _file(file: Path | None, otherwise: str) -> FileResponse:
+def _file(file: Path | None, message: str) -> FileResponse:
     if file is None or not file.is_file():
-        raise RefusalError(404, otherwise)
+        raise ApiError(404, message)
     return FileResponse(file, media_type=_TYPES[file.suffix])

@@ -1,8 +1,13 @@
-"""Conditions of requests: encoded once, and kept in places from which experts prepare them once.
+"""Cache of encoded conditions: every prompt is encoded once, and every expert prepares it once.
 
-Equal requests share a place. A place that nobody uses keeps what it holds until another condition needs it, so the same
-prompt again costs nothing; the number of places bounds the memory.
+Requests with equal conditions share a slot. A slot without users keeps its condition until another condition needs the
+slot, so repeating a prompt costs nothing. The number of slots bounds the memory.
 """
+
+# Experts prepare conditions (keys and values of the text tokens, label embeddings) for a whole tensor of slots, and a
+# step selects rows of it: slot i is row i, and the row after the last slot is the null condition of guidance. All rows
+# of such a tensor have the same parts. A condition with a prompt and one with a class therefore live in different
+# pools, and images of different pools cannot share a forward pass.
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,126 +16,132 @@ from dataclasses import dataclass
 import torch
 
 from atoll.ensemble import Sampler
-from atoll.experts.batch_conditions import BatchConditions, Places
+from atoll.experts.batch_conditions import BatchConditions, ConditionSlots
 from atoll.nets import Condition
 
 Key = tuple[str | None, str | int | None]
-"""Prompt and class."""
+"""Prompt and class of a request."""
 
 
-class Shelf:
-    """The places of conditions that have the same parts: prompts, classes, or both."""
+class SlotPool:
+    """Cache slots of conditions with the same parts (prompt, class, or both), replaced least recently used first."""
 
     def __init__(self, example: Condition, count: int) -> None:
-        self.places = Places(example, count)
-        self._numbers: dict[Key, int] = {}
+        self.rows = ConditionSlots(example, count)
+        self._slots: dict[Key, int] = {}
         self._users = [0] * count
-        self._idle: OrderedDict[int, Key | None] = OrderedDict.fromkeys(range(count))  # the longest unused first
+        # Slots without users and what they still hold, the least recently used first. The engine runs at most as many
+        # requests as a pool has slots, and each holds at most one, so a new condition always finds an unused slot.
+        self._unused: OrderedDict[int, Key | None] = OrderedDict.fromkeys(range(count))
 
     def missing(self, keys: Sequence[Key]) -> list[Key]:
-        """Those of the conditions that no place holds; the others are not to be replaced next."""
+        """Return the distinct keys that are not cached, and mark the cached ones as recently used."""
+        # Without the mark, `put` for one key of a group could evict another key of the same group.
         for key in keys:
-            if self._numbers.get(key) in self._idle:
-                self._idle.move_to_end(self._numbers[key])
-        return [key for key in dict.fromkeys(keys) if key not in self._numbers]
+            if self._slots.get(key) in self._unused:
+                self._unused.move_to_end(self._slots[key])
+        return [key for key in dict.fromkeys(keys) if key not in self._slots]
 
     def put(self, key: Key, condition: Condition) -> None:
-        """Keep a condition of one row where the one that was unused for longest was."""
-        number, before = self._idle.popitem(last=False)
-        if before is not None:
-            del self._numbers[before]
-        self._idle[number] = key
-        self._numbers[key] = number
-        self.places.put(number, condition)
+        """Store a condition of one row in the least recently used slot."""
+        slot, evicted = self._unused.popitem(last=False)
+        if evicted is not None:
+            del self._slots[evicted]
+        self._unused[slot] = key
+        self._slots[key] = slot
+        self.rows.put(slot, condition)
 
-    def hold(self, key: Key) -> int:
-        """The number of a condition's place, which keeps it until it is released as often."""
-        number = self._numbers[key]
-        self._idle.pop(number, None)
-        self._users[number] += 1
-        return number
+    def acquire(self, key: Key) -> int:
+        """Return the slot of a cached condition and keep it until `release` has been called as often."""
+        slot = self._slots[key]
+        self._unused.pop(slot, None)
+        self._users[slot] += 1
+        return slot
 
     def release(self, key: Key) -> None:
-        """One user less."""
-        number = self._numbers[key]
-        self._users[number] -= 1
-        if not self._users[number]:
-            self._idle[number] = key
+        """Remove one user of a condition."""
+        slot = self._slots[key]
+        self._users[slot] -= 1
+        if not self._users[slot]:
+            self._unused[slot] = key
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where the condition of a request is."""
+class Slot:
+    """The cache slot of a request's condition."""
 
-    shelf: Shelf | None
-    """None if the model cannot be told anything."""
-    number: int
+    pool: SlotPool | None
+    """None if the model is unconditional."""
+    row: int
     key: Key | None = None
+    """None for the null condition, which is always cached."""
 
     @property
-    def something(self) -> bool:
-        """Whether the model is told anything."""
+    def conditioned(self) -> bool:
+        """Whether the request has a condition."""
         return self.key is not None
 
-    def leave(self) -> None:
-        """The request needs it no more."""
-        if self.shelf is not None and self.key is not None:
-            self.shelf.release(self.key)
+    def release(self) -> None:
+        """Give the slot back when the request ends."""
+        if self.pool is not None and self.key is not None:
+            self.pool.release(self.key)
 
 
-class Conditions:
-    """All conditions that an ensemble is told at present."""
+class ConditionCache:
+    """Cached conditions of one loaded model."""
 
     def __init__(self, sampler: Sampler, count: int) -> None:
         self._sampler, self._ensemble, self._count = sampler, sampler.ensemble, count
-        self._shelves: dict[tuple[bool, bool], Shelf] = {}
-        self._nothing = Condition()
+        self._pools: dict[tuple[bool, bool], SlotPool] = {}
+        self._unconditional = Condition()
 
-    def seats(self, keys: Sequence[Key]) -> list[Seat]:
-        """A place for each of the conditions; new ones are encoded together."""
+    def acquire(self, keys: Sequence[Key]) -> list[Slot]:
+        """Return a slot for each condition; conditions that are not cached are encoded in one batch."""
         for parts in {self._parts(key) for key in keys}:
             self._encode(parts, [key for key in keys if self._parts(key) == parts])
-        return [self._seat(key) for key in keys]
+        return [self._slot(key) for key in keys]
 
-    def told(self, seats: Sequence[Seat]) -> BatchConditions:
-        """What samples on seats of one shelf are told."""
-        rows = torch.tensor([seat.number for seat in seats], device=self._ensemble.device)
-        shelf = seats[0].shelf
-        return BatchConditions(self._nothing, rows, 0, True) if shelf is None else shelf.places.told(rows)
+    def batch(self, slots: Sequence[Slot]) -> BatchConditions:
+        """Return the conditions of a batch of images whose slots are in one pool."""
+        rows = torch.tensor([slot.row for slot in slots], device=self._ensemble.device)
+        pool = slots[0].pool
+        return BatchConditions(self._unconditional, rows, 0, True) if pool is None else pool.rows.batch(rows)
 
     def _parts(self, key: Key) -> tuple[bool, bool]:
-        """Whether the model takes in the prompt, and the class."""
-        told = self._ensemble.conditioning
-        return key[0] is not None and bool(told & {"text", "pooled"}), key[1] is not None and "label" in told
+        """Return whether the model uses the prompt, and whether it uses the class."""
+        accepted = self._ensemble.conditioning
+        return key[0] is not None and bool(accepted & {"text", "pooled"}), key[1] is not None and "label" in accepted
 
-    def _seat(self, key: Key) -> Seat:
+    def _slot(self, key: Key) -> Slot:
         parts = self._parts(key)
         if any(parts):
-            shelf = self._shelves[parts]
-            return Seat(shelf, shelf.hold(key), key)
+            pool = self._pools[parts]
+            return Slot(pool, pool.acquire(key), key)
         if not self._ensemble.conditioning:
-            return Seat(None, 0)
-        return Seat(self._any_shelf(), self._count)
+            return Slot(None, 0)
+        # Every pool has the null condition in its last row. Reusing a pool that exists lets unconditional images share
+        # the forward passes of conditioned ones.
+        return Slot(self._any_pool(), self._count)
 
     def _encode(self, parts: tuple[bool, bool], keys: Sequence[Key]) -> None:
         if not any(parts):
             return
-        held = self._shelves.get(parts)
-        new = list(dict.fromkeys(keys)) if held is None else held.missing(keys)
+        pool = self._pools.get(parts)
+        new = list(dict.fromkeys(keys)) if pool is None else pool.missing(keys)
         if not new:
             return
         condition = self._sampler.encode(
             [str(prompt) for prompt, _ in new] if parts[0] else None,
             [label for _, label in new if label is not None] if parts[1] else None,
         )
-        shelf = self._shelves.setdefault(parts, held or Shelf(condition[:1], self._count))
-        for number, key in enumerate(new):
-            shelf.put(key, condition[number : number + 1])
+        pool = self._pools.setdefault(parts, pool or SlotPool(condition[:1], self._count))
+        for row, key in enumerate(new):
+            pool.put(key, condition[row : row + 1])
 
-    def _any_shelf(self) -> Shelf:
-        """Wherever conditions are kept, the null condition is too."""
-        if not self._shelves:
+    def _any_pool(self) -> SlotPool:
+        """Return the first pool; if there is none, create one for prompts or, without text, for classes."""
+        if not self._pools:
             text = bool(self._ensemble.conditioning & {"text", "pooled"})
             example = self._sampler.encode([""]) if text else self._sampler.encode(labels=[0])
-            self._shelves[text, not text] = Shelf(example, self._count)
-        return next(iter(self._shelves.values()))
+            self._pools[text, not text] = SlotPool(example, self._count)
+        return next(iter(self._pools.values()))

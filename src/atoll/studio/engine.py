@@ -1,10 +1,19 @@
-"""Continuous batching: the pictures of all requests share one loop over denoising steps.
+"""Continuous batching: the images of all requests share one loop over denoising steps.
 
-One thread owns the networks. At every step it chooses at most `batch` pictures among all requests, whatever their
-prompts, times and guidance, asks each ensemble once for all pictures that are routed alike, and moves each along its
-own times. A new request joins at the next step, a finished or cancelled one leaves, and a picture does not depend on
-its company.
+One thread owns the networks. Before every step it chooses at most `batch_size` images among all requests, whatever
+their prompts, times and guidance scales. Images with the same model and routing share one forward pass; each moves
+along its own times. A new request joins at the next step, and a finished or cancelled one leaves. An image does not
+depend on the other images of its batch, up to float32 rounding.
 """
+
+# One step of the engine (`run_step`):
+#   1. drop requests that are to end, start requests that fit (encode conditions, draw noise), report queue positions;
+#   2. choose B <= batch_size images over all requests, round robin (`choose_images`);
+#   3. group them by batching key, and for each group of b images call the sampler once:
+#      x (b, channels, height, width), t and t_next (b,), guidance scales (b,), condition rows (b,);
+#   4. decode finished latents and previews, and post the events.
+# Nothing of an image's result may depend on which images share its batch. Noise and random numbers of routing are
+# therefore functions of (seed, image number, step), never of a shared generator.
 
 import threading
 import time
@@ -22,29 +31,33 @@ from atoll.ensemble import RoutingState, SamplerState, parse
 from atoll.ensemble.routing import Decision
 from atoll.flow import rng
 from atoll.studio.metrics import Metrics
-from atoll.studio.registry import Edition
-from atoll.studio.schemas import RefusalError
-from atoll.studio.work import (
-    BROKEN,
+from atoll.studio.registry import LoadedModel
+from atoll.studio.request_state import (
     CANCELLED,
     DONE,
-    FULL,
-    REFUSED,
+    FAILED,
+    INVALID,
+    QUEUE_FULL,
     UNAVAILABLE,
-    Ask,
-    Ended,
     Event,
-    Painted,
-    Picture,
+    GenerationRequest,
+    ImageDone,
+    ImageState,
     Queued,
-    Ticket,
-    choose,
+    RequestEnded,
+    RequestState,
+    choose_images,
 )
+from atoll.studio.schemas import ApiError
 
-MEMORY = 0.8
-"""Weight of the past in the estimate of the present rate."""
-STOPPING_SECONDS = 30.0
-"""After these somebody who is told that the server stops may try again."""
+# Weight of the past in the moving average of the rate (images times steps per second). It covers about the last five
+# steps: short enough to follow a changed load, long enough to smooth single slow steps.
+RATE_MOMENTUM = 0.8
+# Retry-After while the server stops: a restart, including loading the models, takes some tens of seconds.
+STOPPING_RETRY_SECONDS = 30.0
+# Bounds of Retry-After for a full queue, and its value before the first step has been timed. Round numbers: a client
+# should neither poll in a loop nor wait for minutes after the queue has emptied.
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS = 1.0, 60.0, 5.0
 OUTCOMES = {DONE: "done", CANCELLED: "cancelled"}
 
 
@@ -52,303 +65,323 @@ Part = TypeVar("Part")
 
 
 @dataclass(eq=False)
-class Shot:
-    """A latent to be seen: a finished picture, or what one will be."""
+class DecodeJob:
+    """A latent to decode: a finished image, or a preview of one."""
 
-    picture: Picture
+    state: ImageState
     latent: Tensor
     finished: bool
     image: Image.Image | None = None
 
     @property
-    def ticket(self) -> Ticket:
-        """The request that it is for."""
-        return self.picture.ticket
+    def request(self) -> RequestState:
+        """The request of the image."""
+        return self.state.request
 
 
 class Engine:
-    """Takes requests from any thread and works on them in one of its own."""
+    """Accept requests from any thread and process them in one thread."""
 
-    def __init__(self, batch: int, queue: int) -> None:
-        self.batch, self.queue, self.metrics = batch, queue, Metrics()
+    def __init__(self, batch_size: int, queue: int) -> None:
+        self.batch_size, self.queue, self.metrics = batch_size, queue, Metrics()
         self.failure: str | None = None
         self._changed = threading.Condition()
-        self._open: list[Ticket] = []
+        self._open: list[RequestState] = []
         self._closing = False
         self._rate = 0.0
         self._thread = threading.Thread(target=self._run, name="atoll-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._thread.start()
 
-    def submit(self, ask: Ask, edition: Edition, post: Callable[[Event], None]) -> Ticket:
-        """Take a request; `post` is called with each of its events, from the engine's thread."""
-        ticket = Ticket(ask, edition, post)
+    def submit(self, generation: GenerationRequest, model: LoadedModel, post: Callable[[Event], None]) -> RequestState:
+        """Queue a request; the engine's thread calls `post` with each of its events."""
+        request = RequestState(generation, model, post)
         with self._changed:
             if self.failure is not None:
-                raise RefusalError(UNAVAILABLE, self.failure)
+                raise ApiError(UNAVAILABLE, self.failure)
             if self._closing:
-                raise RefusalError(UNAVAILABLE, "the server is stopping", retry_after=STOPPING_SECONDS)
-            if len(self._open) >= self.batch + self.queue:
-                self.metrics.requests.labels("refused").inc()
-                reason = f"{len(self._open)} requests are being worked on or wait, which is all that is allowed"
-                raise RefusalError(FULL, reason, retry_after=self._wait())
-            self._open.append(ticket)
-            self.metrics.open.set(len(self._open))
-            ticket.position = max(0, len(self._open) - self.batch)
-            post(Queued(ticket.position))
+                raise ApiError(UNAVAILABLE, "the server is stopping", retry_after=STOPPING_RETRY_SECONDS)
+            if len(self._open) >= self.batch_size + self.queue:
+                self.metrics.requests.labels("rejected").inc()
+                message = f"the queue is full: {len(self._open)} requests are running or waiting; retry later"
+                raise ApiError(QUEUE_FULL, message, retry_after=self._retry_after())
+            self._open.append(request)
+            self.metrics.in_progress.set(len(self._open))
+            request.position = max(0, len(self._open) - self.batch_size)
+            post(Queued(request.position))
             self._changed.notify()
-        return ticket
+        return request
 
     def cancel(self, id: str) -> bool:
-        """Let a request go at the next step; whether it was there."""
+        """Drop a request at the next step; return whether it exists."""
         with self._changed:
-            found = [ticket for ticket in self._open if ticket.id == id]
-        for ticket in found:
-            ticket.cancel()
+            found = [request for request in self._open if request.id == id]
+        for request in found:
+            request.cancel()
         return bool(found)
 
     def close(self) -> None:
-        """Take no more requests; those that are there are finished."""
+        """Reject new requests; the running and waiting ones are finished."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
-    def abandon(self) -> None:
-        """Let all requests go: there is no time to finish them."""
+    def cancel_all(self) -> None:
+        """Close, and end all requests at the next step with the status 503."""
         with self._changed:
-            for ticket in self._open:
-                ticket.cancel(Ended(UNAVAILABLE, "the server is stopping", retry_after=STOPPING_SECONDS))
+            for request in self._open:
+                request.cancel(RequestEnded(UNAVAILABLE, "the server is stopping", retry_after=STOPPING_RETRY_SECONDS))
         self.close()
 
     @property
     def closing(self) -> bool:
-        """Whether it takes no more requests."""
+        """Whether it rejects new requests."""
         return self._closing
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether it has no requests."""
         return not self._open
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until it has closed."""
+        """Wait until the thread has ended."""
         self._thread.join(seconds)
 
-    def _wait(self) -> float:
-        """Seconds until a request will have left, by the present rate."""
-        left = sum(ticket.left for ticket in self._open)
-        return min(60.0, max(1.0, left / self._rate / len(self._open))) if self._rate else 5.0
+    def _retry_after(self) -> float:
+        """Estimate the seconds until one request finishes: remaining steps over the rate, divided by the requests."""
+        if not self._rate:
+            return FIRST_RETRY_SECONDS
+        left = sum(request.steps_left for request in self._open)
+        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, left / self._rate / len(self._open)))
 
     def _run(self) -> None:
         try:
             with torch.no_grad():
-                while self.turn():
+                while self.run_step():
                     pass
-        except BaseException as error:  # nobody may wait for an engine that is gone
+        except BaseException as error:  # otherwise clients would wait for ever for a thread that has ended
             traceback.print_exc()
             with self._changed:
                 self.failure = f"the engine failed: {type(error).__name__}: {error}"
-                for ticket in self._open:
-                    ticket.post(Ended(UNAVAILABLE, self.failure))
+                for request in self._open:
+                    request.post(RequestEnded(UNAVAILABLE, self.failure))
                 self._open.clear()
 
-    def turn(self) -> bool:
-        """One step of all that is chosen; False at the end of all work."""
+    def run_step(self) -> bool:
+        """Run one step of the chosen images; return False when the engine is closed and has no requests."""
         with self._changed:
             self._changed.wait_for(lambda: self._open or self._closing)
-            tickets = list(self._open)
-        for ticket in tickets:
-            if ticket.cancelled is not None:
-                self._end(ticket, ticket.cancelled)
-        tickets = [ticket for ticket in tickets if not ticket.over]
+            requests = list(self._open)
+        for request in requests:
+            if request.end_requested is not None:
+                self._end(request, request.end_requested)
+        requests = [request for request in requests if not request.ended]
         start = time.perf_counter()
-        self._seat(tickets)
-        chosen = choose([ticket for ticket in tickets[: self.batch] if not ticket.over], self.batch)
-        for group in _grouped(chosen, _routed_alike):
-            self._isolated(self._advance, group, _owner)
-        self._show([picture for picture in chosen if not picture.ticket.over])
-        self._measure(chosen, time.perf_counter() - start)
+        self._start_requests(requests)
+        running = [request for request in requests[: self.batch_size] if not request.ended]
+        chosen = choose_images(running, self.batch_size)
+        for group in _grouped(chosen, _batching_key):
+            self._isolated(self._advance, group, _request_of)
+        self._report([image for image in chosen if not image.request.ended])
+        self._record_step(chosen, time.perf_counter() - start)
         with self._changed:
             return bool(self._open) or not self._closing
 
-    def _seat(self, tickets: Sequence[Ticket]) -> None:
-        """Begin the requests that the batch has room for, and tell the others how many are before them."""
-        new = [ticket for ticket in tickets[: self.batch] if ticket.seat is None]
-        for group in _grouped(new, lambda ticket: ticket.edition):
-            self._isolated(self._begin, group, lambda ticket: ticket)
-        for position, ticket in enumerate(tickets[self.batch :], 1):
-            if ticket.position != position:
-                ticket.position = position
-                ticket.post(Queued(position))
-        self.metrics.waiting.set(max(0, len(tickets) - self.batch))
+    def _start_requests(self, requests: Sequence[RequestState]) -> None:
+        """Start the requests that fit into the batch, and post new queue positions to the others."""
+        new = [request for request in requests[: self.batch_size] if request.slot is None]
+        for group in _grouped(new, lambda request: request.model):
+            self._isolated(self._begin, group, lambda request: request)
+        for position, request in enumerate(requests[self.batch_size :], 1):
+            if request.position != position:
+                request.position = position
+                request.post(Queued(position))
+        self.metrics.queued.set(max(0, len(requests) - self.batch_size))
 
-    def _begin(self, tickets: Sequence[Ticket]) -> None:
-        """Give requests for one model their conditions, encoded together, and their noise."""
-        edition = tickets[0].edition
-        noises = [_noise(ticket) for ticket in tickets]
-        seats = edition.conditions.seats([(ticket.ask.prompt, ticket.ask.label) for ticket in tickets])
-        for ticket, seat, noise in zip(tickets, seats, noises, strict=True):
-            ticket.seat = seat
-            ticket.pictures = [Picture(ticket, number, x) for number, x in enumerate(noise)]
+    def _begin(self, requests: Sequence[RequestState]) -> None:
+        """Assign noise and condition slots to requests for one model; their prompts are encoded together."""
+        # The noise is that of `Sampler.generate`: a function of the seed and the image's number.
+        noises = [
+            request.model.sampler.noise(request.generation.num_images, request.generation.settings.seed)
+            for request in requests
+        ]
+        keys = [(request.generation.prompt, request.generation.label) for request in requests]
+        slots = requests[0].model.condition_cache.acquire(keys)
+        for request, slot, noise in zip(requests, slots, noises, strict=True):
+            request.slot = slot
+            request.images = [ImageState(request, number, x) for number, x in enumerate(noise)]
 
-    def _advance(self, pictures: Sequence[Picture]) -> None:
-        """One step of pictures that are routed alike; nothing is changed before all is computed."""
-        first, tickets = pictures[0].ticket, [picture.ticket for picture in pictures]
+    def _advance(self, images: Sequence[ImageState]) -> None:
+        """Run one step of images with equal batching keys."""
+        # No state changes before everything is computed: `_isolated` runs this again for single requests if it fails.
+        first, requests = images[0].request, [image.request for image in images]
         decisions: list[Decision] = []
         state = SamplerState(
-            torch.stack([picture.x for picture in pictures]),
-            first.edition.conditions.told([ticket.seat for ticket in tickets if ticket.seat is not None]),
-            RoutingState(trace=decisions, drawn=_drawn(pictures)),
-            _clusters(tickets),
-            _draws(pictures),
+            torch.stack([image.x for image in images]),
+            first.model.condition_cache.batch([request.slot for request in requests if request.slot is not None]),
+            RoutingState(trace=decisions, drawn=_drawn_experts(images)),
+            _oracle_clusters(requests),
+            _uniform_numbers(images),
         )
-        t = [picture.ticket.times[picture.step] for picture in pictures]
-        t_next = [picture.ticket.times[picture.step + 1] for picture in pictures]
-        scales = torch.tensor([ticket.guidance_scale for ticket in tickets])
-        guidance = scales if bool((scales != 1).any()) else 1.0
-        made = first.edition.sampler.step(state, t, to=t_next, settings=first.ask.settings, guidance_scale=guidance)
+        t = [image.request.times[image.step] for image in images]
+        t_next = [image.request.times[image.step + 1] for image in images]
+        # A scalar 1 skips the unconditional half of guidance for the whole batch. With a tensor, only the images whose
+        # scale differs from 1 run it.
+        scales = torch.tensor([request.guidance_scale for request in requests])
+        guidance_scale = scales if bool((scales != 1).any()) else 1.0
+        settings = first.generation.settings
+        result = first.model.sampler.step(state, t, to=t_next, settings=settings, guidance_scale=guidance_scale)
         drawn, weights = state.routing.drawn, decisions[0].weights.tolist()
-        for number, picture in enumerate(pictures):
-            if picture.wants_preview:
-                picture.estimate = state.x[number] - t[number] * made.velocity[number]
-            picture.x = made.x[number]
-            picture.drawn = None if drawn is None else drawn[number]
-            picture.weights.append(weights[number])
-            picture.step += 1
+        for number, image in enumerate(images):
+            if image.needs_preview:
+                # With x_t = (1 - t) x_0 + t noise and v = noise - x_0, the predicted final latent is x_0 = x_t - t v.
+                image.estimate = state.x[number] - t[number] * result.velocity[number]
+            image.x = result.x[number]
+            image.drawn = None if drawn is None else drawn[number]
+            image.weights.append(weights[number])
+            image.step += 1
 
-    def _show(self, pictures: Sequence[Picture]) -> None:
-        """Tell of the steps that were made; decode what is finished and what is to be seen on the way."""
-        tickets = list(dict.fromkeys(picture.ticket for picture in pictures))
-        shots = [Shot(picture, picture.x, True) for picture in pictures if picture.finished]
-        shots += [
-            Shot(picture, picture.estimate, False)
-            for ticket in tickets
-            if ticket.preview_due
-            for picture in ticket.pictures
-            if picture.estimate is not None
+    def _report(self, images: Sequence[ImageState]) -> None:
+        """Decode finished images and due previews, and post the events of the step."""
+        requests = list(dict.fromkeys(image.request for image in images))
+        jobs = [DecodeJob(image, image.x, True) for image in images if image.finished]
+        jobs += [
+            DecodeJob(image, image.estimate, False)
+            for request in requests
+            if request.preview_due
+            for image in request.images
+            if image.estimate is not None
         ]
-        for group in _grouped(shots, lambda shot: shot.ticket.edition):
-            self._isolated(_decode, group, _owner)
-        for ticket in tickets:
-            if not ticket.over:
-                self._tell(ticket, [shot for shot in shots if shot.ticket is ticket])
+        for group in _grouped(jobs, lambda job: job.request.model):
+            self._isolated(_decode, group, _request_of)
+        for request in requests:
+            if not request.ended:
+                self._post_events(request, [job for job in jobs if job.request is request])
 
-    def _tell(self, ticket: Ticket, shots: Sequence[Shot]) -> None:
-        """The events of one request after a step."""
-        previews = [shot.image for shot in shots if not shot.finished and shot.image is not None]
-        for step in ticket.new_steps():
-            ticket.post(ticket.stepped(step, previews or None))
-        for shot in shots:
-            if shot.finished and shot.image is not None:
-                ticket.painted += 1
-                ticket.post(Painted(shot.picture.number, shot.image, ticket.described(shot.picture.number)))
-                self._count(shot.picture)
-        if ticket.painted == ticket.ask.n:
-            self._end(ticket, Ended(DONE, "", time.monotonic() - ticket.begun))
+    def _post_events(self, request: RequestState, jobs: Sequence[DecodeJob]) -> None:
+        """Post the events of one request after a step."""
+        previews = [job.image for job in jobs if not job.finished and job.image is not None]
+        for step in request.take_unreported_steps():
+            request.post(request.step_event(step, previews or None))
+        for job in jobs:
+            if job.finished and job.image is not None:
+                request.finished_images += 1
+                number = job.state.number
+                request.post(ImageDone(number, job.image, request.image_settings(number)))
+                self._count_image(job.state)
+        if request.finished_images == request.generation.num_images:
+            self._end(request, RequestEnded(DONE, "", time.monotonic() - request.submitted_at))
 
     def _isolated(
-        self, work: Callable[[Sequence[Part]], None], parts: Sequence[Part], owner: Callable[[Part], Ticket]
+        self,
+        work: Callable[[Sequence[Part]], None],
+        parts: Sequence[Part],
+        request_of: Callable[[Part], RequestState],
     ) -> None:
-        """Do work for several requests at once; if it fails, for each by itself, and the one that fails ends alone."""
+        """Run `work` for several requests together; if it fails, run it for each alone and end only those that fail."""
         try:
             work(parts)
-        except Exception as error:  # whatever it is, it must not reach the requests of others
-            tickets = list(dict.fromkeys(owner(part) for part in parts))
-            if len(tickets) > 1:
-                for ticket in tickets:
-                    self._isolated(work, [part for part in parts if owner(part) is ticket], owner)
+        except Exception as error:  # any error of one request must not reach the others
+            requests = list(dict.fromkeys(request_of(part) for part in parts))
+            if len(requests) > 1:
+                for request in requests:
+                    self._isolated(work, [part for part in parts if request_of(part) is request], request_of)
             elif isinstance(error, AtollError):
-                self._end(tickets[0], Ended(REFUSED, str(error)))
+                self._end(requests[0], RequestEnded(INVALID, str(error)))
             else:
                 traceback.print_exc()
-                self._end(tickets[0], Ended(BROKEN, f"this request failed: {type(error).__name__}: {error}"))
+                self._end(requests[0], RequestEnded(FAILED, f"the request failed: {type(error).__name__}: {error}"))
 
-    def _end(self, ticket: Ticket, end: Ended) -> None:
-        ticket.over = True
+    def _end(self, request: RequestState, end: RequestEnded) -> None:
+        request.ended = True
         with self._changed:
-            self._open.remove(ticket)
-            self.metrics.open.set(len(self._open))
-        if ticket.seat is not None:
-            ticket.seat.leave()
-        ticket.forget()
+            self._open.remove(request)
+            self.metrics.in_progress.set(len(self._open))
+        if request.slot is not None:
+            request.slot.release()
+        request.release_latents()
         self.metrics.requests.labels(OUTCOMES.get(end.status, "failed")).inc()
         if end.status == DONE:
-            self.metrics.seconds.observe(end.seconds)
-        ticket.post(end)
+            self.metrics.request_seconds.observe(end.seconds)
+        request.post(end)
 
-    def _count(self, picture: Picture) -> None:
-        """Note who painted a picture."""
-        edition = picture.ticket.edition
-        self.metrics.images.labels(edition.model).inc()
-        for expert, weights in zip(edition.ensemble.experts, zip(*picture.weights, strict=True), strict=True):
-            self.metrics.experts.labels(expert.name).inc(sum(weights) / len(weights))
+    def _count_image(self, image: ImageState) -> None:
+        """Count a finished image, and attribute it to the experts by their mean routing weight."""
+        model = image.request.model
+        self.metrics.images.labels(model.name).inc()
+        for expert, weights in zip(model.ensemble.experts, zip(*image.weights, strict=True), strict=True):
+            self.metrics.expert_images.labels(expert.name).inc(sum(weights) / len(weights))
 
-    def _measure(self, chosen: Sequence[Picture], seconds: float) -> None:
-        """Note the pace of this step."""
-        self.metrics.batch.set(len(chosen))
+    def _record_step(self, chosen: Sequence[ImageState], seconds: float) -> None:
+        """Record the size and duration of a step."""
+        self.metrics.batch_size.set(len(chosen))
         if chosen:
             self.metrics.steps.inc(len(chosen))
             self.metrics.step_seconds.observe(seconds)
             rate = len(chosen) / max(seconds, 1e-9)
-            self._rate = MEMORY * self._rate + (1 - MEMORY) * rate if self._rate else rate
+            self._rate = RATE_MOMENTUM * self._rate + (1 - RATE_MOMENTUM) * rate if self._rate else rate
 
 
-def _decode(shots: Sequence[Shot]) -> None:
-    """See latents of one model as pictures."""
-    latents = torch.stack([shot.latent for shot in shots])
+def _decode(jobs: Sequence[DecodeJob]) -> None:
+    """Decode latents of one model."""
+    latents = torch.stack([job.latent for job in jobs])
     if not bool(latents.isfinite().all()):
-        raise AtollError("the networks gave numbers that are not finite; try less guidance, or another precision")
-    for shot, image in zip(shots, shots[0].ticket.edition.sampler.decode(latents), strict=True):
-        shot.image = image
+        raise AtollError(
+            "the networks returned non-finite values; lower the guidance scale, or serve with --dtype float32"
+        )
+    for job, image in zip(jobs, jobs[0].request.model.sampler.decode(latents), strict=True):
+        job.image = image
 
 
-def _owner(part: "Picture | Shot") -> Ticket:
-    return part.ticket
+def _request_of(part: "ImageState | DecodeJob") -> RequestState:
+    return part.request
 
 
-def _routed_alike(picture: Picture) -> Hashable:
-    """Pictures of which this is the same can be asked for in one call."""
-    ticket = picture.ticket
-    assert ticket.seat is not None
-    return ticket.edition, ticket.seat.shelf, ticket.ask.settings.routing
+def _batching_key(image: ImageState) -> Hashable:
+    """Return the batching key: images with equal keys share one forward pass."""
+    request = image.request
+    assert request.slot is not None
+    return request.model, request.slot.pool, request.generation.settings.routing
 
 
 def _grouped(parts: Sequence[Part], key: Callable[[Part], Hashable]) -> list[list[Part]]:
-    """Parts with equal keys, in the order of their first."""
+    """Group parts by key, in the order of each group's first part."""
     groups: dict[Hashable, list[Part]] = {}
     for part in parts:
         groups.setdefault(key(part), []).append(part)
     return list(groups.values())
 
 
-def _noise(ticket: Ticket) -> Tensor:
-    """Where the pictures of a request begin: a function of seed and number, as in `generate`."""
-    return ticket.edition.sampler.noise(ticket.ask.n, ticket.ask.settings.seed)
+def _oracle_clusters(requests: Sequence[RequestState]) -> Tensor | None:
+    """Return the cluster of each image (images,) for routing by oracle; None for other routings."""
+    clusters = [request.generation.cluster for request in requests if request.generation.cluster is not None]
+    return torch.tensor(clusters) if len(clusters) == len(requests) else None
 
 
-def _clusters(tickets: Sequence[Ticket]) -> Tensor | None:
-    """The clusters whose experts alone paint, where the oracle routes."""
-    given = [ticket.ask.cluster for ticket in tickets if ticket.ask.cluster is not None]
-    return torch.tensor(given) if len(given) == len(tickets) else None
-
-
-def _draws(pictures: Sequence[Picture]) -> Tensor | None:
-    """Return what drawn and sample-1 draw by: a function of seed, image and step, as in `RoutingState.draw`."""
-    routing = parse(pictures[0].ticket.ask.settings.routing)
+def _uniform_numbers(images: Sequence[ImageState]) -> Tensor | None:
+    """Return the uniform numbers (images,) of routings that draw experts; None for other routings."""
+    routing = parse(images[0].request.generation.settings.routing)
     if not routing.draws:
         return None
-    draws = [
-        rng.uniform(1, seed=each.ticket.ask.settings.seed, stream=routing.stream(each.step), first=each.number)
-        for each in pictures
+    # As in `RoutingState.draw`: a function of seed, image number and step, so that the batch does not matter.
+    numbers = [
+        rng.uniform(
+            1,
+            seed=image.request.generation.settings.seed,
+            stream=routing.stream(image.step),
+            first=image.number,
+        )
+        for image in images
     ]
-    return torch.cat(draws)
+    return torch.cat(numbers)
 
 
-def _drawn(pictures: Sequence[Picture]) -> Tensor | None:
-    """The experts that pictures have drawn in earlier steps, as `RoutingState.drawn`."""
-    known = next((picture.drawn for picture in pictures if picture.drawn is not None), None)
+def _drawn_experts(images: Sequence[ImageState]) -> Tensor | None:
+    """Return the experts (images, experts) that earlier steps drew, as in `RoutingState.drawn`; None if none did."""
+    known = next((image.drawn for image in images if image.drawn is not None), None)
     if known is None:
         return None
-    return torch.stack([torch.zeros_like(known) if each.drawn is None else each.drawn for each in pictures])
+    # A zero row means that the image has not drawn an expert yet.
+    return torch.stack([torch.zeros_like(known) if image.drawn is None else image.drawn for image in images])

@@ -1,35 +1,42 @@
-"""Figures for Prometheus."""
+"""Prometheus metrics of the server."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-_STEP = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_LATENCY = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+# Histogram buckets in seconds: 1, 2.5 and 5 in each decade. A step takes milliseconds for a small network on a GPU and
+# seconds for a large batch on a CPU; a request takes tens of steps and may wait for others.
+STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 
 
 class Metrics:
-    """The figures of one server."""
+    """Metrics of one server. The client library appends `_total` to the names of counters."""
 
     def __init__(self) -> None:
+        # A registry of its own: with the global one, two servers in one process (as in tests) would share counters.
         self.registry = CollectorRegistry()
         self.requests = Counter(
-            "atoll_requests", "Requests for pictures, by how they ended", ["outcome"], registry=self.registry
+            "atoll_requests", "Ended requests for images by outcome", ["outcome"], registry=self.registry
         )
-        self.images = Counter("atoll_images", "Pictures that were finished", ["model"], registry=self.registry)
-        self.experts = Counter(
-            "atoll_expert_images", "Pictures by expert, each shared among them by weight", ["expert"],
+        self.images = Counter("atoll_images", "Finished images by model", ["model"], registry=self.registry)
+        self.expert_images = Counter(
+            "atoll_expert_images", "Finished images, attributed to experts by mean routing weight", ["expert"],
             registry=self.registry,
         )  # fmt: skip
-        self.open = Gauge("atoll_requests_open", "Requests that wait or are worked on", registry=self.registry)
-        self.waiting = Gauge("atoll_requests_waiting", "Requests that have not begun", registry=self.registry)
-        self.batch = Gauge("atoll_samples_in_flight", "Samples in the last step", registry=self.registry)
-        self.steps = Counter("atoll_sample_steps", "Steps, counted for every sample", registry=self.registry)
+        self.in_progress = Gauge(
+            "atoll_requests_in_progress", "Requests that are running or queued", registry=self.registry
+        )
+        self.queued = Gauge("atoll_requests_queued", "Requests that have not started", registry=self.registry)
+        self.batch_size = Gauge("atoll_batch_size", "Images in the last denoising step", registry=self.registry)
+        self.steps = Counter("atoll_denoising_steps", "Denoising steps, summed over images", registry=self.registry)
         self.step_seconds = Histogram(
-            "atoll_step_seconds", "Time of one step of all samples in flight", buckets=_STEP, registry=self.registry
-        )
-        self.seconds = Histogram(
-            "atoll_request_seconds", "Time from request to last picture", buckets=_LATENCY, registry=self.registry
-        )
+            "atoll_step_duration_seconds", "Duration of one denoising step of the batch", buckets=STEP_BUCKETS,
+            registry=self.registry,
+        )  # fmt: skip
+        self.request_seconds = Histogram(
+            "atoll_request_duration_seconds", "Time from a request to its last image", buckets=REQUEST_BUCKETS,
+            registry=self.registry,
+        )  # fmt: skip
 
     def text(self) -> bytes:
-        """As Prometheus reads them."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)

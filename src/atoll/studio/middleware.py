@@ -1,4 +1,4 @@
-"""What stands before every route: who may ask, how much may be sent, and headers that keep the page to itself."""
+"""Middleware before every route: token, host and origin checks, a bound on request bodies, and security headers."""
 
 import hmac
 import ipaddress
@@ -12,8 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atoll.studio.schemas import BODY, RefusalError
+from atoll.studio.schemas import MAX_BODY_BYTES, ApiError
 
+# The page loads everything from this server. `data:` and `blob:` images are generated images and images that need the
+# token. `no-cache` makes browsers revalidate scripts after an update of Atoll.
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -22,114 +24,124 @@ HEADERS = {
 }
 
 
-class Plain(JSONResponse):
-    """JSON of ASCII alone: whatever a message quotes can be sent."""
+class AsciiJSONResponse(JSONResponse):
+    """JSON in ASCII: error messages may quote lone surrogates of the request, which UTF-8 cannot encode."""
 
     def render(self, content: object) -> bytes:
-        """The body."""
+        """Return the body."""
         return json.dumps(content, ensure_ascii=True, allow_nan=False).encode("ascii")
 
 
-def problem(refusal: RefusalError) -> Response:
-    """The answer to a request that is not served."""
-    headers = {} if refusal.retry_after is None else {"retry-after": str(math.ceil(refusal.retry_after))}
-    if refusal.status == 401:
+def error_response(error: ApiError) -> Response:
+    """Return the HTTP response of an error."""
+    headers = {} if error.retry_after is None else {"retry-after": str(math.ceil(error.retry_after))}
+    if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Plain({"error": {"message": refusal.message, "field": refusal.field}}, refusal.status, headers)
+    return AsciiJSONResponse({"error": {"message": error.message, "field": error.field}}, error.status, headers)
 
 
 @dataclass(frozen=True)
-class Guard:
-    """Checks token, host and origin, and bounds the size of what is sent."""
+class SecurityMiddleware:
+    """Check token, host and origin, bound the size of bodies, and add security headers."""
+
+    # With a token, the token protects /v1 and /metrics, and any host name is accepted (for instance behind a proxy).
+    # Without one, the server listens on loopback only, but pages of other sites can still send requests through the
+    # user's browser: directly (cross-site requests, which carry an Origin), or under a host name that resolves to
+    # 127.0.0.1 (DNS rebinding, which shows in the Host). Both are rejected.
 
     app: ASGIApp
     token: str | None
-    """What `Authorization: Bearer` must say for /v1 and /metrics; None if anyone on this machine may ask."""
+    """Bearer token of /v1 and /metrics; None accepts every client on this machine."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it here."""
+        """Pass a request on, or respond with an error."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers, path = Headers(scope=scope), scope["path"]
-        refusal = self._stranger(headers) if self.token is None else self._wrong_token(headers, path, self.token)
-        if refusal is None:
-            refusal = _too_large(headers)
-        if refusal is not None:
-            await problem(refusal)(scope, receive, _protected(send))
+        error = self._check_origin(headers) if self.token is None else self._check_token(headers, path, self.token)
+        if error is None:
+            error = _check_length(headers)
+        if error is not None:
+            await error_response(error)(scope, receive, _with_headers(send))
         else:
-            await self.app(scope, _bounded(receive), _protected(send))
+            await self.app(scope, _bounded(receive), _with_headers(send))
 
-    def _stranger(self, headers: Headers) -> RefusalError | None:
-        """Pages of others must not reach a server without token: by a name for this machine, or across sites."""
+    def _check_origin(self, headers: Headers) -> ApiError | None:
+        """Return an error if the host is not this machine, or if the origin is another site."""
         host = headers.get("host", "")
-        if not is_loopback(_name(host)):
-            return RefusalError(403, "this server answers to localhost only; for others start it with a token")
+        if not is_loopback(_without_port(host)):
+            return ApiError(403, "this server accepts requests for localhost only; to allow others, set a token")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
-            return RefusalError(403, "a page of another site may not ask this server")
+            return ApiError(403, "requests from pages of other sites are not allowed")
         return None
 
-    def _wrong_token(self, headers: Headers, path: str, token: str) -> RefusalError | None:
+    def _check_token(self, headers: Headers, path: str, token: str) -> ApiError | None:
+        """Return an error if a protected path is requested without the right token."""
+        # The page itself is public: it contains no data of the run, and it has the dialog for the token.
         if not path.startswith(("/v1/", "/metrics")):
             return None
         given = headers.get("authorization", "")
         if not given:
-            return RefusalError(401, "a token is needed: send it as Authorization: Bearer TOKEN")
+            return ApiError(401, "a token is required; send it as Authorization: Bearer TOKEN")
+        # A comparison in constant time does not reveal how many characters were right.
         if not hmac.compare_digest(given.encode("latin-1", "replace"), f"Bearer {token}".encode()):
-            return RefusalError(401, "this is not the token of this server")
+            return ApiError(401, "the token is wrong")
         return None
 
 
-def _name(host: str) -> str:
-    """A host without its port."""
+def _without_port(host: str) -> str:
+    """Return a Host header without its port, and without the brackets of IPv6."""
     return host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
 
 
-def _too_large(headers: Headers) -> RefusalError | None:
+def _check_length(headers: Headers) -> ApiError | None:
+    """Return an error if the declared length of the body is too large, before any of it is read."""
     length = headers.get("content-length", "0")
-    if length.isascii() and length.isdecimal() and int(length[:20]) > BODY:
-        return RefusalError(413, f"the body has {length[:20]} bytes; at most {BODY} are read")
+    # 20 digits are more than any length; int() of a header of many thousand digits would be slow or fail.
+    if length.isascii() and length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
+        return ApiError(413, f"the body has {length[:20]} bytes; the maximum is {MAX_BODY_BYTES}")
     return None
 
 
 def _bounded(receive: Receive) -> Receive:
-    """Read no more of a body than is allowed, whatever its sender says of its length."""
+    """Return a `receive` that fails once a body exceeds the maximum, for bodies without a (true) declared length."""
     seen = 0
 
     async def read() -> Message:
         nonlocal seen
         message = await receive()
         seen += len(message.get("body", b""))
-        if seen > BODY:
-            raise HTTPException(413, f"the body is too large; at most {BODY} bytes are read")
+        if seen > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is too large; the maximum is {MAX_BODY_BYTES} bytes")
         return message
 
     return read
 
 
-def _protected(send: Send) -> Send:
-    """Add the headers that every answer has."""
+def _with_headers(send: Send) -> Send:
+    """Return a `send` that adds the security headers to every response."""
 
-    async def with_headers(message: Message) -> None:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             for name, value in HEADERS.items():
                 headers.setdefault(name, value)
         await send(message)
 
-    return with_headers
+    return send_with_headers
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that is bound to this host."""
+    """Return whether only this machine can reach a server that listens on this host."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
 
-def field_of(places: Iterable[object]) -> str | None:
-    """The name of the field at which pydantic found fault."""
-    names = [str(place) for place in places if place != "body"]
+def field_of(location: Iterable[object]) -> str | None:
+    """Return the request field of a pydantic error location; None if the whole body is invalid."""
+    names = [str(part) for part in location if part != "body"]
     return names[0] if names else None

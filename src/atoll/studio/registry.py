@@ -1,7 +1,7 @@
-"""The models of a run, opened; those that training finishes while the server runs are opened when they are there.
+"""Registry of loaded models. Models whose training finishes while the server runs are loaded without a restart.
 
-A request keeps the edition of its model that was there when it came, so nothing changes under its hands; the next
-request gets the new one.
+A request keeps the `LoadedModel` that was current when it arrived, so an update never changes the networks of a running
+request. The next request gets the new ones.
 """
 
 import json
@@ -19,23 +19,24 @@ from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
 from atoll.ensemble import Ensemble, Sampler, load, parse
 from atoll.ensemble.sampler import draws_unconditioned
-from atoll.evaluate.cache import ROOM
-from atoll.evaluate.evaluation import LATEST
-from atoll.studio.condition_cache import Conditions
-from atoll.studio.schemas import GUIDANCE, STEPS, RefusalError
+from atoll.studio.condition_cache import ConditionCache
+from atoll.studio.schemas import MAX_GUIDANCE_SCALE, MAX_STEPS, ApiError
 
-LOOK_EVERY = 2.0
-"""Seconds between two looks at what training has finished."""
-LAST_LOOK = 3.0
-"""Seconds that a look may still take when everything ends."""
-SLICE = 0.1
+# Seconds between two scans for trained networks. A scan without news reads only the modification times of a few files.
+SCAN_SECONDS = 2.0
+# Seconds that shutdown waits for a running scan. A download of weights may take much longer; its thread is a daemon,
+# so the process can end without it.
+STOP_SECONDS = 3.0
+# Seconds between two checks for a stop signal while the server waits for the first scan: no noticeable delay.
+POLL_SECONDS = 0.1
 NAMES = ("experts", "monolith", "student")
 Signature = tuple[tuple[str, int], ...]
+"""Paths and modification times of the files that make up a model."""
 
 
 @dataclass(frozen=True)
-class Opening:
-    """How models are opened."""
+class LoadOptions:
+    """How models are loaded."""
 
     batch_size: int = 32
     max_loaded_experts: int | None = None
@@ -46,26 +47,27 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Usual:
-    """Settings of requests that say nothing of them."""
+class DefaultSettings:
+    """Settings of requests that omit them, for runs without an evaluation."""
 
+    # The guidance scale of `atoll sample` and half its steps, because people wait for these images.
     steps: int = 25
     guidance_scale: float = 4.0
 
 
 @dataclass(frozen=True, eq=False)
-class Edition:
-    """A model as it was when it was opened."""
+class LoadedModel:
+    """A model with the networks that were current when it was loaded."""
 
-    model: str
+    name: str
     sampler: Sampler
-    conditions: Conditions
+    condition_cache: ConditionCache
     size: tuple[int, int]
-    """Height and width of its pictures, in pixels."""
+    """Height and width of its images in pixels."""
     routings: tuple[str, ...]
-    """Ways of routing that work here, for people to choose from."""
-    routing: str | None
-    """The one for requests that name none."""
+    """Routings that it supports, as choices for the web page."""
+    default_routing: str | None
+    """Routing of requests that set none; None if it has several experts and no way to route."""
 
     @property
     def ensemble(self) -> Ensemble:
@@ -73,87 +75,89 @@ class Edition:
         return self.sampler.ensemble
 
 
-class Models:
-    """What a run, or an exported folder, has to offer."""
+class ModelRegistry:
+    """The loaded models of a run or of an exported folder."""
 
-    def __init__(self, source: str, opening: Opening) -> None:
-        self.source, self.opening = source, opening
+    def __init__(self, source: str, options: LoadOptions) -> None:
+        self.source, self.options = source, options
         self.run = Path(source) if (Path(source) / CONFIG_FILE).is_file() else None
-        self.looked = threading.Event()
-        """Set after the first look."""
-        self.trouble: dict[str, str] = {}
-        """Why a model that is there could not be opened."""
-        self.usual = Usual()
-        self._editions: dict[str, Edition] = {}
-        self._seen: dict[str, Signature] = {}
+        """Folder of the run; None for an export."""
+        self.first_scan_done = threading.Event()
+        self.load_errors: dict[str, str] = {}
+        """Why a trained model could not be loaded, by model."""
+        self.defaults = DefaultSettings()
+        self._loaded: dict[str, LoadedModel] = {}
+        self._signatures: dict[str, Signature] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="atoll-models", daemon=True)
 
     @property
     def name(self) -> str:
-        """The last part of where it is."""
+        """Name of the run: the last part of its path, or the name of an export on the hub."""
         return Path(self.source).resolve().name if Path(self.source).exists() else self.source
 
     def start(self) -> None:
-        """Open what is there, and look again every few seconds."""
+        """Start the thread that loads models and scans for new ones."""
         self._thread.start()
 
-    def await_first(self, seconds: float) -> None:
-        """Wait until all that is there has been opened, but no longer than this, nor when it is to end."""
+    def wait_for_first_scan(self, seconds: float) -> None:
+        """Wait until the first scan has loaded all trained models, a timeout, or a stop request."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._stop.is_set() and not self.looked.wait(SLICE):
+        while time.monotonic() < until and not self._stop.is_set() and not self.first_scan_done.wait(POLL_SECONDS):
             pass
 
-    def cease(self) -> None:
-        """Look no more."""
+    def request_stop(self) -> None:
+        """Stop scanning; return at once."""
         self._stop.set()
 
     def stop(self) -> None:
-        """Look no more, and let a look that is going on end if it soon does: a download may take long."""
-        self.cease()
-        self._thread.join(LAST_LOOK)
+        """Stop scanning, and wait a few seconds for a running scan."""
+        self.request_stop()
+        self._thread.join(STOP_SECONDS)
 
-    def editions(self) -> Mapping[str, Edition]:
-        """The newest edition of every model that is there."""
-        return {name: self._editions[name] for name in NAMES if name in self._editions}
+    def loaded(self) -> Mapping[str, LoadedModel]:
+        """Return the loaded models by name."""
+        return {name: self._loaded[name] for name in NAMES if name in self._loaded}
 
-    def edition(self, model: str) -> Edition:
-        """The newest edition of a model."""
-        if model in self._editions:
-            return self._editions[model]
-        if not self.looked.is_set():
-            raise RefusalError(503, "the models are just being opened", retry_after=LOOK_EVERY)
-        if model in self.trouble:
-            raise RefusalError(409, f"the model {model} cannot be opened: {self.trouble[model]}", "model")
-        there = ", ".join(self._editions) or "none yet"
-        raise RefusalError(409, f"the model {model} is not finished; models that are there: {there}", "model")
+    def get(self, name: str) -> LoadedModel:
+        """Return a loaded model; raise ApiError if it is not loaded."""
+        if name in self._loaded:
+            return self._loaded[name]
+        if not self.first_scan_done.is_set():
+            raise ApiError(503, "the models are being loaded; retry later", retry_after=SCAN_SECONDS)
+        if name in self.load_errors:
+            raise ApiError(409, f"cannot load the model {name}: {self.load_errors[name]}", "model")
+        available = ", ".join(self._loaded) or "none yet"
+        raise ApiError(409, f"the model {name} is not trained; available models: {available}", "model")
 
-    def look(self) -> None:
-        """Open every model that is new or has changed."""
-        for model in NAMES:
+    def scan(self) -> None:
+        """Load every model that is new or has changed."""
+        for name in NAMES:
             try:
-                signature = self._signature(model)
-                if signature and self._seen.get(model) != signature:
-                    self._editions[model] = edition = self._open(model)
-                    self._seen[model] = signature
-                    self.trouble.pop(model, None)
-                    print(f"{model}: {_summary(edition, self.opening.batch_size)}", file=sys.stderr, flush=True)
-            except Exception as error:  # whatever is wrong with files of a run, its other models can be served
-                trouble = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
-                if self.trouble.get(model) != trouble:  # it may pass, so it is tried again; it is told once
-                    print(f"atoll: the model {model} cannot be opened: {error}", file=sys.stderr, flush=True)
-                self.trouble[model] = trouble
+                signature = self._signature(name)
+                if signature and self._signatures.get(name) != signature:
+                    self._loaded[name] = model = self._load(name)
+                    self._signatures[name] = signature
+                    self.load_errors.pop(name, None)
+                    print(f"{name}: {_summary(model, self.options.batch_size)}", file=sys.stderr, flush=True)
+            except Exception as error:  # a damaged model must not keep the others from being served
+                message = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
+                # The error may be temporary (a signature that is still being written, a lack of memory), so every scan
+                # tries again. It is printed once.
+                if self.load_errors.get(name) != message:
+                    print(f"atoll: cannot load the model {name}: {error}", file=sys.stderr, flush=True)
+                self.load_errors[name] = message
         if self.run is not None:
-            self.usual = usual_settings(self.run)
-        self.looked.set()
+            self.defaults = evaluated_settings(self.run)
+        self.first_scan_done.set()
 
     def _watch(self) -> None:
-        self.look()
-        while not self._stop.wait(LOOK_EVERY):
-            self.look()
+        self.scan()
+        while not self._stop.wait(SCAN_SECONDS):
+            self.scan()
 
     def _signature(self, model: str) -> Signature:
-        """Which files make up a model, and when they were written; empty if it is not there."""
+        """Return the files of a model with their modification times; empty if it is not trained."""
         if self.run is None:
             return (("folder", 0),) if model == "experts" else ()
         jobs = [job for job in layout.jobs(self.run) if layout.is_expert(job)] if model == "experts" else [model]
@@ -168,53 +172,56 @@ class Models:
         return self.run / layout.final(job) / layout.MANIFEST_FILE
 
     @torch.no_grad()
-    def _open(self, model: str) -> Edition:
-        how = self.opening
+    def _load(self, name: str) -> LoadedModel:
+        options = self.options
         sampler = load(
             self.source,
-            model,
-            max_loaded_experts=how.max_loaded_experts,
-            dtype=how.dtype,
-            device=how.device,
-            quantize=how.quantize,
+            name,
+            max_loaded_experts=options.max_loaded_experts,
+            dtype=options.dtype,
+            device=options.device,
+            quantize=options.quantize,
         )
-        for other in self._editions.values():  # one text encoder and one autoencoder for all that have the same
+        # Models with the same latents and text share one autoencoder and one text encoder, which saves their memory.
+        for other in self._loaded.values():
             known, own = other.ensemble.experts[0], sampler.ensemble.experts[0]
             if (known.latents, known.text) == (own.latents, own.text):
                 sampler.encoders = other.sampler.encoders
         ensemble = sampler.ensemble
+        # Decoding and encoding once loads the autoencoder and the text encoder now, not in the first request. The
+        # decoded image also gives the size in pixels.
         image = sampler.decode(torch.zeros(1, *ensemble.shape))[0]
         if ensemble.conditioning & {"text", "pooled"}:
             sampler.encode([""])
-        routings = routings_of(ensemble)
-        wanted = how.routing if _works(ensemble, how.routing) else None
+        routings = supported_routings(ensemble)
+        requested = options.routing if _supports(ensemble, options.routing) else None
         first = routings[0] if routings else None
-        conditions = Conditions(sampler, how.batch_size)
-        return Edition(model, sampler, conditions, (image.height, image.width), routings, wanted or first)
+        cache = ConditionCache(sampler, options.batch_size)
+        return LoadedModel(name, sampler, cache, (image.height, image.width), routings, requested or first)
 
 
-def _summary(edition: Edition, batch: int) -> str:
-    """What was opened, in a line."""
-    sampler, count = edition.sampler, len(edition.ensemble.members)
+def _summary(model: LoadedModel, batch_size: int) -> str:
+    """Return one line about a model that was loaded."""
+    sampler, count = model.sampler, len(model.ensemble.references)
     networks = f"{count} network{'s' if count > 1 else ''}"
-    missing = f"; not there yet: {', '.join(sampler.missing)}" if sampler.missing else ""
-    memory = sampler.plan(batch).total / 1e6
-    return f"{networks}, about {memory:,.0f} MB for {batch} pictures at once{missing}"
+    missing = f"; not trained yet: {', '.join(sampler.missing)}" if sampler.missing else ""
+    memory = sampler.plan(batch_size).total / 1e6
+    return f"loaded {networks}, about {memory:,.0f} MB at batch size {batch_size}{missing}"
 
 
-def usual_settings(run: Path) -> Usual:
-    """Those of the last evaluation, whose figures are known, if there was one and they are possible here."""
-    file = run / ROOM / LATEST
-    found = json.loads(file.read_text(encoding="utf-8"))["models"] if file.is_file() else []
-    protocols = [figures["protocol"] for model in found for figures in model.get("metrics", {}).values()]
-    for told in protocols:
-        if told["steps"] <= STEPS and 0 <= told["guidance_scale"] <= GUIDANCE:
-            return Usual(told["steps"], told["guidance_scale"])
-    return Usual()
+def evaluated_settings(run: Path) -> DefaultSettings:
+    """Return the settings of the last evaluation, whose metrics are known, if requests may use them."""
+    file = run / layout.LATEST_EVALUATION
+    models = json.loads(file.read_text(encoding="utf-8"))["models"] if file.is_file() else []
+    protocols = [metrics["protocol"] for model in models for metrics in model.get("metrics", {}).values()]
+    for protocol in protocols:
+        if protocol["steps"] <= MAX_STEPS and 0 <= protocol["guidance_scale"] <= MAX_GUIDANCE_SCALE:
+            return DefaultSettings(protocol["steps"], protocol["guidance_scale"])
+    return DefaultSettings()
 
 
 def has_router(ensemble: Ensemble) -> bool:
-    """Whether there is a router that knows all experts."""
+    """Return whether there is a router whose clusters include those of all experts."""
     if ensemble.router is None:
         return False
     known = set(ensemble.router.declaration.clusters)
@@ -222,17 +229,19 @@ def has_router(ensemble: Ensemble) -> bool:
 
 
 def has_nearest(ensemble: Ensemble) -> bool:
-    """Whether every expert tells how its cluster is distributed."""
-    return all(member.density is not None for member in ensemble.members)
+    """Return whether every expert has the density of its cluster, which routing `nearest` needs."""
+    return all(reference.density is not None for reference in ensemble.references)
 
 
-def routings_of(ensemble: Ensemble) -> tuple[str, ...]:
-    """Ways of routing to choose from."""
-    if len(ensemble.members) == 1:
+def supported_routings(ensemble: Ensemble) -> tuple[str, ...]:
+    """Return routings that this ensemble supports, as choices for the web page."""
+    if len(ensemble.references) == 1:
         return ("top-1",)
+    # One or two examples of every strategy: the thresholds are typical values, and links may name any other.
     found: tuple[str, ...] = ()
     if has_router(ensemble):
         found = ("top-1", "top-2", "full", "threshold-0.2", "nucleus-0.9", "sample-1")
+        # A router that ignores the prompt would draw an expert that may not fit the prompt, and never reconsider.
         found += () if draws_unconditioned(ensemble, "drawn") and ensemble.conditioning else ("drawn",)
     if has_nearest(ensemble):
         found += ("nearest",) if found else ("nearest", "nearest:top-2", "nearest:full")
@@ -240,19 +249,19 @@ def routings_of(ensemble: Ensemble) -> tuple[str, ...]:
 
 
 def check_routing(ensemble: Ensemble, routing: str) -> None:
-    """Refuse a routing that this ensemble cannot do."""
+    """Raise AtollError if this ensemble does not support a routing."""
     sources = {rule.source for rule in parse(routing).rules}
-    if len(ensemble.members) == 1:
+    if len(ensemble.references) == 1:
         return
     if "given" in sources:
-        raise AtollError("routing by oracle needs a cluster: say which expert shall paint with `expert`")
+        raise AtollError("routing 'oracle' needs a cluster; choose an expert with `expert` instead")
     if "router" in sources and not has_router(ensemble):
-        raise AtollError(f"routing {routing!r} needs a router that knows all experts, and there is none; try 'nearest'")
+        raise AtollError(f"routing {routing!r} needs a router trained for all experts; train one, or use 'nearest'")
     if "nearest" in sources and not has_nearest(ensemble):
-        raise AtollError(f"routing {routing!r} needs experts that tell how their clusters are distributed")
+        raise AtollError(f"routing {routing!r} needs the cluster densities of all experts; choose another routing")
 
 
-def _works(ensemble: Ensemble, routing: str) -> bool:
+def _supports(ensemble: Ensemble, routing: str) -> bool:
     try:
         check_routing(ensemble, routing)
     except AtollError:

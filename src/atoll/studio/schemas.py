@@ -1,28 +1,36 @@
-"""What goes over the wire: the request for pictures with its limits, and every answer."""
+"""Request and response schemas of the HTTP API."""
 
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-PICTURES, STEPS, GUIDANCE, LARGEST_SEED = 16, 250, 30.0, 2**53 - 1
-PROMPT, LABEL, ROUTING = 2000, 200, 100
-"""Limits of a request. Seeds end where the numbers of JavaScript stop being exact."""
-BODY = 64 * 1024
-"""Bytes that the body of a request may have: a prompt of the largest length fits, however it is escaped."""
+# Limits of one request bound what a single client can cost the others. They are round numbers well above common
+# settings (25 to 50 steps, guidance scales of 1 to 8); 16 images fill half of the default batch.
+MAX_IMAGES = 16
+MAX_STEPS = 250
+MAX_GUIDANCE_SCALE = 30.0
+# JavaScript numbers are exact up to this integer. A larger seed would change on its way through the web page.
+MAX_SEED = 2**53 - 1
+# Text encoders cut prompts at some tens or hundreds of tokens, so longer prompts would not change the images.
+MAX_PROMPT_CHARACTERS = 2000
+MAX_LABEL_CHARACTERS = 200
+MAX_ROUTING_CHARACTERS = 100
+# A prompt of 2000 characters fits, even if every character is escaped as a JSON surrogate pair (12 bytes).
+MAX_BODY_BYTES = 64 * 1024
 
 
-def _whole(value: object) -> object:
-    """In JSON 3.0 is an integer too."""
+def _integral_float_to_int(value: object) -> object:
+    """Convert 3.0 to 3: JSON does not distinguish integers from floats, but strict pydantic does."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Side = Annotated[Whole, Field(ge=1, le=65536)]
+JsonInt = Annotated[int, BeforeValidator(_integral_float_to_int)]
+Side = Annotated[JsonInt, Field(ge=1, le=65536)]
 ModelName = Literal["experts", "monolith", "student"]
 
 
-class RefusalError(Exception):
-    """A request that is not served: the status of HTTP, why, the field that is wrong, and when to try again."""
+class ApiError(Exception):
+    """An error response: HTTP status, message, the invalid field, and the seconds after which to retry."""
 
     def __init__(
         self, status: int, message: str, field: str | None = None, *, retry_after: float | None = None
@@ -32,30 +40,41 @@ class RefusalError(Exception):
 
 
 class ImagesRequest(BaseModel):
-    """Pictures of a prompt, of a class, of both, or of nothing in particular."""
+    """Request for images of a prompt, of a class, of both, or unconditional images."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    prompt: str | None = Field(None, max_length=PROMPT, description="what the pictures shall show; blank is none")
-    label: Annotated[str, Field(max_length=LABEL)] | Whole | None = Field(
-        None, description="a class, by name or number"
+    prompt: str | None = Field(
+        None, max_length=MAX_PROMPT_CHARACTERS, description="text prompt; blank or null is unconditional"
     )
-    n: Whole = Field(1, ge=1, le=PICTURES, description="number of pictures")
+    label: Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | JsonInt | None = Field(
+        None, description="class, by name or number"
+    )
+    num_images: JsonInt = Field(1, ge=1, le=MAX_IMAGES, description="number of images")
     size: Side | Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
-        None, description="side, or height and width, in pixels: only those of the run are possible"
+        None, description="side, or height and width, in pixels; must equal the size in /v1/run"
     )
-    steps: Whole | None = Field(None, ge=1, le=STEPS, description="steps of the solver; null is as in /v1/run")
+    steps: JsonInt | None = Field(
+        None, ge=1, le=MAX_STEPS, description="number of solver steps; null is the default in /v1/run"
+    )
     guidance_scale: float | None = Field(
-        None, ge=0, le=GUIDANCE, description="classifier-free guidance; 1 is none, null is as in /v1/run"
+        None,
+        ge=0,
+        le=MAX_GUIDANCE_SCALE,
+        description="scale of classifier-free guidance; 1 disables it, null is the default in /v1/run",
     )
-    routing: str | None = Field(None, max_length=ROUTING, description="as in `atoll sample`; null is the server's own")
-    seed: Whole = Field(0, ge=0, le=LARGEST_SEED, description="the same seed gives the same pictures")
-    model: ModelName = Field("experts", description="all experts as one, the monolith, or the student")
-    expert: Whole | None = Field(None, ge=0, le=99999, description="this expert alone paints, by its number")
-    preview_every: Whole | None = Field(
-        None, ge=1, le=STEPS, description="streams: send what the picture will be, as far as is known, at these steps"
+    routing: str | None = Field(
+        None, max_length=MAX_ROUTING_CHARACTERS, description="as in `atoll sample`; null is the default in /v1/run"
     )
-    stream: bool = Field(False, description="server-sent events instead of one answer")
+    seed: JsonInt = Field(0, ge=0, le=MAX_SEED, description="random seed; the same seed gives the same images")
+    model: ModelName = Field("experts", description="the routed experts, the monolith, or the student")
+    expert: JsonInt | None = Field(
+        None, ge=0, le=99999, description="use only this expert, by the number of its cluster"
+    )
+    preview_every: JsonInt | None = Field(
+        None, ge=1, le=MAX_STEPS, description="in streams: send the predicted final images every so many steps"
+    )
+    stream: bool = Field(False, description="send server-sent events instead of one response")
 
     @field_validator("prompt")
     @classmethod
@@ -63,159 +82,204 @@ class ImagesRequest(BaseModel):
         return prompt if prompt and prompt.strip() else None
 
 
-class Fault(BaseModel):
-    """What was wrong."""
+class ResponseSchema(BaseModel):
+    """Base class of all responses and events."""
+
+    # The docstrings of fields become their descriptions in /openapi.json and in the HTTP reference.
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class ErrorDetail(ResponseSchema):
+    """What is wrong, and in which field of the request."""
 
     message: str
     field: str | None = None
+    """Invalid field of the request; null if the error is not about one field."""
 
 
-class Problem(BaseModel):
-    """Every answer that is not a success."""
+class ErrorResponse(ResponseSchema):
+    """Body of every error response, except those of /health."""
 
-    error: Fault
+    error: ErrorDetail
 
 
-class Health(BaseModel):
-    """Whether the server works."""
+class Health(ResponseSchema):
+    """State of the server."""
 
     status: Literal["ok", "stopping", "failed"]
     version: str
     models_ready: bool
-    why: str | None = None
+    """Whether at least one model is loaded."""
+    reason: str | None = None
+    """Why the server failed, or why a model could not be loaded."""
 
 
-class ExpertName(BaseModel):
-    """An expert, in the order of weights. Its number is that of its cluster."""
+class ExpertSummary(ResponseSchema):
+    """An expert. Experts are listed in the order of the routing weights."""
 
     number: int
+    """Number of its cluster."""
     name: str
-    colour: str
+    """Name of its training job."""
+    color: str
+    """Color of the expert on the web page."""
 
 
-class Conditions(BaseModel):
-    """What the model can be told."""
+class Conditioning(ResponseSchema):
+    """The conditions that the model accepts."""
 
     text: bool
+    """Whether it accepts prompts."""
     labels: list[str]
+    """Names of the classes; empty if it accepts no labels."""
 
 
-class Defaults(BaseModel):
-    """What a request has that does not say otherwise."""
+class Defaults(ResponseSchema):
+    """Values of request fields that are omitted or null."""
 
     routing: str | None
     steps: int
     guidance_scale: float
-    n: int
+    num_images: int
 
 
-class Limits(BaseModel):
-    """The largest values of a request, and the number of requests that may wait."""
+class Limits(ResponseSchema):
+    """Maximum values of a request, and the maximum number of waiting requests."""
 
-    n: int
+    num_images: int
     steps: int
     guidance_scale: float
-    prompt: int
+    prompt_characters: int
     queue: int
+    """Requests that may wait while the batch is full."""
 
 
-class RunAnswer(BaseModel):
-    """What is served."""
+class RunResponse(ResponseSchema):
+    """Description of the served run."""
 
     name: str
     size: list[int] | None
+    """Height and width of the images in pixels; null until a model is loaded."""
     models: list[str]
-    conditions: Conditions
-    experts: list[ExpertName]
+    """Loaded models."""
+    conditioning: Conditioning
+    experts: list[ExpertSummary]
     missing: list[str]
+    """Experts that are not trained yet."""
     router: bool
+    """Whether a router for all experts is trained."""
     nearest: bool
+    """Whether the routing `nearest` is possible."""
     routings: list[str]
+    """Routings that the web page offers; requests may use others."""
     defaults: Defaults
     limits: Limits
     examples: list[str]
+    """Captions of the training data, as prompts to try."""
     token_required: bool
 
 
-class ExpertFacts(ExpertName):
-    """An expert with what it declares."""
+class ExpertInfo(ExpertSummary):
+    """An expert with the values of its manifest."""
 
     cluster: int
     objective: str | None
+    """Prediction target of training, for instance velocity or epsilon."""
     schedule: str | None
+    """Noise schedule of training."""
     network: str
+    """Class and size of the network."""
     parameters: int
-    samples_trained: int | None
+    images_seen: int | None
+    """Images that training has processed, with repetitions."""
     seconds: float | None
+    """Training time."""
     flops: float | None
-    pictures: int | None
+    """Estimated floating-point operations of training."""
+    images: int | None
+    """Training images in its cluster."""
     share: float | None
+    """Fraction of all training images that are in its cluster."""
 
 
-class ExpertsAnswer(BaseModel):
-    """The experts that are finished."""
+class ExpertsResponse(ResponseSchema):
+    """The trained experts."""
 
-    experts: list[ExpertFacts]
+    experts: list[ExpertInfo]
 
 
-class LabelShare(BaseModel):
-    """How much of a cluster is of a class."""
+class LabelShare(ResponseSchema):
+    """Fraction of a cluster's images that have a label."""
 
     name: str
     share: float
 
 
-class Cluster(BaseModel):
-    """What an expert was trained on."""
+class Cluster(ResponseSchema):
+    """Training data of one expert."""
 
     number: int
-    pictures: int
+    images: int
+    """Number of training images."""
     share: float
+    """Fraction of all training images."""
     captions: list[str]
+    """Examples of captions."""
     labels: list[LabelShare]
-    sheet: str | None
+    """Most frequent labels."""
+    contact_sheet: str | None
+    """Path of an image with examples."""
 
 
-class ClustersAnswer(BaseModel):
-    """All clusters, or why they cannot be shown."""
+class ClustersResponse(ResponseSchema):
+    """All clusters, or the reason why they are not available."""
 
     clusters: list[Cluster]
-    why: str | None = None
+    reason: str | None = None
 
 
-class Island(BaseModel):
-    """One job of the run."""
+class Island(ResponseSchema):
+    """State of one training job."""
 
     job: str
     state: str
+    """done, running, stale, failed, proposed, free or missing, as in `atoll status`."""
     where: str
-    samples: int
-    total: int
-    rate: float
+    """Worker that trains or trained it."""
+    images: int
+    """Images that training has processed."""
+    total_images: int
+    images_per_second: float
     seconds_left: float | None
-    seen_seconds_ago: float | None
-    why: str
+    last_seen_seconds_ago: float | None
+    """Age of the last heartbeat or metrics."""
+    reason: str
+    """Why the job failed; empty otherwise."""
     grid: str | None
+    """Path of the newest grid of images that it has sampled in training."""
     loss: list[tuple[int, float]]
+    """Pairs of images seen and training loss."""
 
 
-class IslandsAnswer(BaseModel):
-    """All jobs, or why there is nothing to tell."""
+class IslandsResponse(ResponseSchema):
+    """All training jobs, or the reason why there are none."""
 
     jobs: list[Island]
-    why: str | None = None
+    reason: str | None = None
 
 
-class ImageSettings(BaseModel):
-    """Everything needed to make an image again. The PNG carries it too."""
+class ImageSettings(ResponseSchema):
+    """All settings that reproduce an image. They are also stored in the PNG file."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     prompt: str | None
     label: str | int | None
     number: int
+    """Number of the image in its request."""
     model: str
     cluster: int | None
+    """Cluster of the expert, if only one was used."""
     routing: str
     steps: int
     guidance_scale: float
@@ -227,62 +291,69 @@ class ImageSettings(BaseModel):
     seed: int
 
 
-class Picture(BaseModel):
-    """A PNG in base64, and how it was made."""
+class GeneratedImage(ResponseSchema):
+    """A PNG file in base64, and its settings."""
 
     png: str
     settings: ImageSettings
 
 
-class ImagesAnswer(BaseModel):
-    """Pictures, and the weight of every expert: by picture, step and expert."""
+class ImagesResponse(ResponseSchema):
+    """Generated images with their routing weights."""
 
     id: str
-    images: list[Picture]
+    images: list[GeneratedImage]
     experts: list[int]
-    """Their numbers, in the order of the weights."""
+    """Numbers of the experts, in the order of the weights."""
     weights: list[list[list[float]]]
+    """Routing weights by image, step and expert."""
     times: list[float]
+    """Flow time t of every step, from 1 (noise) towards 0 (data)."""
 
 
-class StreamEvent(BaseModel):
-    """The data of a server-sent event. This one is `cancelled`."""
+class StreamEvent(ResponseSchema):
+    """Data of a server-sent event. The event `cancelled` has no further fields."""
 
     id: str
-    """Of the request."""
+    """Id of the request."""
 
 
 class QueuedEvent(StreamEvent):
-    """`queued`: the request waits behind so many others."""
+    """`queued`: the request waits behind this many others; 0 starts with the next step."""
 
     position: int
     experts: list[int]
-    """Their numbers, in the order of the weights."""
+    """Numbers of the experts, in the order of the weights."""
 
 
 class StepEvent(StreamEvent):
-    """`step`: all images of the request have made a step."""
+    """`step`: all images of the request completed a step."""
 
     step: int
     steps: int
     t: float
+    """Flow time of the step, from 1 (noise) towards 0 (data)."""
     weights: list[list[float]]
-    """By image and expert."""
+    """Routing weights by image and expert."""
     previews: list[str] | None = None
+    """Predicted final images as PNG files in base64."""
 
 
 class ImageEvent(StreamEvent):
-    """`image`: one is finished."""
+    """`image`: one image is finished."""
 
     index: int
+    """Number of the image in its request."""
     png: str
+    """PNG file in base64."""
     settings: ImageSettings
 
 
 class DoneEvent(StreamEvent):
-    """`done`: all are finished."""
+    """`done`: all images are finished."""
 
     seconds: float
+    """Time since the request arrived."""
 
 
 class FailedEvent(StreamEvent):

@@ -1,4 +1,4 @@
-"""Training on an island: one loop for expert, router, monolith and student."""
+"""Training: one loop for expert, router, monolith and student."""
 
 from atoll.train.job import build_task, train_job
 from atoll.train.loop import REQUEUE, Requeue

@@ -1,8 +1,17 @@
-"""Checkpoints: everything that resuming needs, through torch.distributed.checkpoint, in safetensors and JSON.
+"""Checkpoints for resuming: torch.distributed.checkpoint (DCP) in safetensors, with a manifest.
 
-A checkpoint is an artifact `JOB/checkpoints/SAMPLES` of weights, averages and optimizer state. Every process writes its
-own part and any number of processes can read it. Its manifest, written last, holds the hash of every file, so the
-newest good checkpoint is the newest one that verifies. Randomness is a function of position: it has no state to save.
+A checkpoint is the artifact `JOB/checkpoints/IMAGES`, named by the images seen. For every parameter of shape S it holds
+four or more float32 tensors of shape S: weight, both Adam moments, and one for each EMA. DCP saves a dictionary of
+tensors by name. Under FSDP2 these are DTensors: each process writes the shards that it holds, and the metadata records
+their offsets, so another number of processes can load them and each reads only its shards. The process group of these
+calls is the control group (see `distributed`), which tolerates long waits.
+
+Saving has three phases: the main process removes leftovers and begins the artifact, all processes write, and after a
+barrier the main process commits. The manifest is written last and holds the hash of every file. A job that is killed
+while saving leaves a folder without manifest, which is ignored, and the newest checkpoint is the newest that verifies.
+
+Nothing else needs saving: order of images, noise, times and dropout are functions of (seed, position), the learning
+rate is a function of the images seen, and Adam's step count is images / batch size.
 """
 
 import shutil
@@ -24,39 +33,41 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import CHECKPOINT, CheckpointContent
-from atoll.train.distributed import World
+from atoll.train.distributed import DistContext
 from atoll.train.ema import EMA
 
 FILE_BYTES = 64 << 20
-"""Of one file, roughly: a file is put together in memory before it is written, so small ones keep the pause small."""
+"""Approximate size of one file. DCP assembles a file in memory before writing it, so small files need little memory; at
+64 MB the overhead per file is still negligible."""
 
 
 @dataclass(frozen=True)
-class State:
-    """What training changes."""
+class TrainState:
+    """Everything that training modifies."""
 
     network: nn.Module
     ema: EMA
     optimizer: torch.optim.Optimizer
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it by name, as the very tensors that training works on. The step count follows from the position."""
+        """Return all tensors by name, without copies, so that loading into them restores the state in place."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.ema.parameters.items():
             tensors[f"network.{name}"] = parameter.detach()
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"optimizer.{key}.{name}"] = self._moments(parameter)[key]
-        for average, weights in self.ema.weights.items():
-            tensors |= {f"average.{average}.{name}": weight for name, weight in weights.items()}
+        for ema, weights in self.ema.weights.items():
+            tensors |= {f"ema.{ema}.{name}": weight for name, weight in weights.items()}
         return tensors
 
     def at_step(self, step: int) -> None:
-        """Tell the optimizer how many steps it has made."""
+        """Set the optimizer's step count, which is not stored."""
         for parameter in self.ema.parameters.values():
             self._moments(parameter)["step"].fill_(step)
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The optimizer's state of one parameter, made before the first step if need be."""
+        """Return the optimizer's state of one parameter; create it before the first step."""
+        # AdamW creates its state in its first step. Loading needs the tensors before that, under AdamW's names.
         state: dict[str, Tensor] = self.optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -72,16 +83,16 @@ class Checkpoints:
     run: Path
     job: str
     made_from: Mapping[str, Any]
-    world: World
+    context: DistContext
     keep_last: int = 2
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """The folder of the checkpoints."""
         return self.run / layout.checkpoints(self.job)
 
-    def save(self, state: State, images: int, seconds: float) -> Artifact:
-        """Write a checkpoint; all processes take part, and it counts once the first has committed it."""
+    def save(self, state: TrainState, images: int, seconds: float) -> Artifact:
+        """Write a checkpoint on all processes; it is valid once the main process has committed it."""
         artifact = self._artifact(images)
 
         def begin() -> None:
@@ -90,39 +101,40 @@ class Checkpoints:
 
         def commit() -> None:
             artifact.commit(CheckpointContent(images=images, seconds=seconds))
-            self._forget_old()
+            self._delete_old()
 
-        self.world.on_main(begin)
+        self.context.on_main(begin)
         tensors = state.tensors()
         writer = HuggingFaceStorageWriter(str(artifact.folder), files_of(tensors), save_distributed=True)
         with _quiet():
-            save(tensors, storage_writer=writer, process_group=self.world.control, no_dist=self.world.size == 1)
-        self.world.wait()
-        self.world.on_main(commit)
+            save(tensors, storage_writer=writer, process_group=self.context.control, no_dist=self.context.size == 1)
+        self.context.barrier()
+        self.context.on_main(commit)
         return artifact
 
-    def load_newest(self, state: State) -> tuple[int, float]:
-        """Fill the state from the newest good checkpoint; return the images seen and the seconds trained."""
-        images = self.world.on_main(self._newest_good)
+    def load_newest(self, state: TrainState) -> tuple[int, float]:
+        """Load the newest valid checkpoint into the state; return the images seen and the seconds trained."""
+        images = self.context.on_main(self._newest_valid)
         if images == 0:
             return 0, 0.0
         artifact = self._artifact(images)
         tensors = state.tensors()
         with _quiet():
             reader = HuggingFaceStorageReader(str(artifact.folder))
-            load(tensors, storage_reader=reader, process_group=self.world.control, no_dist=self.world.size == 1)
+            load(tensors, storage_reader=reader, process_group=self.context.control, no_dist=self.context.size == 1)
         return images, artifact.read(CHECKPOINT).seconds
 
     def newest(self) -> str:
-        """The name of the newest committed checkpoint, for messages."""
+        """Return the folder of the newest committed checkpoint, or "none", for messages."""
         committed = [images for images in self._all() if self._artifact(images).manifest()]
         return str(self._artifact(max(committed)).folder) if committed else "none"
 
     def clear(self) -> None:
-        """Remove them all, once the job's result is committed."""
+        """Remove all checkpoints, after the job's result was committed."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _newest_good(self) -> int:
+    def _newest_valid(self) -> int:
+        """Return the images of the newest checkpoint that verifies; move damaged ones aside. 0 if there is none."""
         for images in sorted(self._all(), reverse=True):
             artifact = self._artifact(images)
             try:
@@ -133,7 +145,7 @@ class Checkpoints:
                 aside = artifact.folder.with_name(f"{artifact.folder.name}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 artifact.folder.rename(aside)
-                print(f"{artifact.folder} is damaged, moved to {aside.name} and passed over: {error}", flush=True)
+                print(f"{artifact.folder} is damaged and was moved to {aside.name}: {error}", flush=True)
                 continue
             artifact.check(CHECKPOINT, self.made_from)
             return images
@@ -146,19 +158,20 @@ class Checkpoints:
     def _artifact(self, images: int) -> Artifact:
         return Artifact(self.run, layout.checkpoint(self.job, images))
 
-    def _forget_old(self) -> None:
+    def _delete_old(self) -> None:
         committed = sorted(images for images in self._all() if self._artifact(images).manifest())
-        for images in set(self._all()) - set(committed):  # left by jobs that were killed while saving
+        # Folders without manifest, of jobs that were killed while saving.
+        for images in set(self._all()) - set(committed):
             if images < committed[-1]:
                 shutil.rmtree(self._artifact(images).folder)
         for images in committed[: -self.keep_last]:
-            # The manifest goes first: what is half removed must not look whole.
+            # The manifest is removed first: a half-removed checkpoint must not look complete.
             self._artifact(images).path(MANIFEST_FILE).unlink()
             shutil.rmtree(self._artifact(images).folder)
 
 
 def files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of the file, from 1, that each tensor goes to."""
+    """Assign each tensor to a file of about `FILE_BYTES`, numbered from 1."""
     files, size = {}, 0
     for name, tensor in tensors.items():
         files[name] = 1 + size // FILE_BYTES
@@ -167,5 +180,5 @@ def files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _quiet() -> AbstractContextManager[object]:
-    """torch warns that it assumes a single process when it is told that there is one."""
+    """Suppress DCP's warning that `no_dist` assumes a single process."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -1,4 +1,8 @@
-"""What training costs: FLOPs and memory of a network, counted on the meta device without running it."""
+"""The cost of training: FLOPs and memory of a network, counted by a forward pass on the meta device.
+
+Tensors on the meta device have shapes but no values, so the pass costs neither memory nor arithmetic. A FLOP counter
+sums the matrix products, and a saved-tensors hook sees every activation that autograd keeps for the backward pass.
+"""
 
 import json
 import time
@@ -13,30 +17,30 @@ from torch.utils.flop_counter import FlopCounterMode
 from atoll.core.errors import AtollError, first_line
 from atoll.core.networks import DiffusersConfig, NetworkConfig, RouterConfig, read_network
 from atoll.nets import Condition, build
+from atoll.train.data_shapes import DataShapes
 from atoll.train.distributed import transformer_blocks
-from atoll.train.expected import DataShapes
 
 BACKWARD = 2
-"""The backward pass costs twice the forward pass."""
+"""The backward pass costs twice the forward pass: one matrix product for the inputs, one for the weights."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one network, for one sample."""
+    """The cost of one network for one image."""
 
     parameters: int
     forward_flops: int
     activation_bytes: int
     checkpointed_bytes: int
-    """Activations if only the inputs of the blocks are kept, and one block's activations at a time."""
+    """Activations with checkpointing: the inputs of all blocks, and the activations of one block."""
 
     def training_flops(self, checkpointing: bool = False) -> int:
-        """Of one training step for one sample: forward, backward and, with checkpointing, forward again."""
+        """Return the FLOPs of training on one image: forward, backward and, with checkpointing, another forward."""
         return self.forward_flops * (1 + BACKWARD + checkpointing)
 
 
 def image_cost(config: NetworkConfig, shapes: DataShapes) -> Cost:
-    """Count one forward pass of a network on one image of these shapes."""
+    """Count the cost of a network for one image of these shapes."""
     text = shapes.text and shapes.text[:2]
     return _count(json.dumps(config.to_dict(), sort_keys=True), shapes.latents, text)
 
@@ -61,6 +65,7 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
         block.register_forward_pre_hook(
             lambda _, inputs, named: _note(entering, (*inputs, *named.values())), with_kwargs=True
         )
+    # Saved weights are no activations. Views share a storage, which is counted once.
     weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -81,7 +86,7 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
 
 
 def _note(sizes: dict[int, int], values: tuple[Any, ...]) -> None:
-    """Add the bytes of the tensors among some values, each storage once."""
+    """Record the bytes of the tensors among some values, by storage."""
     for value in values:
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
@@ -100,19 +105,20 @@ def _condition(config: NetworkConfig, text: tuple[int, int] | None) -> Condition
 
 
 def training_bytes(
-    cost: Cost, batch: int, averages: int, *, half: bool, checkpointing: bool = False, parts: int = 1
+    cost: Cost, batch_size: int, emas: int, *, half: bool, checkpointing: bool = False, parts: int = 1
 ) -> int:
-    """Of one process with micro-batches of `batch`, if the weights' share of memory is divided into `parts`.
+    """Estimate the memory of one process with micro-batches of `batch_size`; FSDP2 divides the weights into `parts`.
 
-    Weights, gradients, two moments and averages are in float32; activations are halved by `half`.
+    Weights, gradients, two Adam moments and the EMAs are in float32; `half` halves the activations.
     """
-    activations = (cost.checkpointed_bytes if checkpointing else cost.activation_bytes) * batch // (2 if half else 1)
-    return 4 * cost.parameters * (4 + averages) // parts + activations
+    activations = cost.checkpointed_bytes if checkpointing else cost.activation_bytes
+    return 4 * cost.parameters * (4 + emas) // parts + activations * batch_size // (2 if half else 1)
 
 
 def measured_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
-    """FLOPs a second of a matrix product on this device: what no network exceeds."""
+    """Measure the FLOPs per second of a matrix product on this device, an upper bound for networks."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    # The best of five: other processes can only slow a measurement down. Reading one value waits for the device.
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()

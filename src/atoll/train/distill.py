@@ -1,8 +1,15 @@
-"""Distillation: a dense student regresses the velocity of the expert of each sample's own cluster (DDM section 3.4).
+"""Distillation: a dense student regresses the velocity of the expert of each image's cluster (DDM section 3.4).
 
-No router is needed: the teacher is chosen by the cluster label, and its answer carried over the bridge into velocity.
-Targets are computed for a block of images at a time, expert after expert, so one teacher is in memory at once. A block
-is fixed by its position in the run, so a job that resumes in the middle of it computes the same targets again.
+No router is needed: the teacher is chosen by the cluster label, and the bridge converts its output to a velocity.
+
+Batches mix all clusters, so a batch needs many teachers, but only one of them should be in memory beside the student.
+Targets are therefore computed in blocks of B = `student.block` consecutive positions of training, which span many
+batches. Each expert in turn is opened, evaluated on its images of the block, and closed. Its velocities are written to
+the targets (B, C, H, W), which stay on the CPU until the batches of the block were trained. With several processes each
+computes only the rows that it will train on; the others are NaN, so that a wrong assignment would stop training.
+
+Block k covers the positions k B … (k + 1) B - 1, whatever the batch size and wherever the job resumes. Order, noise and
+time of an image are functions of (seed, position), so a job that resumes inside a block computes the same targets.
 """
 
 from collections.abc import Iterator
@@ -23,14 +30,15 @@ from atoll.experts.expert import DeviceOptions, OpenExpert, open_expert
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import ALONE, Processes, condition_of, validate
 from atoll.train.spec import teachers
-from atoll.train.tasks import Forward, Losses, Task, as_expert, drop, on_linear_path
+from atoll.train.tasks import Forward, Losses, Task, as_expert, drop_condition, on_linear_path
 
 TEACHER_BATCH = 64
+"""Images of one forward pass of a teacher: the order of magnitude of a training batch, but without gradients."""
 
 
 @dataclass
 class _Block:
-    """The teachers' answers for some consecutive images of the run."""
+    """The targets (B, C, H, W) of consecutive positions from `first` on."""
 
     first: int = -1
     targets: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -38,7 +46,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class StudentTask(Task):
-    """A dense network that learns from all experts."""
+    """A dense network that is trained on the velocities of all experts."""
 
     conditioning: frozenset[str]
     dropout: float
@@ -48,22 +56,22 @@ class StudentTask(Task):
     _current: _Block = field(default_factory=_Block)
 
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
-        """Mean squared distance to the teacher's velocity."""
+        """Return the mean squared error against the teacher's velocity for each image."""
         x0 = self.latents(batch, position)
         noised = on_linear_path(x0, self.seed, position)
         target = self._targets(position, len(x0)).to(x0.device)
         condition = condition_of(batch, self.conditioning)
-        condition = drop(condition, self.dropout, len(x0), seed=self.seed, position=position)
+        condition = drop_condition(condition, self.dropout, len(x0), seed=self.seed, position=position)
         output = forward(noised.input, noised.timestep, condition)[:, : x0.shape[1]]
         return Losses((output.float() - target).square().flatten(1).mean(1), noised.t, {})
 
     def expert(self) -> OpenExpert:
-        """Return the network, which predicts the velocity."""
+        """Return the network as a flow-matching expert."""
         return as_expert(self, self.conditioning, flow.Objective().bridge())
 
     @torch.no_grad()
     def finish(self, content: NetworkContent, processes: Processes = ALONE) -> ExpertContent:
-        """Measure the held-out error against the data, as for any expert. A student is a flow-matching expert."""
+        """Measure the held-out error against eps - x0 of the data, as for any expert."""
         error = validate(
             self.expert().velocity, self.held_out, seed=self.seed, conditioning=self.conditioning, device=self.device,
             processes=processes,
@@ -78,12 +86,12 @@ class StudentTask(Task):
         return range(self.shards.content.clusters)
 
     def _targets(self, position: int, count: int) -> Tensor:
-        """Targets of the images from `position` on."""
+        """Return the targets (count, C, H, W) of the positions from `position` on, from one block or several."""
         parts = []
         while count:
             first = position - position % self.block
             if self._current.first != first:
-                self._current.targets = self._compute(first)
+                self._current.targets = self._compute_block(first)
                 self._current.first = first
             part = self._current.targets[position - first : position - first + count]
             parts.append(part)
@@ -91,10 +99,11 @@ class StudentTask(Task):
         return torch.cat(parts)
 
     @torch.inference_mode()
-    def _compute(self, first: int) -> Tensor:
-        """The teachers' velocities of this process's images of a block, with one teacher in memory at a time."""
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        whose = (first + torch.arange(self.block)) % self.micro // (self.micro // world)
+    def _compute_block(self, first: int) -> Tensor:
+        """Compute the targets (B, C, H, W) of a block for this process; the rows of other processes are NaN."""
+        # A micro-batch is split evenly: rank r trains on the r-th part of its positions (see `Shards.stream`).
+        rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        whose = (first + torch.arange(self.block)) % self.micro // (self.micro // processes)
         numbers = self.shards.order(np.arange(first, first + self.block, dtype=np.uint64), self.seed)
         clusters = self.shards.read(numbers).cluster
         targets = torch.full((self.block, *self.shards.content.latents.shape), torch.nan)
@@ -105,26 +114,27 @@ class StudentTask(Task):
                 reference = expert_of_run(self.run, layout.expert_job(expert), verify=True)
                 teacher = open_expert(reference, self.shards.statistics, DeviceOptions(device))
                 for rows in torch.split(mine, TEACHER_BATCH):
-                    targets[rows] = self._answers(teacher, first, rows, numbers=numbers, device=device)
+                    targets[rows] = self._teacher_velocities(teacher, first, rows, numbers=numbers, device=device)
         return targets
 
-    def _answers(
+    def _teacher_velocities(
         self, teacher: OpenExpert, first: int, rows: Tensor, *, numbers: "np.ndarray[Any, Any]", device: torch.device
     ) -> Tensor:
-        """One teacher's velocities for scattered images of a block, each noised as the student will see it."""
+        """Return one teacher's velocities (rows, C, H, W) for some rows of a block, noised as for the student."""
+        # Rows are not consecutive, so latents and noise are drawn one by one, each by its position.
         inputs, times = [], []
         batch = self.shards.read(numbers[rows.numpy()]).to(device)
-        for row, sample in zip(rows.tolist(), _single(batch), strict=True):
-            noised = on_linear_path(self.latents(sample, first + row), self.seed, first + row)
+        for row, image in zip(rows.tolist(), _single(batch), strict=True):
+            noised = on_linear_path(self.latents(image, first + row), self.seed, first + row)
             inputs.append(noised.input)
             times.append(noised.t)
-        with torch.autocast(device.type, enabled=False):  # its bridge was calibrated in full precision
-            answer = teacher.velocity(torch.cat(inputs), torch.cat(times), condition_of(batch, teacher.conditioning))
-        return answer.float().cpu()
+        with torch.autocast(device.type, enabled=False):  # the teacher's bridge was calibrated in full precision
+            velocity = teacher.velocity(torch.cat(inputs), torch.cat(times), condition_of(batch, teacher.conditioning))
+        return velocity.float().cpu()
 
 
 def _single(batch: Batch) -> Iterator[Batch]:
-    """The images of a batch one by one."""
+    """Yield the images of a batch as batches of one."""
     for i in range(len(batch.index)):
         yield Batch(
             *(part[i : i + 1] for part in (batch.index, batch.cluster, batch.label, batch.mean)),

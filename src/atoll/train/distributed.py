@@ -1,10 +1,10 @@
-"""The processes of one island: alone, or under torchrun with DDP or FSDP2. Networks know nothing of this.
+"""The processes of one training job: a single one, or several under torchrun with DDP or FSDP2.
 
-There are two process groups. The default one (NCCL on GPUs) carries the tensors of training, and its timeout notices a
-process that hangs within a step. While the main process works alone (it hashes and writes a checkpoint or the result)
-the others must not wait in that group: they would run into its timeout, and the job would never end. They wait in a
-second group, over gloo on the CPU, which may take hours. A process that dies closes its connections there, so the
-others end at once and not at the timeout; a wait on the rendezvous store would not notice.
+There are two process groups. The default group (NCCL on GPUs) carries the tensors of training, and its timeout detects
+a process that hangs within a step. While the main process works alone, hashing and writing a checkpoint or the result,
+the others must not wait in that group: they would run into its timeout, and the job would never end. They wait in the
+control group, over gloo on the CPU, which may take hours. If a process dies, its connections in that group close, so
+the others end at once; a wait on the rendezvous store would only end at its timeout.
 """
 
 import json
@@ -28,35 +28,35 @@ from atoll.core.errors import AtollError
 Parallel = Literal["ddp", "fsdp2"]
 T = TypeVar("T")
 STEP_TIMEOUT = timedelta(minutes=30)
-"""Of collectives within training. The slowest step is the first: the main process opens trackers before it, and one
-process may compile the network or read cold shards over a network while the others wait. NCCL's default of 10 minutes
-is short for that; 30 minutes is gloo's default."""
+"""Timeout of collectives within training. The slowest step is the first: the main process opens trackers before it,
+and one process may compile the network or read shards over a slow network while the others wait. NCCL's default of 10
+minutes is short for that; 30 minutes is gloo's default."""
 WAIT_TIMEOUT = timedelta(hours=4)
-"""Of the group in which processes wait for work of the main one and for each other's share of the validation. Verifying
-and hashing two checkpoints of a network of 3 B parameters (60 GB each) at 50 MB/s takes 40 minutes. Too short loses a
-finished job; too long only matters if a machine disappears without closing its connections."""
+"""Timeout of the control group, in which processes wait for the main process and for each other's share of the
+validation. Verifying and hashing two checkpoints of 3 B parameters (60 GB each) at 50 MB/s takes 40 minutes. A short
+timeout could lose a finished job; a long one only matters if a machine vanishes without closing its connections."""
 
 
 @dataclass(frozen=True)
-class World:
-    """One process among those that train a job."""
+class DistContext:
+    """One process among those that train a job, and its communication with the others."""
 
     rank: int
     size: int
     device: torch.device
     control: dist.ProcessGroup | None = None
-    """The group to wait in; None is the default group."""
+    """The control group; None is the default group."""
 
     @property
-    def first(self) -> bool:
-        """Whether this process writes files and talks to people."""
+    def is_main(self) -> bool:
+        """Whether this process writes files and messages."""
         return self.rank == 0
 
     def wrap(self, network: nn.Module, parallel: Parallel, precision: torch.dtype) -> nn.Module:
-        """The network as this world trains it; the parameters of `network` itself stay the ones to save."""
+        """Wrap a network in DDP or FSDP2 if there are several processes; its parameters stay those of `network`."""
         network = network.to(self.device)
         if parallel == "fsdp2" and self.size > 1:
-            # Inputs stay as they are: times in eight bits would not be those of sampling. Autocast does the rest.
+            # Inputs are not cast: bfloat16 has 8 significant bits, which would round timesteps. Autocast does the rest.
             policy = MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
             mesh = init_device_mesh(self.device.type, (self.size,))
             for block in transformer_blocks(network):
@@ -65,8 +65,8 @@ class World:
         return DistributedDataParallel(network) if self.size > 1 else network
 
     @contextmanager
-    def gradients(self, network: nn.Module, last: bool) -> Iterator[None]:
-        """Exchange gradients only for the last of the micro-batches that make up a step."""
+    def sync_gradients(self, network: nn.Module, last: bool) -> Iterator[None]:
+        """Exchange gradients only in the last micro-batch of a step; before that, they accumulate locally."""
         if isinstance(network, FSDPModule):
             network.set_requires_gradient_sync(last)
         if isinstance(network, DistributedDataParallel) and not last:
@@ -75,68 +75,69 @@ class World:
         else:
             yield
 
-    def total(self, values: Tensor) -> Tensor:
-        """The sum of a tensor over all processes."""
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes, in the group of training."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
-    def agree(self, wish: bool) -> bool:
-        """Whether any process wishes it: all of them stop, or none."""
+    def any_rank(self, value: bool) -> bool:
+        """Return whether the value is true on any process, so that all of them stop, or none."""
         if self.size == 1:
-            return wish
-        flag = torch.tensor([wish], dtype=torch.int32, device=self.device)
+            return value
+        flag = torch.tensor([value], dtype=torch.int32, device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Return the sum of a CPU tensor over all processes, for which they may wait long."""
+        """Return the sum of a CPU tensor over all processes, in the control group: one may be much slower."""
         if self.size > 1:
             dist.all_reduce(rows, group=self.control)
         return rows
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Run `work` on the main process while the others wait; return its result, plain JSON values, on all of them.
+        """Run `work` on the main process while the others wait; return its result (JSON values) on all of them.
 
-        If it fails, all of them fail: the main process with its exception, the others with an error that names it.
+        If it fails, all processes fail: the main process with its exception, the others with an error that quotes it.
         """
         if self.size == 1:
             return work()
-        if self.first:
+        if self.is_main:
             try:
                 result = work()
                 message = json.dumps({"result": result})
             except BaseException as error:
-                with suppress(RuntimeError):  # the others are gone: what matters is why this process failed
+                with suppress(RuntimeError):  # if the others are gone too, this process still raises its error
                     self._broadcast(json.dumps({"error": f"{type(error).__name__}: {error}"}))
                 raise
             self._broadcast(message)
             return result
-        answer = json.loads(self._broadcast())
-        if "error" in answer:
-            raise AtollError(f"process {self.rank} ends because the main process failed: {answer['error']}")
-        return cast(T, answer["result"])
+        received = json.loads(self._broadcast())
+        if "error" in received:
+            raise AtollError(f"process {self.rank} ends because the main process failed: {received['error']}")
+        return cast(T, received["result"])
 
     def _broadcast(self, text: str = "") -> str:
-        """Return the main process's text on all of them. As bytes of JSON: nothing is unpickled."""
+        """Return the main process's text on all processes."""
+        # Bytes, first their number. `broadcast_object_list` would do the same with pickles.
         encoded = text.encode()
         length = torch.tensor([len(encoded)])
         dist.broadcast(length, 0, group=self.control)
-        buffer = bytearray(encoded) if self.first else bytearray(int(length))
+        buffer = bytearray(encoded) if self.is_main else bytearray(int(length))
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=self.control)
         return buffer.decode()
 
-    def wait(self) -> None:
-        """Go on together."""
+    def barrier(self) -> None:
+        """Wait until all processes have arrived, in the control group."""
         if self.size > 1:
             dist.barrier(group=self.control)
 
 
 @contextmanager
-def join(device: torch.device) -> Iterator[World]:
-    """Join the processes that torchrun started, or be alone."""
+def init_distributed(device: torch.device) -> Iterator[DistContext]:
+    """Initialize the process groups under torchrun; without torchrun, yield a context of one process."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        yield World(0, 1, device)
+        yield DistContext(0, 1, device)
         return
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
@@ -144,7 +145,7 @@ def join(device: torch.device) -> Iterator[World]:
     dist.init_process_group(**group_options(device))
     try:
         control = dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT)
-        yield World(dist.get_rank(), dist.get_world_size(), device, control)
+        yield DistContext(dist.get_rank(), dist.get_world_size(), device, control)
     finally:
         dist.destroy_process_group()
 
@@ -152,21 +153,21 @@ def join(device: torch.device) -> Iterator[World]:
 def group_options(device: torch.device) -> dict[str, Any]:
     """Return the arguments of `init_process_group`.
 
-    With `device_id` NCCL connects at once, so a wrong network shows before training, and no collective has to guess
-    which GPU is that of its process.
+    With `device_id` NCCL connects at once, so a network problem shows before training, and every collective uses the
+    GPU of its process.
     """
     if device.type == "cpu":
         return {"backend": "gloo", "timeout": STEP_TIMEOUT}
     return {"device_id": device, "timeout": STEP_TIMEOUT}
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor in full, gathered if FSDP2 holds it in parts."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor, gathered from all processes if FSDP2 has sharded it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def transformer_blocks(network: nn.Module) -> list[nn.Module]:
-    """The blocks of a transformer, Atoll's or diffusers': the units of FSDP2 and of checkpointing."""
+    """Return the blocks of a transformer of Atoll or diffusers: the units of FSDP2 and of activation checkpointing."""
     inner = getattr(network, "model", network)
     for name in ("blocks", "transformer_blocks"):
         if isinstance(found := getattr(inner, name, None), nn.ModuleList):

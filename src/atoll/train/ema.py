@@ -1,4 +1,8 @@
-"""EMA of the weights over training: in float32, by name, several lengths at once."""
+"""EMAs of the weights: in float32, by name, with several half-lives at once.
+
+Half-lives are counted in images, not steps, so they do not depend on the batch size. After a step of b images the
+weight of the past is 0.5 ** (b / h), where h is the half-life, limited to a share of the training so far.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,16 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 RAMP = 0.05
-"""An average never reaches back over more than this share of the training so far, so early ones are not stale."""
+"""Limit of the half-life, as a share of the images seen so far: early in training a long EMA would be dominated by the
+random initialization. 0.05 is the ramp-up of EDM's training code (Karras et al. 2022)."""
 
 
 class EMA:
-    """Exponential averages of a network's parameters with half-lives counted in images."""
+    """Exponential moving averages of a network's parameters, with half-lives in images."""
 
     def __init__(self, network: nn.Module, half_lives: Mapping[str, float]) -> None:
         self.half_lives = dict(half_lives)
         self._network = network
-        # As they are between steps: FSDP2 puts whole ones in their place while the network runs.
+        # Kept here, because FSDP2 replaces the sharded parameters of the modules by full ones during a forward pass.
         self.parameters = dict(network.named_parameters())
         self.weights: dict[str, dict[str, Tensor]] = {
             name: {key: value.detach().clone().float() for key, value in self.parameters.items()}
@@ -25,16 +30,16 @@ class EMA:
         }
 
     @torch.no_grad()
-    def update(self, images: int, batch: int) -> None:
-        """Take in the weights after `images` images, the last `batch` of which made this step."""
+    def update(self, images: int, batch_size: int) -> None:
+        """Add the current weights, after `images` images in total and a step of `batch_size`."""
         current = [value.detach().float() for value in self.parameters.values()]
         for name, half_life in self.half_lives.items():
-            decay = 0.5 ** (batch / max(min(half_life, RAMP * images), 1e-9))
+            decay = 0.5 ** (batch_size / max(min(half_life, RAMP * images), 1e-9))
             torch._foreach_lerp_(list(self.weights[name].values()), current, 1 - decay)
 
     @contextmanager
-    def used(self, name: str) -> Iterator[None]:
-        """The network with averaged weights, for a while; the trained ones come back bit for bit."""
+    def applied(self, name: str) -> Iterator[None]:
+        """Put the EMA weights into the network for the duration of a block, then restore the trained ones exactly."""
         kept = {key: value.detach().clone() for key, value in self.parameters.items()}
         self._set(self.weights[name])
         try:
@@ -46,7 +51,7 @@ class EMA:
     def _set(self, values: Mapping[str, Tensor]) -> None:
         for key, value in values.items():
             self.parameters[key].copy_(value)
-        # FSDP2 keeps the root's whole weights after a pass without gradients: it must gather the new ones.
+        # After a pass without gradients FSDP2 keeps the gathered weights of the root module; they are now outdated.
         for module in self._network.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -1,6 +1,6 @@
-"""`atoll train --dry-run`: memory, FLOPs and time before anything is spent, of one job or of a whole run.
+"""`atoll train --dry-run`: estimated memory, FLOPs and time of one job or of a run.
 
-It works on the configuration alone: where the data is not prepared yet, its shapes are those to be expected.
+It needs only the configuration: before the data is prepared, its shapes are predicted.
 """
 
 import json
@@ -19,30 +19,30 @@ from atoll.core.presets import PUBLISHED, Published
 from atoll.train.cost import image_cost, measured_rate, training_bytes
 from atoll.train.spec import TrainSpec, resolve_job
 
-UTILISATION = 0.5
-"""Share of the matrix-product rate that training is assumed to reach."""
+UTILIZATION = 0.5
+"""Share of the matrix-product rate that training is assumed to reach: an order of magnitude for transformers."""
 GPUS = {"A40": 149.7e12, "A100": 312e12, "H100": 989e12}
-"""Dense bfloat16 FLOPs a second, from the makers' data sheets."""
+"""Dense bfloat16 FLOPs per second of GPUs, from the vendors' data sheets."""
 
 
 @dataclass(frozen=True)
 class JobCosts:
-    """What a job would cost on any machine."""
+    """The costs of a job, independent of the machine."""
 
     job: str
     parameters: int
     images: int
     steps: int
-    forward_flops_per_sample: int
-    flops_per_sample: int
+    forward_flops_per_image: int
+    flops_per_image: int
     flops: int
     bytes: int
     """Memory of one process."""
 
     @classmethod
     def of(cls, spec: TrainSpec, gpus: int | None = None) -> Self:
-        """Count the costs of a job on so many GPUs."""
-        settings, cost, world = spec.settings, image_cost(spec.network, spec.shapes), _processes(gpus)
+        """Count the costs of a job on some number of GPUs."""
+        settings, cost, processes = spec.settings, image_cost(spec.network, spec.shapes), _processes(gpus)
         checkpointing = settings.activation_checkpointing
         flops = cost.training_flops(checkpointing)
         return cls(
@@ -50,23 +50,23 @@ class JobCosts:
             parameters=cost.parameters,
             images=settings.total_images,
             steps=settings.total_images // settings.batch_size,
-            forward_flops_per_sample=cost.forward_flops,
-            flops_per_sample=flops,
+            forward_flops_per_image=cost.forward_flops,
+            flops_per_image=flops,
             flops=flops * settings.total_images,
             bytes=training_bytes(
                 cost,
-                max(1, settings.batch_size // settings.grad_accum_steps // world),
+                max(1, settings.batch_size // settings.grad_accum_steps // processes),
                 len(settings.ema),
                 half=settings.precision != "float32",
                 checkpointing=checkpointing,
-                parts=world if settings.parallel == "fsdp2" else 1,
+                parts=processes if settings.parallel == "fsdp2" else 1,
             ),
         )
 
 
 @dataclass(frozen=True)
 class JobEstimate(JobCosts):
-    """What a job would cost on this machine."""
+    """The costs of a job with its time on this machine."""
 
     epochs: float | None
     matmul_flops_per_second: float
@@ -75,7 +75,7 @@ class JobEstimate(JobCosts):
 
 @dataclass(frozen=True)
 class RunCosts:
-    """What all experts and the router of a run would cost, beside what is published of its preset."""
+    """The costs of all experts and the router of a run, with the published numbers of its preset."""
 
     jobs: list[JobCosts]
     parameters: int
@@ -85,23 +85,24 @@ class RunCosts:
 
 
 def _processes(gpus: int | None) -> int:
+    # torchrun sets WORLD_SIZE, the number of processes, one for each GPU.
     return gpus or int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def estimate(spec: TrainSpec, gpus: int | None = None) -> JobEstimate:
-    """Estimate what the job would cost on this machine."""
+    """Estimate the costs of a job on this machine."""
     costs = JobCosts.of(spec, gpus)
     rate = measured_rate(device(), getattr(torch, spec.settings.precision))
     return JobEstimate(
         **vars(costs),
         epochs=None if spec.data is None else costs.images / spec.data.images,
         matmul_flops_per_second=rate,
-        seconds=costs.flops / (rate * UTILISATION * _processes(gpus)),
+        seconds=costs.flops / (rate * UTILIZATION * _processes(gpus)),
     )
 
 
 def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts:
-    """Count what all experts and the router of a run would cost."""
+    """Count the costs of all experts and the router of a run."""
     specs = [resolve_job(run, config, "expert", expert=number) for number in range(config.clusters.count)]
     costs = [JobCosts.of(spec, gpus) for spec in (*specs, resolve_job(run, config, "router"))]
     flops = sum(job.flops for job in costs)
@@ -109,45 +110,45 @@ def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts
         jobs=costs,
         parameters=sum(job.parameters for job in costs),
         flops=flops,
-        gpu_days={name: flops / (rate * UTILISATION * 86_400) for name, rate in GPUS.items()},
+        gpu_days={name: flops / (rate * UTILIZATION * 86_400) for name, rate in GPUS.items()},
         published=PUBLISHED.get(config.preset or ""),
     )
 
 
 def show_estimate(spec: TrainSpec, gpus: int | None, as_json: bool) -> None:
-    """Print the estimate of one job for a person or a program."""
+    """Print the estimate of one job as a table or as JSON."""
     found = estimate(spec, gpus)
     if as_json:
         print(json.dumps(asdict(found)))
         return
-    table = Table("", "", title=f"{spec.job}: what training would cost", show_header=False)
+    table = Table("", "", title=f"{spec.job}: estimated cost of training", show_header=False)
     epochs = "" if found.epochs is None else f", {found.epochs:.1f} epochs"
     table.add_row("parameters", f"{found.parameters:,}")
     table.add_row("images", f"{found.images:,} in {found.steps:,} steps{epochs}")
-    table.add_row("FLOPs", f"{found.flops:.3g} ({found.flops_per_sample:.3g} a sample)")
-    table.add_row("memory", f"about {found.bytes / 2**30:.2f} GiB a process")
-    pace = f"at {UTILISATION:.0%} of this machine's {found.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
+    table.add_row("FLOPs", f"{found.flops:.3g} ({found.flops_per_image:.3g} per image)")
+    table.add_row("memory", f"about {found.bytes / 2**30:.2f} GiB per process")
+    pace = f"at {UTILIZATION:.0%} of this machine's {found.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
     table.add_row("time", f"about {found.seconds / 3600:.2f} hours {pace}")
     Console(width=100).print(table)
 
 
-def show_survey(run: Path, config: Config, gpus: int | None, *, as_json: bool) -> None:
-    """Print the estimate of a whole run for a person or a program."""
+def show_run_estimate(run: Path, config: Config, gpus: int | None, *, as_json: bool) -> None:
+    """Print the estimate of a run as a table or as JSON."""
     found = estimate_run(run, config, gpus)
     if as_json:
         print(json.dumps(asdict(found)))
         return
     console = Console(width=120)
-    table = Table("job", "parameters", "GFLOPs forward", "images", "steps", "FLOPs", "memory of a GPU")
+    table = Table("job", "parameters", "GFLOPs forward", "images", "steps", "FLOPs", "memory per GPU")
     for job in found.jobs:
-        forward, memory = job.forward_flops_per_sample / 1e9, job.bytes / 2**30
+        forward, memory = job.forward_flops_per_image / 1e9, job.bytes / 2**30
         numbers = (f"{job.parameters / 1e6:,.1f} M", f"{forward:,.1f}", f"{job.images:,}", f"{job.steps:,}")
         table.add_row(job.job, *numbers, f"{job.flops:.3g}", f"{memory:.1f} GiB")
     console.print(table)
     days = ", ".join(f"{count:,.1f} {name}" for name, count in found.gpu_days.items())
     console.print(
-        f"in all {found.parameters / 1e9:.2f} B parameters, {found.flops:.3g} FLOPs: GPU-days at "
-        f"{UTILISATION:.0%} of the bfloat16 rate: {days}; {_processes(gpus)} GPUs for each job"
+        f"total: {found.parameters / 1e9:.2f} B parameters, {found.flops:.3g} FLOPs; GPU-days at "
+        f"{UTILIZATION:.0%} of the bfloat16 rate: {days}; {_processes(gpus)} GPUs per job"
     )
     if found.published:
         table = Table(title=f"published: {found.published.source}", show_header=False)

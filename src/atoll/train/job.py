@@ -1,11 +1,11 @@
 """Train a resolved job and commit its result.
 
     RUN/experts/003/            (also RUN/router, RUN/monolith, RUN/student)
-        metrics.jsonl, grids/   what a person looks at
-        checkpoints/            what resuming needs; removed once the result is committed
-        final/                  the result: config.json, weights, manifest.json with everything it declares
+        metrics.jsonl, grids/   metrics and previews
+        checkpoints/            for resuming; removed after the result was committed
+        final/                  the result: config.json, weights, manifest.json with its declaration
 
-An expert's job reads its own cluster's shards, and writes only its own folder.
+The job of an expert reads the shards of its cluster only, and writes its folder only.
 """
 
 import json
@@ -29,14 +29,14 @@ from atoll.nets.adapters import DiffusersExpert
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.cost import image_cost
 from atoll.train.distill import StudentTask
-from atoll.train.distributed import World, join, whole
-from atoll.train.loop import Outcome, Watch, train
+from atoll.train.distributed import DistContext, full_tensor, init_distributed
+from atoll.train.loop import Outcome, TrainCallback, train
 from atoll.train.spec import TrainSpec, made_from
 from atoll.train.tasks import ExpertTask, RouterTask, Task
 
 
 def build_task(spec: TrainSpec) -> Task:
-    """Open the data and build the network, freshly initialized or as it was stored."""
+    """Open the data and build the network, initialized at random or from `init_from`."""
     torch.manual_seed(spec.settings.seed)
     network: nn.Module = build(spec.network)
     if spec.init_from is not None:
@@ -57,74 +57,82 @@ def build_task(spec: TrainSpec) -> Task:
     return ExpertTask(*base, flow.Objective.of(spec.objective), spec.conditioning, dropout)
 
 
-def train_job(spec: TrainSpec, watch: Watch | None = None) -> Manifest:
-    """Train a job to its end, or do nothing if its result is there."""
+def train_job(spec: TrainSpec, callback: TrainCallback | None = None) -> Manifest:
+    """Train a job to its end; do nothing if its result exists."""
     kind: Kind[Any] = ROUTER if spec.kind == "router" else EXPERT
     for cluster in spec.clusters if spec.data is None else ():
-        Artifact(spec.run, layout.shards(cluster)).open(SHARDS)  # names the shards that are missing
-    image_cost(spec.network, spec.shapes)  # refuses a network that does not take the data
+        Artifact(spec.run, layout.shards(cluster)).open(SHARDS)  # raises an error that names missing shards
+    image_cost(spec.network, spec.shapes)  # raises an error if the network does not fit the data
+    # The total number of images belongs to the result, not to its checkpoints, so that a job can be prolonged. (With a
+    # cosine schedule it changes the learning rate, and `made_from` includes it.)
     inputs = made_from(spec)
     goal = {**inputs, "images": spec.settings.total_images}
 
     def find_result() -> str | None:
         if not spec.result.check(kind, goal):
             return None
-        shutil.rmtree(spec.run / layout.checkpoints(spec.job), ignore_errors=True)  # of one killed at its end
-        print(f"{spec.result.folder} is there already", flush=True)
+        # Left over if a job was killed between its commit and its end.
+        shutil.rmtree(spec.run / layout.checkpoints(spec.job), ignore_errors=True)
+        print(f"{spec.result.folder} exists already", flush=True)
         return spec.result.open(kind).to_json().decode()
 
-    with join(pick_device()) as world:
-        # The main process decides for all: another job may commit, or a shared file system show, the result between
-        # the looks of two processes, and one that leaves would let the others wait.
-        if found := world.on_main(find_result):
+    with init_distributed(pick_device()) as context:
+        # The main process decides for all. If each process looked for the result, another job could commit it in
+        # between, or a shared file system show it late; some processes would return and the others wait for them.
+        if found := context.on_main(find_result):
             return Manifest.from_values(json.loads(found))
         task = build_task(spec)
-        checkpoints = Checkpoints(spec.run, spec.job, inputs, world, spec.settings.keep_last)
-        outcome = train(task, spec.settings, checkpoints, world=world, watch=watch)
-        return _commit(spec, task, outcome, world=world, kind=kind, goal=goal)
+        checkpoints = Checkpoints(spec.run, spec.job, inputs, context, spec.settings.keep_last)
+        outcome = train(task, spec.settings, checkpoints, context=context, callback=callback)
+        return _commit(spec, task, outcome, context=context, kind=kind, goal=goal)
 
 
-def _commit(spec: TrainSpec, task: Task, outcome: Outcome, *, world: World, kind: Kind[Any], goal: Inputs) -> Manifest:
-    """Write the result: EMA weights in plain safetensors, and a manifest that declares everything.
+def _commit(
+    spec: TrainSpec, task: Task, outcome: Outcome, *, context: DistContext, kind: Kind[Any], goal: Inputs
+) -> Manifest:
+    """Write the result: EMA weights in safetensors, and a manifest with the declaration.
 
-    All processes gather the EMA weights, hold a whole network each and share its validation. Then the main one hashes
-    and writes, for which the others wait outside of NCCL.
+    All processes gather the EMA weights, build the full network and share its validation. Then the main process hashes
+    and writes while the others wait in the control group.
     """
     name, *others = outcome.ema.weights
     network = build(spec.network)
-    known = network.state_dict()  # without buffers that a network makes by itself
+    known = network.state_dict()  # without non-persistent buffers, such as computed positions
     buffers = {key: value for key, value in task.network.named_buffers() if key in known}
     network.load_state_dict({**buffers, **_gathered(outcome.ema.weights[name])})
-    content = replace(task, network=network.to(world.device).eval()).finish(_declaration(spec, task, outcome), world)
-    averages = {other: _gathered(outcome.ema.weights[other], keep=world.first) for other in others}
+    content = replace(task, network=network.to(context.device).eval()).finish(
+        _declaration(spec, task, outcome), context
+    )
+    other_emas = {other: _gathered(outcome.ema.weights[other], keep=context.is_main) for other in others}
 
     def write() -> str:
         spec.result.begin(kind, goal)
         save_network(network, spec.result.folder)
         for other in others:
-            spec.result.write_tensors(f"average-{other}.safetensors", averages[other])
+            spec.result.write_tensors(f"ema-{other}.safetensors", other_emas[other])
         if spec.kind == "expert":
-            spec.result.write_tensors(density.FILE, density.of_shards(task.shards).tensors())
+            spec.result.write_tensors(density.DENSITY_FILE, density.fit_density(task.shards).tensors())
         made = spec.result.commit(content)
-        Checkpoints(spec.run, spec.job, {}, world).clear()
+        Checkpoints(spec.run, spec.job, {}, context).clear()
         print(f"{spec.job}: done, {spec.result.folder}", flush=True)
         return made.to_json().decode()
 
-    return Manifest.from_values(json.loads(world.on_main(write)))
+    return Manifest.from_values(json.loads(context.on_main(write)))
 
 
 def _gathered(weights: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
-    """Return whole weights on the CPU, or nothing on a process that does not keep them; all processes take part."""
+    """Gather full weights on the CPU; with `keep` false, take part in the gathering but return nothing."""
     gathered: dict[str, Tensor] = {}
     for key, value in weights.items():
-        tensor = whole(value)
+        # A collective under FSDP2, so it also runs on processes that drop the tensor.
+        tensor = full_tensor(value)
         if keep:
             gathered[key] = tensor.cpu()
     return gathered
 
 
 def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkContent:
-    """Return what a network of any kind declares, so that the ensemble needs no other knowledge."""
+    """Return the part of the declaration that experts and routers have in common."""
     images = spec.settings.total_images
     cost = image_cost(spec.network, spec.shapes)
     flops = cost.training_flops(spec.settings.activation_checkpointing)
@@ -141,7 +149,7 @@ def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkConten
 
 
 def _teacher_flops(spec: TrainSpec, shards: Shards) -> int:
-    """Return the forward FLOPs of the teachers for one image, on average over the clusters."""
+    """Return the forward FLOPs of the teachers for one image, averaged over the images of all clusters."""
     sizes, total = shards.cluster_sizes(), 0
     for expert, size in enumerate(sizes):
         network = Artifact(spec.run, layout.final(layout.expert_job(expert))).read(EXPERT).network

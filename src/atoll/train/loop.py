@@ -1,4 +1,18 @@
-"""The loop: forward, loss, backward, step, average, save. One for expert, router, monolith and student."""
+"""The training loop: forward, loss, backward, step, EMA, save. One loop for expert, router, monolith and student.
+
+Progress is counted in images, and `images` is the only clock. A step takes `batch_size` positions of an endless stream,
+images … images + batch_size - 1, divided into `grad_accum_steps` micro-batches, each divided between the processes:
+
+    micro-batch p, rank r:   positions images + p·micro + r·share …, share = micro / processes, micro = batch / accum
+
+The image at a position, its noise, time and condition dropout are functions of (seed, position), and the learning rate
+is a function of `images`. So the state after N images depends on the configuration and the data alone, not on
+interruptions or, up to rounding, on the number of processes and micro-batches. To resume is to load the newest
+checkpoint, of N images, and to continue at position N; on the same machine, the final weights have the same bits.
+
+A job stops in an orderly way on SIGTERM or SIGUSR1, or if the callback requests it: all processes agree on the step
+after which they stop (`any_rank`), save, and raise `Requeue`. A kill loses the images since the last checkpoint.
+"""
 
 import math
 import signal
@@ -15,73 +29,82 @@ from atoll.core.artifacts import Artifact
 from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Batch
-from atoll.train.checkpoints import Checkpoints, State
-from atoll.train.distributed import World, whole
+from atoll.train.checkpoints import Checkpoints, TrainState
+from atoll.train.distributed import DistContext, full_tensor
 from atoll.train.ema import EMA
-from atoll.train.metrics_logger import Journal
-from atoll.train.previews import draw_grid
+from atoll.train.metrics_logger import MetricsLogger
+from atoll.train.previews import save_preview
 from atoll.train.tasks import Task
 
 REQUEUE = 75
-"""Exit code of a job that was asked to stop and saved: run the same command again (EX_TEMPFAIL)."""
+"""Exit code of a job that was interrupted and saved (EX_TEMPFAIL of sysexits.h): run the same command again."""
 
 
 class Requeue(Exception):  # noqa: N818 - not an error
-    """The job was told to stop; everything is saved."""
+    """The job was interrupted by a signal or a callback, and saved a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is left after the last step."""
+    """The result of training: the EMA weights and the wall time."""
 
     ema: EMA
     seconds: float
 
 
-class Watch(Protocol):
-    """Whoever looks on while a job trains; the first process calls it."""
+class TrainCallback(Protocol):
+    """Hooks into training, called on the main process."""
 
-    def stepped(self, images: int) -> bool:
-        """A step was made; whether the job should save and stop."""
+    def on_step(self, images: int) -> bool:
+        """Handle the end of a step; return whether the job should save and stop."""
 
-    def saved(self, checkpoint: Artifact) -> None:
-        """A checkpoint was committed."""
+    def on_checkpoint(self, checkpoint: Artifact) -> None:
+        """Handle a committed checkpoint."""
 
 
 def train(
-    task: Task, settings: Train, checkpoints: Checkpoints, *, world: World, watch: Watch | None = None
+    task: Task,
+    settings: Train,
+    checkpoints: Checkpoints,
+    *,
+    context: DistContext,
+    callback: TrainCallback | None = None,
 ) -> Outcome:
-    """Train until `settings.total_images`, from the newest checkpoint if there is one."""
+    """Train up to `settings.total_images`, from the newest checkpoint if there is one."""
     precision = getattr(torch, settings.precision)
-    wrapped = world.wrap(task.network, settings.parallel, precision)
+    wrapped = context.wrap(task.network, settings.parallel, precision)
     forward = torch.compile(wrapped) if settings.compile else wrapped
-    state = State(task.network, EMA(task.network, settings.ema), make_optimizer(task.network, settings))
+    state = TrainState(task.network, EMA(task.network, settings.ema), make_optimizer(task.network, settings))
     images, seconds = checkpoints.load_newest(state)
+    # The batch size is among the inputs that a checkpoint must agree with, so the step count follows from the images.
     state.at_step(images // settings.batch_size)
     micro = settings.batch_size // settings.grad_accum_steps
-    stream = task.shards.stream(micro, task.seed, images, rank=world.rank, world=world.size, workers=settings.workers)
-    journal = Journal(
+    stream = task.shards.stream(
+        micro, task.seed, images, rank=context.rank, world_size=context.size, workers=settings.workers
+    )
+    logger = MetricsLogger(
         checkpoints.run / task.name,
         task.name,
-        world,
+        context,
         total=settings.total_images,
         done=images,
         trackers=settings.trackers,
         seconds=seconds,
     )
-    autocast = torch.autocast(world.device.type, precision, enabled=precision != torch.float32)
-    with journal, stop_signals() as stop:
+    autocast = torch.autocast(context.device.type, precision, enabled=precision != torch.float32)
+    with logger, stop_signals() as stop:
         while images < settings.total_images:
             lr = learning_rate(images, settings)
+            # All micro-batches but the last accumulate gradients locally; the last one exchanges them.
             for part in range(settings.grad_accum_steps):
-                batch = next(stream).to(world.device)
-                position = images + part * micro + world.rank * (micro // world.size)
-                with world.gradients(wrapped, last=part == settings.grad_accum_steps - 1):
+                batch = next(stream).to(context.device)
+                position = images + part * micro + context.rank * (micro // context.size)
+                with context.sync_gradients(wrapped, last=part == settings.grad_accum_steps - 1):
                     with autocast:
                         losses = task.losses(forward, batch, position)
                     check_finite(losses.loss, batch, task, checkpoints=checkpoints)
                     torch.autograd.backward(losses.loss.mean() / settings.grad_accum_steps)
-                journal.add(losses)
+                logger.add(losses)
             for group in state.optimizer.param_groups:
                 group["lr"] = lr
             norm = clip(task.network, settings.max_grad_norm)
@@ -92,25 +115,28 @@ def train(
             images += settings.batch_size
             state.ema.update(images, settings.batch_size)
 
-            journal.advance(images, settings.batch_size)
-            told = watch is not None and world.first and watch.stepped(images)
-            done, stopped = images >= settings.total_images, world.agree(bool(stop) or told)
+            logger.advance(images, settings.batch_size)
+            stop_requested = callback is not None and context.is_main and callback.on_step(images)
+            # A signal may reach only some of the processes, and one step earlier or later.
+            done, stopped = images >= settings.total_images, context.any_rank(bool(stop) or stop_requested)
             if done or stopped or due(images, settings.log_every, settings.batch_size):
-                journal.write(images // settings.batch_size, lr, norm)
+                logger.write(images // settings.batch_size, lr, norm)
             if settings.sample_every and (done or due(images, settings.sample_every, settings.batch_size)):
                 with autocast:
-                    draw_grid(task, state.ema, journal, settings=settings)
+                    save_preview(task, state.ema, logger, settings=settings)
             if done or stopped or due(images, settings.save_every, settings.batch_size):
-                checkpoint = checkpoints.save(state, images, journal.seconds)
-                if watch is not None and world.first:
-                    watch.saved(checkpoint)
+                checkpoint = checkpoints.save(state, images, logger.seconds)
+                if callback is not None and context.is_main:
+                    callback.on_checkpoint(checkpoint)
             if stopped and not done:
-                raise Requeue(f"{task.name}: stopped at {images:,} images and saved; the same command continues")
-    return Outcome(state.ema, journal.seconds)
+                raise Requeue(
+                    f"{task.name}: interrupted and saved at {images:,} images; run the command again to resume"
+                )
+    return Outcome(state.ema, logger.seconds)
 
 
 def make_optimizer(network: nn.Module, settings: Train) -> torch.optim.AdamW:
-    """AdamW, fused."""
+    """Return a fused AdamW optimizer."""
     return torch.optim.AdamW(
         network.parameters(),
         lr=settings.lr,
@@ -120,31 +146,32 @@ def make_optimizer(network: nn.Module, settings: Train) -> torch.optim.AdamW:
     )
 
 
-def clip(network: nn.Module, largest: float) -> float:
-    """Scale the gradient down to a norm of at most `largest`, and return what it was; a small one is not touched."""
+def clip(network: nn.Module, max_norm: float) -> float:
+    """Scale the gradients down to a total norm of at most `max_norm`; return the norm before."""
+    # Below the limit nothing is multiplied, which saves a pass over all gradients.
     parameters = list(network.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    known = float(whole(norm))
-    if known > largest:
-        nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+    known = float(full_tensor(norm))
+    if known > max_norm:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return known
 
 
 def learning_rate(images: int, settings: Train) -> float:
-    """Linear warm-up, then constant or a cosine to 0; a function of the images seen, so it needs no state."""
+    """Return the learning rate: linear warmup, then constant or a cosine to 0."""
     warm = min(1.0, (images + settings.batch_size) / settings.warmup_images) if settings.warmup_images else 1.0
     if settings.lr_schedule == "constant":
         return settings.lr * warm
     return settings.lr * warm * 0.5 * (1 + math.cos(math.pi * min(1.0, images / settings.total_images)))
 
 
-def due(images: int, every: int, batch: int) -> bool:
-    """Whether this step crossed a multiple of `every` images."""
-    return images // every > (images - batch) // every
+def due(images: int, every: int, batch_size: int) -> bool:
+    """Return whether the last step crossed a multiple of `every` images."""
+    return images // every > (images - batch_size) // every
 
 
 def check_finite(loss: torch.Tensor, batch: Batch, task: Task, *, checkpoints: Checkpoints) -> None:
-    """Stop before a loss that is not a number reaches the weights."""
+    """Raise an error for a loss that is not finite, before it reaches the weights."""
     if not bool(loss.isfinite().all()):
         raise_not_finite("loss", batch, task, checkpoints=checkpoints, bad=~loss.isfinite())
 
@@ -152,31 +179,32 @@ def check_finite(loss: torch.Tensor, batch: Batch, task: Task, *, checkpoints: C
 def raise_not_finite(
     what: str, batch: Batch, task: Task, *, checkpoints: Checkpoints, bad: torch.Tensor | None = None
 ) -> None:
-    """Name the images and the last good checkpoint."""
+    """Raise an error that names the images and the newest checkpoint."""
     rows = batch.index if bad is None else batch.index[bad]
     ids = task.shards.ids(rows.tolist())
     shown = ", ".join(ids[:16]) + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")
     raise AtollError(
-        f"{task.name}: the {what} is not finite on images {shown}. Nothing of this step was kept; the last good "
-        f"checkpoint is {checkpoints.newest()}. Lower train.lr or train.max_grad_norm, or look at those images"
+        f"{task.name}: the {what} is not finite on images {shown}. This step was not applied; the newest checkpoint "
+        f"is {checkpoints.newest()}. Lower train.lr or train.max_grad_norm, or inspect these images"
     )
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGUSR1 ask for an orderly stop; the list is not empty once one has come."""
+    """Collect SIGTERM and SIGUSR1 in a list instead of ending the process; training stops if it is not empty."""
     received: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def collect(number: int, frame: FrameType | None) -> None:
         del frame
         received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.signal(number, collect) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for heard in set(received):  # whoever waited for it before hears of it too
-            if callable(handler := before[signal.Signals(heard)]):
-                handler(heard, None)
+        # Python handlers that were installed before get the signals too, now that training has stopped.
+        for caught in set(received):
+            if callable(handler := before[signal.Signals(caught)]):
+                handler(caught, None)

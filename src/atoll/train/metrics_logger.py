@@ -1,4 +1,8 @@
-"""What a person sees of a job: a progress bar, metrics.jsonl, grids of images, and trackers if asked for."""
+"""The metrics logger: progress bar, metrics.jsonl, previews, and optional trackers.
+
+Losses are summed on the device in ten time bins, because the loss of diffusion training depends strongly on the time.
+Nothing is copied to the host until a line is written, so logging does not stall the device.
+"""
 
 import json
 import time
@@ -18,19 +22,28 @@ from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
 from atoll.experts.validation import TIME_BINS
-from atoll.train.distributed import World
+from atoll.train.distributed import DistContext
 from atoll.train.tasks import Losses
 
 Tracker = Callable[[dict[str, float], int], None]
+"""Called with the metrics of a line and the images seen."""
 
 
-class Journal:
-    """Collects losses between two lines of the journal, and writes the lines."""
+class MetricsLogger:
+    """Accumulates losses between two lines of metrics.jsonl, and writes the lines."""
 
     def __init__(
-        self, folder: Path, name: str, world: World, *, total: int, done: int, trackers: Sequence[str], seconds: float
+        self,
+        folder: Path,
+        name: str,
+        context: DistContext,
+        *,
+        total: int,
+        done: int,
+        trackers: Sequence[str],
+        seconds: float,
     ) -> None:
-        self.folder, self.world, self.done, self.seconds_before = folder, world, done, seconds
+        self.folder, self.context, self.done, self.seconds_before = folder, context, done, seconds
         self.total = total
         self._sums: Tensor | None = None
         self._names: list[str] = []
@@ -38,57 +51,58 @@ class Journal:
         self._trackers: list[Tracker] = []
         self._start = self._last = time.monotonic()
         self._last_images = done
-        if world.first:
+        if context.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            forget_after(folder / layout.METRICS_FILE, done)
+            truncate_metrics(folder / layout.METRICS_FILE, done)
             self._lines = self._stack.enter_context((folder / layout.METRICS_FILE).open("a", encoding="utf-8"))
             self._trackers = [open_tracker(kind, folder, name, stack=self._stack) for kind in trackers]
             self._bar = self._stack.enter_context(progress(name, total, done))
 
     def __enter__(self) -> Self:
-        """Open for writing."""
+        """Return the logger, which is open already."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files, the bar and the trackers."""
+        """Close the file, the progress bar and the trackers."""
         self._stack.close()
 
     @property
     def seconds(self) -> float:
-        """Wall time of the whole job so far, earlier attempts included."""
+        """Wall time of the job so far, including the time before it resumed."""
         return self.seconds_before + time.monotonic() - self._start
 
     @torch.no_grad()
     def add(self, losses: Losses) -> None:
-        """Take in the losses of a batch: sums and counts by time, nothing that waits for the device."""
+        """Add the losses of a batch to the sums and counts by time."""
         values = {"loss": losses.loss, **losses.extra}
         self._names = list(values)
         bins = (losses.t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
+        # Rows: each metric, then ones, whose sum counts the images of a bin. Sums: (metrics + 1, TIME_BINS).
         rows = torch.stack([value.detach().float() for value in values.values()] + [torch.ones_like(losses.loss)])
         sums = torch.zeros(len(rows), TIME_BINS, device=rows.device).index_add_(1, bins, rows.detach())
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def advance(self, images: int, batch: int) -> None:
-        """Move the bar."""
+    def advance(self, images: int, batch_size: int) -> None:
+        """Advance the progress bar by one step."""
         self.done = images
-        if self.world.first:
-            self._bar.update(batch)
+        if self.context.is_main:
+            self._bar.update(batch_size)
 
     def write(self, step: int, lr: float, gradient: float) -> None:
-        """One line: means since the last one, whole and by time."""
+        """Write one line: means since the last line, overall and by time."""
         assert self._sums is not None
-        sums = self.world.total(self._sums).cpu()
+        sums = self.context.all_reduce(self._sums).cpu()
         self._sums = None
-        if not self.world.first:
+        if not self.context.is_main:
             return
         now = time.monotonic()
         rate = (self.done - self._last_images) / max(now - self._last, 1e-9)
         self._last, self._last_images = now, self.done
         counts = sums[-1]
-        figures = {name: (row.sum() / counts.sum()).item() for name, row in zip(self._names, sums, strict=False)}
-        line: dict[str, float] = {"images": self.done, "step": step, **figures, "lr": lr, "gradient_norm": gradient}
+        metrics = {name: (row.sum() / counts.sum()).item() for name, row in zip(self._names, sums, strict=False)}
+        line: dict[str, float] = {"images": self.done, "step": step, **metrics, "lr": lr, "gradient_norm": gradient}
         line |= {"images_per_second": rate, "seconds": self.seconds, "total": self.total}
         for track in self._trackers:
             track({key: float(value) for key, value in line.items()}, self.done)
@@ -97,20 +111,21 @@ class Journal:
             pairs = zip(row.tolist(), counts.tolist(), strict=True)
             bins[f"{name}_by_time"] = [value / count if count else None for value, count in pairs]
         self._lines.write(json.dumps({**line, **bins}) + "\n")
+        # Flushed line by line: other programs follow the file, and a kill must not lose lines.
         self._lines.flush()
         if isinstance(self._bar, tqdm):
-            self._bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{lr:.1e}", refresh=False)
+            self._bar.set_postfix(loss=f"{metrics['loss']:.4f}", lr=f"{lr:.1e}", refresh=False)
 
-    def picture(self, pixels: "np.ndarray[Any, Any]") -> None:
+    def save_grid(self, pixels: "np.ndarray[Any, Any]") -> None:
         """Save a grid of images (N, side, side, 3) of eight bits."""
-        if self.world.first:
+        if self.context.is_main:
             target = layout.preview(self.folder, self.done)
             target.parent.mkdir(exist_ok=True)
             grid(pixels).save(target)
 
 
-def forget_after(file: Path, images: int) -> None:
-    """Cut a metrics file back to the checkpoint that training resumes from, and drop a half-written last line."""
+def truncate_metrics(file: Path, images: int) -> None:
+    """Remove the lines after the checkpoint that training resumes from, and an incomplete last line."""
     if not file.exists():
         return
     kept = []
@@ -118,33 +133,33 @@ def forget_after(file: Path, images: int) -> None:
         try:
             if json.loads(line)["images"] <= images:
                 kept.append(line)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, KeyError):  # incomplete, or of a version with other names
             break
     file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
 def grid(pixels: "np.ndarray[Any, Any]") -> Image.Image:
-    """Pictures side by side, as square a sheet as their number allows."""
+    """Arrange images (N, height, width, 3) in a grid, as square as possible."""
     count, height, width, _ = pixels.shape
     columns = int(np.ceil(np.sqrt(count)))
     rows = -(-count // columns)
     sheet = np.full((rows * height, columns * width, 3), 255, dtype=np.uint8)
-    for i, picture in enumerate(pixels):
+    for i, image in enumerate(pixels):
         top, left = i // columns * height, i % columns * width
-        sheet[top : top + height, left : left + width] = picture
+        sheet[top : top + height, left : left + width] = image
     return Image.fromarray(sheet)
 
 
 def open_tracker(kind: str, folder: Path, name: str, *, stack: ExitStack) -> Tracker:
-    """A tracker by name; it is imported only if asked for."""
+    """Open a tracker by name: tensorboard, or a module with the interface of wandb."""
     try:
         if kind == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
             writer = stack.enter_context(SummaryWriter(str(folder / "tensorboard")))
 
-            def to_tensorboard(figures: dict[str, float], images: int) -> None:
-                for key, value in figures.items():
+            def to_tensorboard(metrics: dict[str, float], images: int) -> None:
+                for key, value in metrics.items():
                     writer.add_scalar(key, value, images)
 
             return to_tensorboard
@@ -152,13 +167,13 @@ def open_tracker(kind: str, folder: Path, name: str, *, stack: ExitStack) -> Tra
 
         module = importlib.import_module(kind)
     except ImportError as error:
-        raise AtollError(f"{kind} is not installed; pip install {kind}, or take it out of train.trackers") from error
+        raise AtollError(f"{kind} is not installed; pip install {kind}, or remove it from train.trackers") from error
     module.init(project="atoll", name=name, dir=str(folder)) if kind == "wandb" else module.init(
         project="atoll", name=name
     )
     stack.callback(module.finish)
 
-    def track(figures: dict[str, float], images: int) -> None:
-        module.log(figures, step=images)
+    def track(metrics: dict[str, float], images: int) -> None:
+        module.log(metrics, step=images)
 
     return track

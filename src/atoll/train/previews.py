@@ -1,4 +1,4 @@
-"""Previews during training: EMA weights, fixed noise, fixed captions."""
+"""Previews during training: images of the EMA weights, with the same noise and captions every time."""
 
 import numpy as np
 import torch
@@ -10,36 +10,37 @@ from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.validation import condition_of
 from atoll.flow import rng
 from atoll.train.ema import EMA
-from atoll.train.metrics_logger import Journal
+from atoll.train.metrics_logger import MetricsLogger
 from atoll.train.tasks import Task
 
-GRID_STREAM = 13
-GRID_STEPS = 20
+PREVIEW_STREAM = 13
+PREVIEW_STEPS = 20
+"""Euler steps of a preview: fewer than the 50 of sampling, because previews are only looked at and training waits."""
 
 
 @torch.no_grad()
-def draw_grid(task: Task, averages: EMA, journal: Journal, *, settings: Train) -> None:
-    """Sample `settings.sample_count` images and save them; nothing for a router."""
+def save_preview(task: Task, ema: EMA, logger: MetricsLogger, *, settings: Train) -> None:
+    """Sample `settings.sample_count` images and save them as a grid; do nothing for a router."""
     count, content = settings.sample_count, task.shards.content
     if not count:
         return
     training = task.network.training
     task.network.eval()
-    with averages.used(next(iter(averages.weights))):
-        expert = task.expert()  # its bridge is calibrated for the EMA weights
+    with ema.applied(next(iter(ema.weights))):
+        expert = task.expert()  # calibrates its bridge for the EMA weights
         if expert is not None:
             source = task.held_out if len(task.held_out) else task.shards
             rows = np.linspace(0, len(source) - 1, count).round().astype(np.int64)
             condition = condition_of(source.read(rows).to(task.device), expert.conditioning)
-            noise = rng.normal((count, *content.latents.shape), seed=task.seed, stream=GRID_STREAM, first=0)
+            noise = rng.normal((count, *content.latents.shape), seed=task.seed, stream=PREVIEW_STREAM, first=0)
             sampler = Sampler(Ensemble.of_expert(expert), Encoders.of(content.latents, content.text))
-            # Not prepared for many steps: FSDP2 gathers a sharded network in its forward pass only.
-            how, parts = Settings(steps=GRID_STEPS, guidance_scale=settings.sample_guidance_scale), []
-            # In two halves: guidance doubles the rows, and the optimizer's state is in memory too.
+            # Conditions are not prepared once for all steps: FSDP2 gathers a sharded network in its forward pass only.
+            how, parts = Settings(steps=PREVIEW_STEPS, guidance_scale=settings.sample_guidance_scale), []
+            # In two batches: guidance doubles the rows, and the optimizer's state is in memory too.
             for part in torch.arange(count, device=task.device).chunk(2):
                 state = SamplerState(noise.to(task.device)[part], BatchConditions.of(condition, part), RoutingState())
                 parts.append(sampler.run(state, how))
             latents = torch.cat(parts)
     task.network.train(training)
     if expert is not None:
-        journal.picture(np.stack([np.asarray(image) for image in sampler.decode(latents)]))
+        logger.save_grid(np.stack([np.asarray(image) for image in sampler.decode(latents)]))

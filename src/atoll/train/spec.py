@@ -4,7 +4,7 @@
     train_job(spec)                                        # `atoll.train.job`
 
 A dry run is the first call without the second. It works before the data is prepared: the shapes of the data are then
-those that the configuration leads one to expect.
+predicted from the configuration.
 """
 
 import json
@@ -34,63 +34,56 @@ from atoll.data.stages.latents import Statistics
 from atoll.flow import objective
 from atoll.nets import build
 from atoll.train.cost import image_cost
-from atoll.train.expected import DataShapes
+from atoll.train.data_shapes import DataShapes
 
-_NO_EFFECT = {"total_images", "save_every", "keep_last", "log_every", "sample_every", "sample_count"}
-_NO_EFFECT |= {"sample_guidance_scale"}
-_NO_EFFECT |= {
-    "workers",
-    "trackers",
-    "parallel",
-    "compile",
-    "activation_checkpointing",
-    "grad_accum_steps",
-    "init_from",
+_NO_EFFECT = {
+    *("total_images", "save_every", "keep_last", "log_every", "sample_every", "sample_count", "sample_guidance_scale"),
+    *("workers", "trackers", "parallel", "compile", "activation_checkpointing", "grad_accum_steps", "init_from"),
 }
-"""Settings of training that do not change its result beyond rounding: a job may resume with others. `init_from` is
-recorded as the one path that this job starts from."""
+"""Training settings that do not change the result beyond rounding, so that a job can resume with other values.
+`init_from` is recorded separately, as the path for this job."""
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The data of a job, as its shards declare it."""
+    """The data of a job, from the manifests of its shards."""
 
     content: ShardsContent
     images: int
-    """Images to train on."""
+    """Number of training images."""
     digests: tuple[str, ...]
-    """Those of the shards' manifests."""
+    """Digests of the shards' manifests."""
 
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """Everything that one training job needs."""
+    """Everything that defines one training job, as plain values."""
 
     run: Path
     kind: layout.JobKind
     job: str
     """The job's folder in the run."""
     clusters: tuple[int, ...]
-    """The clusters whose data the job needs."""
+    """The clusters whose data the job reads."""
     shapes: DataShapes
-    """Those of the data or, before it is prepared, those to be expected."""
+    """Shapes of the data, predicted before it is prepared."""
     data: PreparedData | None
-    """None before the shards are made."""
+    """None before the data is prepared."""
     conditioning: frozenset[str]
     """What the network is conditioned on: any of text, pooled and label."""
     network: NetworkConfig
     init_from: str | None
-    """The folder of a network to start from."""
+    """Folder of the network with the initial weights; None for random initialization."""
     objective: ObjectiveSpec | None
     """None for a router and a student."""
     settings: Train
-    """`train` with the job's own section on top, in whole steps."""
+    """The `train` section, overridden by the job's section, with total_images rounded up to full steps."""
     teacher_block: int
-    """Images whose teacher velocities a student computes at a time."""
+    """Number of images for which a student computes the teachers' velocities at a time."""
 
     @property
     def result(self) -> Artifact:
-        """Where the result goes."""
+        """The artifact of the result."""
         return Artifact(self.run, layout.final(self.job))
 
 
@@ -102,12 +95,12 @@ def resolve_job(
     expert: int | None = None,
     match_flops: Path | None = None,
 ) -> TrainSpec:
-    """Resolve one job of a run. With `match_flops` it trains for as many FLOPs as all experts of that run together."""
+    """Resolve one job of a run. `match_flops` sets its total images to match the FLOPs of all experts of that run."""
     job, clusters = kind if expert is None else layout.expert_job(expert), tuple(range(config.clusters.count))
     choice, key = config.networks["default"], "networks.default"
     if kind == "expert":
         assert expert is not None
-        objective_choice, clusters = config.objective(expert), (expert,)  # refuses an expert that is not there
+        objective_choice, clusters = config.objective(expert), (expert,)  # raises an error for a missing expert
         choice, key = config.network(expert), f"networks.{expert}" if expert in config.networks else key
     elif kind == "student" and config.student.network:
         choice, key = config.student.network, "student.network"
@@ -135,6 +128,7 @@ def resolve_job(
         images = expert_flops(match_flops) // image_cost(network, shapes).training_flops(
             settings.activation_checkpointing
         )
+    # Rounded up, so that every step has a full batch.
     steps = max(1, -(-images // settings.batch_size))
     return TrainSpec(
         run=run,
@@ -153,8 +147,9 @@ def resolve_job(
 
 
 def made_from(spec: TrainSpec) -> Inputs:
-    """Return what the result is made from; a job that resumes must agree with its checkpoints on all of it."""
+    """Return the inputs of the result; a job can resume only from checkpoints with the same inputs."""
     settings = spec.settings.model_dump()
+    # A constant rate does not depend on total_images, so the job may be prolonged. A cosine ends at total_images.
     if settings["lr_schedule"] == "constant":
         settings.pop("lr_schedule")
     else:
@@ -171,7 +166,7 @@ def made_from(spec: TrainSpec) -> Inputs:
 
 
 def teachers(run: Path, clusters: tuple[int, ...]) -> list[str]:
-    """Return the digests of the experts that a student learns from."""
+    """Return the digests of a student's teachers, the experts of these clusters."""
     return [Artifact(run, layout.final(layout.expert_job(expert))).open(EXPERT).digest for expert in clusters]
 
 
@@ -181,12 +176,12 @@ def expert_flops(run: Path) -> int:
     found = [final.read(EXPERT).compute for final in finals if final.manifest() is not None]
     spent = [compute.flops for compute in found if compute is not None]
     if not spent:
-        raise AtollError(f"{run} has no finished expert whose FLOPs could be matched; train them first")
+        raise AtollError(f"{run} has no finished expert to match the FLOPs of; train the experts first")
     return sum(spent)
 
 
 def _read_data(run: Path, clusters: tuple[int, ...]) -> PreparedData | None:
-    """Read the manifests of the shards; None before they are made."""
+    """Read the manifests of the shards; return None if the data is not prepared."""
     artifacts = [Artifact(run, layout.shards(cluster)) for cluster in clusters]
     if artifacts[0].manifest() is None:
         return None
@@ -210,18 +205,19 @@ def _conditioning(config: Config, kind: layout.JobKind, shapes: DataShapes, *, t
     router = kind == "router"
     choice: str = config.router.conditioning if router else config.train.conditioning
     if choice == "auto":
+        # A router classifies the image as a whole, for which one vector of the caption suffices.
         text = "pooled" if router else "text"
         choice = text if shapes.text else "label" if shapes.labels else "none"
     parts = {"both": {"text", "label"}, "none": set()}.get(choice, {choice})
     if parts & {"text", "pooled"} and not shapes.text:
-        raise AtollError(f"the {kind} is to be conditioned on text, but the data has none; set text.encoder")
+        raise AtollError(f"the {kind} is conditioned on text, but the data has none; set text.encoder")
     if "label" in parts and not shapes.labels:
-        raise AtollError(f"the {kind} is to be conditioned on labels, but the data has none")
+        raise AtollError(f"the {kind} is conditioned on labels, but the data has none")
     return frozenset({*parts, "pooled"} if takes_pooled and not router and "text" in parts else parts)
 
 
 def _takes_pooled(choice: NetworkChoice) -> bool:
-    """Whether a network takes one vector of the caption besides its tokens, as the MMDiT of SD3 does."""
+    """Return whether a network takes the pooled caption besides the tokens, as the MMDiT of SD3 does."""
     return isinstance(choice, dict) and bool(choice.get("pooled_width") or choice.get("pooled_projection_dim"))
 
 
@@ -229,7 +225,7 @@ def _takes_pooled(choice: NetworkChoice) -> bool:
 
 
 NeededFields = dict[str, int]
-"""The fields of a network that the data decides, by name."""
+"""The fields of a network that the data determines, by name."""
 
 
 def _needed_fields(
@@ -252,11 +248,11 @@ def _needed_fields(
 def _fitted_network(
     kind: Literal["DiT", "Router"], choice: NetworkChoice, needed: NeededFields, *, key: str
 ) -> NetworkConfig:
-    """Return a network from a named size or its fields, fitted to the data; `key` is its name in the configuration."""
+    """Return a network by named size or fields, fitted to the data; `key` is its configuration key, for errors."""
     parts = {"name": choice} if isinstance(choice, str) else dict(choice)
     try:
         if parts.get(CLASS_NAME, kind) != kind:
-            # Where a diffusers model names its channels, they must be those of the latents.
+            # The channels of a diffusers model, if given, must be those of the latents.
             check_fits_data(parts, {"in_channels": needed["channels"], "out_channels": needed["channels"]})
             config = read_network(parts)
             with torch.device("meta"):
@@ -270,22 +266,22 @@ def _fitted_network(
 
 
 def _initial_network(folder: str, needed: NeededFields) -> NetworkConfig:
-    """Read the network to start from; at another resolution it resizes its positions by itself."""
+    """Read the network with the initial weights. Its resolution may differ: a DiT resizes its position embedding."""
     file = Path(folder) / "config.json"
     if not file.is_file():
-        raise AtollError(f"{folder} has no config.json; expected a network as atoll convert or atoll train write it")
+        raise AtollError(f"{folder} has no config.json; expected a network folder of atoll convert or atoll train")
     network = read_network(json.loads(file.read_text(encoding="utf-8")))
     given = network.to_dict()
     for key in ("channels", "text_width", "num_classes"):
         if key in given and given[key] != needed.get(key, 0):
-            raise AtollError(f"{file}: {key} is {given[key]}, this run's data needs {needed.get(key, 0)}")
+            raise AtollError(f"{file}: {key} is {given[key]}, but the data of this run needs {needed.get(key, 0)}")
     return network
 
 
 def _check_network(
     network: NetworkConfig, config: Config, data: PreparedData | None, *, classes: int, key: str
 ) -> None:
-    """Refuse a network with too few classes, or for latents that are normalized in another way than the run's."""
+    """Raise an error for a network with too few classes, or for latents with another normalization than the run's."""
     if isinstance(network, DiffusersConfig):
         _check_classes(network, classes)
         return
@@ -293,19 +289,20 @@ def _check_network(
     if scale is None or isinstance(network, RouterConfig):
         return
     same = config.latents.normalization == "scale"
-    if data is not None:  # else the data is not prepared yet, and only the setting is known
+    if data is not None:  # before the data is prepared, only the setting is known
         content = data.content
         same = Statistics.of(content.statistics) == Statistics.of_scale(scale, content.latents.shape[0])
     if not same:
         raise AtollError(
             f"{key}: this network was trained on latents normalized as {scale}, and this run normalizes them "
-            "otherwise; set latents.normalization: scale, with the autoencoder that the network was trained with, "
-            "and prepare the shards again. To start from it all the same, remove normalization from its config.json"
+            "differently; set latents.normalization: scale, with the autoencoder that the network was trained with, "
+            "and prepare the shards again. To use it nevertheless, remove normalization from its config.json"
         )
 
 
 def _check_classes(network: DiffusersConfig, classes: int) -> None:
-    """Refuse a diffusers network whose class table is too small: its null class would be the last class of the data."""
+    """Raise an error if the class table of a diffusers network has no row for the null class."""
+    # The last class of the data would be taken for the null class. DiT adds its null class to the given number itself.
     rows = {"UNetExpert": ("num_class_embeds", classes + 1), "DiTExpert": ("num_embeds_ada_norm", classes)}
     field, needed = rows.get(network.class_name, ("", 0))
     given = network.fields.get(field)

@@ -1,6 +1,8 @@
-"""What is trained: an expert, the router, the dense monolith or a student. The loop is the same for all of them.
+"""Training tasks: the data, network and loss of an expert, the router or the dense monolith.
 
-A task holds its data, its network and its loss. The monolith is an expert of all clusters: dense is K = 1.
+The monolith is an expert of all clusters (K = 1). The student's task is in `distill`. After training, `finish` measures
+the network on held-out images and calibrates the one number that the training loss does not determine: the prediction
+error of an expert's bridge (`calibrate`), or the temperature of a router (`best_temperature`).
 """
 
 import math
@@ -31,14 +33,19 @@ from atoll.flow import rng
 from atoll.nets import Condition, Router
 
 DROP_STREAM = 12
+"""Random stream of condition dropout. Stream numbers are arbitrary; changing one changes every trained weight."""
 CALIBRATION_IMAGES = IMAGES
-"""Of all clusters together: the bridge has one number to fit, and the outputs for all of them are in memory at once."""
+"""Held-out images of all clusters together for calibrating a bridge: one number is fitted, and the outputs for all
+images are in memory at once, so more images would cost memory and gain little."""
 PREVIEW_CALIBRATION_IMAGES = 64
-"""For the grids during training, which are only looked at."""
+"""Images for calibrating the bridge of a preview, which is only looked at: cheap, and accurate enough."""
+CHANCE_MARGIN = 0.05
+"""A router whose accuracy on nearly clean images exceeds that of the largest cluster by less than this is reported as
+at chance. An order of magnitude: above the sampling error of some hundred images, far below a useful accuracy."""
 
 
 class Losses(NamedTuple):
-    """One number for each sample of a batch, its time, and further numbers by name."""
+    """The loss (batch,) of each image, its time (batch,), and further metrics (batch,) by name."""
 
     loss: Tensor
     t: Tensor
@@ -46,12 +53,12 @@ class Losses(NamedTuple):
 
 
 Forward = Callable[..., Tensor]
-"""The network as it is trained: wrapped, compiled, or itself."""
+"""The network as it is trained: plain, wrapped for several processes, or compiled."""
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Data, network and loss of one job."""
+    """The data, network and loss of one job."""
 
     name: str
     network: nn.Module
@@ -61,17 +68,17 @@ class Task(ABC):
 
     @abstractmethod
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
-        """The losses of a batch whose first sample has this position in the run."""
+        """Return the losses of a batch whose first image has this position in the training stream."""
 
     def expert(self) -> OpenExpert | None:
-        """Return the network as an expert, which previews are sampled from; None for a router."""
+        """Return the network as an expert, for previews; None for a router."""
         return None
 
     @abstractmethod
     def finish(self, content: NetworkContent, processes: Processes = ALONE) -> NetworkContent:
-        """Calibrate with the averaged weights in place, and add to `content` what is measured on held-out images.
+        """Calibrate the network, which has the EMA weights, and add its held-out metrics to `content`.
 
-        All processes call it with equal networks, each validates its share, and all get the same metrics.
+        All processes call it with equal networks. Each validates its share, and all get the same metrics.
         """
 
     @property
@@ -80,12 +87,12 @@ class Task(ABC):
         return next(self.network.parameters()).device
 
     def latents(self, batch: Batch, position: int) -> Tensor:
-        """x0: drawn from the autoencoder's posterior by position, and normalised."""
+        """Return x0 (batch, C, H, W): posterior samples of the autoencoder, drawn by position, normalized."""
         return self.shards.latents(batch, seed=self.seed, position=position)
 
 
 def as_expert(task: Task, conditioning: frozenset[str], bridge: flow.Bridge) -> OpenExpert:
-    """Return a task's network as an expert on the latents of its own data."""
+    """Return a task's network as an expert, in the normalization of its data."""
     network: Any = task.network
     content = task.shards.content
     declaration = Declaration(
@@ -102,59 +109,55 @@ def as_expert(task: Task, conditioning: frozenset[str], bridge: flow.Bridge) -> 
     return OpenExpert(declaration, network)
 
 
-def drop(condition: Condition, share: float, count: int, *, seed: int, position: int) -> Condition:
-    """Forget the condition of a share of the images, chosen by position, so that guidance has its other half."""
-    given = given_condition(condition)
-    if not share or given is None:
+def drop_condition(condition: Condition, probability: float, count: int, *, seed: int, position: int) -> Condition:
+    """Replace the condition of a random share of the images by the null condition, for classifier-free guidance."""
+    given = next((part for part in (condition.text, condition.pooled, condition.label) if part is not None), None)
+    if not probability or given is None:
         return condition
     u = rng.uniform(count, seed=seed, stream=DROP_STREAM, first=position)
-    return condition.drop((u < share).to(given.device))
-
-
-def given_condition(condition: Condition) -> Tensor | None:
-    """Some part of the condition, or None if there is none."""
-    return next((part for part in (condition.text, condition.pooled, condition.label) if part is not None), None)
+    return condition.drop((u < probability).to(given.device))
 
 
 @dataclass(frozen=True)
 class ExpertTask(Task):
-    """Diffusion training on one cluster, or on all of them for the monolith."""
+    """Diffusion training on one cluster, or on all clusters for the monolith."""
 
     objective: flow.Objective
     conditioning: frozenset[str]
     dropout: float
 
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
-        """The objective's loss."""
+        """Return the loss of the objective for each image."""
         x0 = self.latents(batch, position)
         noised = self.objective.corrupt(x0, seed=self.seed, position=position)
         condition = condition_of(batch, self.conditioning)
-        condition = drop(condition, self.dropout, len(x0), seed=self.seed, position=position)
+        condition = drop_condition(condition, self.dropout, len(x0), seed=self.seed, position=position)
         output = forward(noised.input, noised.timestep, condition)
+        # Channels beyond those of x0 would be a learned variance, which is not trained.
         return Losses(self.objective.loss(output[:, : x0.shape[1]], noised), noised.t, {})
 
     def expert(self) -> OpenExpert:
-        """Return the network over its bridge, calibrated on a few held-out images."""
-        # Every process calibrates for itself: FSDP2 runs a sharded network on all of them together.
+        """Return the network with its bridge, calibrated on a few held-out images."""
+        # Every process calibrates on all images: a network sharded by FSDP2 must run on all processes together.
         return as_expert(self, self.conditioning, self.calibrated(PREVIEW_CALIBRATION_IMAGES))
 
-    def answer(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
-        """The network's prediction, without a learned variance."""
+    def predict(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
+        """Return the network's prediction (batch, C, H, W), without the channels of a learned variance."""
         output: Tensor = self.network(x, time, condition)
         return output[:, : x.shape[1]]
 
     def calibrated(self, images: int, processes: Processes = ALONE) -> flow.Bridge:
-        """The bridge with the prediction error that fits about so many held-out images best."""
+        """Return the bridge, calibrated on about this number of held-out images."""
         clusters = max(1, len(self.held_out.cluster_ranges()))
         chosen = ValidationSet(self.held_out, self.seed, max(1, images // clusters))
         bridge = self.objective.bridge(**self.shards.statistics.bridge_options)
         return calibrate(
-            bridge, self.answer, chosen, conditioning=self.conditioning, device=self.device, processes=processes
+            bridge, self.predict, chosen, conditioning=self.conditioning, device=self.device, processes=processes
         )
 
     @torch.no_grad()
     def finish(self, content: NetworkContent, processes: Processes = ALONE) -> ExpertContent:
-        """Calibrate the bridge, then measure the held-out error of the velocity over it."""
+        """Calibrate the bridge, then measure the held-out error of the velocity."""
         bridge = self.calibrated(CALIBRATION_IMAGES, processes)
         velocity = as_expert(self, self.conditioning, bridge).velocity
         error = validate(
@@ -174,23 +177,29 @@ class ExpertTask(Task):
 
 @dataclass(frozen=True)
 class RouterTask(Task):
-    """Which cluster did this noisy picture come from? On the linear path, at all times."""
+    """Classification of the cluster of a noisy image, on the linear path at all times (DDM's router)."""
 
     conditioning: frozenset[str]
     dropout: float
 
     def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
-        """Cross-entropy of the clusters. What it is told is dropped as for experts: guidance asks it without, too."""
+        """Return the cross-entropy of the clusters for each image."""
+        # Conditions are dropped as for experts: under guidance the router also needs p(k | x) of the null condition.
         noised = on_linear_path(self.latents(batch, position), self.seed, position)
         condition = condition_of(batch, self.conditioning)
-        condition = drop(condition, self.dropout, len(noised.t), seed=self.seed, position=position)
+        condition = drop_condition(condition, self.dropout, len(noised.t), seed=self.seed, position=position)
         logits = forward(noised.input, noised.timestep, condition).float()
-        hit = (logits.argmax(1) == batch.cluster).float()
-        return Losses(functional.cross_entropy(logits, batch.cluster, reduction="none"), noised.t, {"accuracy": hit})
+        correct = (logits.argmax(1) == batch.cluster).float()
+        loss = functional.cross_entropy(logits, batch.cluster, reduction="none")
+        return Losses(loss, noised.t, {"accuracy": correct})
 
     @torch.no_grad()
     def finish(self, content: NetworkContent, processes: Processes = ALONE) -> RouterContent:
-        """Calibrate the temperature on held-out images, then measure loss and accuracy beside the prior's entropy."""
+        """Calibrate the temperature on held-out images, then measure loss and accuracy.
+
+        For comparison the manifest also has the entropy of the cluster prior, which is the best possible loss at t = 1,
+        and the accuracy of always predicting the largest cluster.
+        """
         router, counts = self.network, self.shards.cluster_sizes()
         assert isinstance(router, Router)
         prior = {"cluster_sizes": tuple(counts), "prior_entropy": entropy(counts)}
@@ -201,17 +210,17 @@ class RouterTask(Task):
         temperature = best_temperature(logits, clusters)
         router.temperature.fill_(temperature)
         loss = functional.cross_entropy(logits / temperature, clusters, reduction="none")
-        hit = (logits.argmax(1) == clusters).float()
+        correct = (logits.argmax(1) == clusters).float()
         sizes = torch.tensor(counts, dtype=torch.float32)
         chance = (sizes.max() / sizes.sum()).item()
-        error, accuracy = Summary.of(loss, t), Summary.of(hit, t)
+        error, accuracy = Summary.of(loss, t), Summary.of(correct, t)
         assert accuracy.by_time is not None
-        clean = accuracy.by_time[0]
-        at_chance = clean is not None and clean < chance + 0.05
+        clean = accuracy.by_time[0]  # t < 0.1
+        at_chance = clean is not None and clean < chance + CHANCE_MARGIN
         if at_chance and processes.rank == 0:
             print(
                 f"warning: the router is at chance even on clean images (accuracy {clean:.3f}, largest cluster "
-                f"{chance:.3f}): an image does not show its cluster, or training was too short",
+                f"{chance:.3f}): the clusters cannot be recognized from the images, or training was too short",
                 flush=True,
             )
         return RouterContent(
@@ -224,7 +233,7 @@ class RouterTask(Task):
         )
 
     def _held_out_logits(self, router: Router, processes: Processes) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits (rows, experts), clusters (rows,) and times (rows,) of all held-out images, on the CPU."""
+        """Return logits (rows, experts), clusters (rows,) and times (rows,) of the held-out images, on the CPU."""
         router.temperature.fill_(1.0)
         held_out, mine = ValidationSet(self.held_out, self.seed), []
         for part in held_out.batches(self.device, processes):
@@ -232,33 +241,37 @@ class RouterTask(Task):
             logits = router.logits(noised.input, noised.timestep, condition)
             columns = (logits, part.batch.cluster[:, None], noised.t[:, None])
             mine.append((part, torch.cat([column.cpu().double() for column in columns], 1)))
-        # One double holds a logit, a cluster's number or a time of float32 exactly, so one sum gathers all three.
+        # A float64 represents float32 logits and times and cluster numbers exactly, so one sum gathers all three.
         rows = held_out.gather(mine, processes, shape=(router.config.experts + 2,))
         return rows[:, :-2].float(), rows[:, -2].long(), rows[:, -1].float()
 
 
 def on_linear_path(x0: Tensor, seed: int, position: int) -> flow.Noised:
-    """Noise a batch as flow matching does, whatever the experts' objectives."""
+    """Noise a batch on the linear path, as flow matching does."""
     return flow.Objective().corrupt(x0, seed=seed, position=position)
 
 
 def entropy(counts: list[int]) -> float:
-    """Entropy of the clusters' prior in nats: the best cross-entropy at t = 1."""
+    """Return the entropy of the cluster prior in nats, the best possible cross-entropy at t = 1."""
     total = sum(counts)
     return -sum(n / total * math.log(n / total) for n in counts if n)
 
 
 def best_temperature(logits: Tensor, clusters: Tensor) -> float:
-    """The temperature of least cross-entropy, by golden-section search on its logarithm."""
+    """Return the temperature with the smallest cross-entropy of logits / temperature (rows, experts)."""
+    # Cross-entropy is convex in 1/temperature, so it has one minimum. 0.05 to 20 is far wider than any sensible result.
 
     def loss(log_temperature: float) -> float:
         return functional.cross_entropy(logits / math.exp(log_temperature), clusters).item()
 
-    return math.exp(minimise(loss, math.log(0.05), math.log(20.0)))
+    return math.exp(minimize(loss, math.log(0.05), math.log(20.0)))
 
 
-def minimise(function: Callable[[float], float], low: float, high: float, *, steps: int = 40) -> float:
-    """Where a function with one valley is least, by golden-section search."""
+def minimize(function: Callable[[float], float], low: float, high: float, *, steps: int = 40) -> float:
+    """Return the minimizer of a function with one minimum, by golden-section search.
+
+    Every step shrinks the interval by 0.618 with one evaluation; 40 steps leave 4e-9 of it.
+    """
     left, right = high - rng.GOLDEN * (high - low), low + rng.GOLDEN * (high - low)
     at_left, at_right = function(left), function(right)
     for _ in range(steps):
@@ -283,11 +296,16 @@ def calibrate(
     device: torch.device,
     processes: Processes = ALONE,
 ) -> flow.Bridge:
-    """Fit the bridge's `prediction_error`, its one number that is not exact mathematics, to held-out images.
+    """Return the bridge with the `prediction_error` that has the smallest velocity error on held-out images.
 
-    Near noise an epsilon network's x0 is its error times sigma/alpha. How far to shrink it is a fact about the network.
-    Each process keeps the outputs for its own share; what is gathered is the error of each image, so all of them take
-    the same steps of the search and end with the same number.
+    The bridge converts outputs to velocities exactly, except for one number. An epsilon network estimates
+    x0 = (z - sigma eps) / alpha, so an error e of its output becomes an error e sigma/alpha of x0, which grows without
+    bound near t = 1. The bridge shrinks such an x0 towards the mean of the data by the Wiener factor
+    1 / (1 + (e sigma/alpha / data_std)²). The right e is the RMS error of the network, which only data can show.
+
+    The networks' outputs (rows, C, H, W) do not depend on e, so they are computed once and kept, and a search over
+    log e needs no further forward passes. Each process keeps the outputs of its share. The errors (rows,) are gathered
+    in every step of the search, so all processes take the same steps and find the same number.
     """
     if bridge.identity or not len(held_out):
         return bridge
@@ -296,13 +314,14 @@ def calibrate(
         query = bridge.query(part.noised.input, part.noised.t)
         outputs.append((part, network(query.state, query.timestep, condition_of(part.batch, conditioning))))
 
-    def error(known: float) -> float:
-        candidate = replace(bridge, prediction_error=known)
+    def error(prediction_error: float) -> float:
+        candidate = replace(bridge, prediction_error=prediction_error)
         errors = [
             (part, velocity_errors(candidate.velocity(output, part.noised.input, part.noised.t), part.noised.target))
             for part, output in outputs
         ]
         return held_out.gather(errors, processes).mean().item()
 
-    best = math.exp(minimise(lambda log_error: error(math.exp(log_error)), math.log(1e-4), math.log(2.0), steps=20))
+    # From a negligible error to twice the standard deviation of the noise; 20 steps find it to 0.1 %.
+    best = math.exp(minimize(lambda log_error: error(math.exp(log_error)), math.log(1e-4), math.log(2.0), steps=20))
     return replace(bridge, prediction_error=best) if error(best) < error(0.0) else bridge

@@ -1,1 +1,1 @@
-"""The kinds of source: folders, WebDataset tars, parquet files, Hugging Face datasets, emoji."""
+"""The kinds of sources: folders, WebDataset tars, parquet files, Hugging Face datasets, emoji."""

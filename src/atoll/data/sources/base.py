@@ -1,12 +1,12 @@
-"""Where pictures come from: one interface for every kind of data set.
+"""The interface of all sources of images.
 
     source = open_source("path/to/folder")     # or tars, parquet, a datasets name, or "emoji"
-    describe(source)                           # kind, number and five examples
-    for sample in source.samples():
-        picture = decode(sample.read(), resolution=64)
+    describe(source)                           # prints kind, number of images and five examples
+    for image in source.images():
+        pixels = decode(image.read(), resolution=64)
 
-A sample that turns out bad while listing (a broken tar, a caption that is not UTF-8) is listed all the same and
-`read` raises `BadImage` with the reason; so whoever reads pictures meets every reject in one place.
+An image that turns out to be unusable while the source is listed (a broken tar, a caption that is not UTF-8) is listed
+nevertheless, and its `read` raises `BadImage` with the reason. So unusable images are handled where images are read.
 """
 
 import hashlib
@@ -17,36 +17,39 @@ from heapq import nsmallest
 from typing import Literal, NoReturn, Protocol
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from atoll.data.images import BadImage, decode
 
-__all__ = ["BadImage", "Options", "Sample", "Source", "decode", "describe"]
+__all__ = ["BadImage", "Options", "Source", "SourceImage", "decode", "describe"]
 
 Split = Literal["train", "held-out"]
 Kind = Literal["folder", "webdataset", "parquet", "datasets", "emoji"]
 KINDS: tuple[Kind, ...] = ("folder", "webdataset", "parquet", "datasets", "emoji")
 
+# Widths in characters, chosen for a terminal of 80 columns: at least 20 are left for the caption.
+_ID_WIDTH, _LABEL_WIDTH = 24, 15
+
 
 @dataclass(frozen=True)
-class Sample:
-    """One picture and what is known of it, without its pixels. Can be pickled, so workers can read it."""
+class SourceImage:
+    """One image of a source and its metadata, without pixels. It can be pickled, for use in other processes."""
 
     id: str
-    """A key that stays when the data is moved or listed again: a relative path without its suffix, a tar's key, an
-    id column, or a hash of the content. Never a position. Unique within a source."""
+    """A key that does not change when the data is moved or listed again: a relative path without suffix, a tar's key,
+    an id column, or a hash of the content. It is never a position, and it is unique within the source."""
     caption: str | None
     label: str | None
-    """Name of the class."""
+    """Class name."""
     attributes: Mapping[str, str]
-    """Whatever else is known, such as style, category, attribution, license."""
+    """Other metadata, such as style, category, attribution, license."""
     split: Split
     read: Callable[[], bytes]
-    """The picture's encoded bytes (PNG, JPEG, …). Raises `BadImage`."""
+    """Return the encoded bytes of the image (PNG, JPEG, …). Raise `BadImage` if that is impossible."""
 
     def __post_init__(self) -> None:
-        """Names of files and values of columns may be no valid Unicode; everything that is stored must be."""
+        """Escape invalid Unicode in file names and column values, because everything that is stored must be UTF-8."""
         object.__setattr__(self, "id", printable(self.id))
         object.__setattr__(self, "label", None if self.label is None else printable(self.label))
         attributes = {printable(key): printable(value) for key, value in self.attributes.items()}
@@ -54,59 +57,62 @@ class Sample:
 
 
 class Source(Protocol):
-    """A data set that can be listed."""
+    """A dataset whose images can be listed."""
 
     kind: str
-    """What was recognized, in a few words."""
+    """What was detected, in a few words."""
     fingerprint: str
-    """Hash of what identifies the content (names, sizes, captions, options); the same after moving the data."""
+    """Hash of what identifies the content (names, sizes, captions, options). Moving the data does not change it."""
 
-    def samples(self) -> Iterator[Sample]:
-        """Every sample, in an order that depends on the content alone; cheap, since no picture is decoded."""
+    def images(self) -> Iterator[SourceImage]:
+        """Yield every image, in an order that depends only on the content. No image is decoded."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to read a source. Columns left at None are found by their usual names."""
+    """How to read a source. Columns that are None are found by their usual names."""
 
     kind: Kind | None = None
-    """Take the source for this kind, instead of finding out."""
+    """Kind of the source; None detects it."""
     image: str | None = None
-    """Column of the pictures (parquet and datasets)."""
+    """Column of the images (parquet and datasets)."""
     caption: str | None = None
     """Column or JSON key of the captions."""
     label: str | None = None
-    """Column or JSON key of the classes."""
+    """Column or JSON key of the class labels."""
     id: str | None = None
     """Column of the ids."""
     split: str = "train"
-    """Split of a datasets name to read."""
-    held_out: float = 0.05
-    """Share of the captions (of the ids, where there are no captions) that training never sees."""
+    """Split of a Hugging Face dataset."""
+    val_fraction: float = 0.05
+    """Fraction of the captions (of the ids, for images without captions) that is held out from training."""
 
 
-def bad_sample(id: str, reason: str) -> Sample:
-    """A sample that is listed but cannot be read."""
-    return Sample(id, None, None, {}, "train", partial(_refuse, reason))
+def unreadable_image(id: str, reason: str) -> SourceImage:
+    """Return an image that is listed but whose `read` raises `BadImage` with this reason."""
+    return SourceImage(id, None, None, {}, "train", partial(_raise_bad_image, reason))
 
 
-def _refuse(reason: str) -> NoReturn:
+# A module-level function instead of a lambda, because images must be picklable.
+def _raise_bad_image(reason: str) -> NoReturn:
     raise BadImage(reason)
 
 
 def printable(text: str) -> str:
-    r"""The text, with what is no valid Unicode written out: files may have names in any encoding (caf\xe9.jpg)."""
+    r"""Return the text with invalid Unicode escaped, since file names may have any encoding (caf\xe9.jpg)."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def split_of(key: str, held_out: float) -> Split:
-    """The side a key falls on: a hash of the key alone, so that equal captions are never torn apart."""
-    place = int.from_bytes(hashlib.sha256(printable(key).encode()).digest()[:8], "big") / 2**64
-    return "held-out" if place < held_out else "train"
+def split_of(key: str, val_fraction: float) -> Split:
+    """Return the split of a key, as a function of its hash, so that equal captions are always in one split."""
+    # The hash is uniform in [0, 1). A larger fraction holds out everything that a smaller one does, and more.
+    position = int.from_bytes(hashlib.sha256(printable(key).encode()).digest()[:8], "big") / 2**64
+    return "held-out" if position < val_fraction else "train"
 
 
 def digest(*parts: str | bytes) -> str:
-    """A short hash of some parts, each kept apart from the next."""
+    """Return a hash of some parts, in 32 hexadecimal digits."""
+    # Each part is preceded by its length: ("ab", "c") and ("a", "bc") have different hashes.
     state = hashlib.sha256()
     for part in parts:
         data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
@@ -116,23 +122,32 @@ def digest(*parts: str | bytes) -> str:
 
 
 def describe(source: Source, examples: int = 5, console: Console | None = None) -> int:
-    """Print kind, number of samples and some examples picked from all over the source; returns the number."""
+    """Print the kind, the number of images and some examples from the whole source. Return the number of images."""
     count = held_out = 0
 
-    def counted() -> Iterator[Sample]:
+    def counted() -> Iterator[SourceImage]:
         nonlocal count, held_out
-        for sample in source.samples():
+        for image in source.images():
             count += 1
-            held_out += sample.split == "held-out"
-            yield sample
+            held_out += image.split == "held-out"
+            yield image
 
-    picked = nsmallest(examples, counted(), key=lambda sample: digest(sample.id))
-    table = Table("id", "caption", "label", "split", "attributes")
-    for sample in sorted(picked, key=lambda sample: sample.id):
-        attributes = ", ".join(f"{name}={value}" for name, value in sample.attributes.items())
-        cells = (sample.id, sample.caption or "-", sample.label or "-", sample.split, attributes or "-")
-        table.add_row(*(escape(cell if len(cell) <= 100 else cell[:99] + "…") for cell in cells))
+    # The smallest hashes are a random choice that is the same every time, in one pass and constant memory.
+    picked = nsmallest(examples, counted(), key=lambda image: digest(image.id))
+    table = Table()
+    # One line per image: long cells end in an ellipsis. rich narrows the columns without `no_wrap` first, so the
+    # caption gets what the other columns leave.
+    table.add_column("id", no_wrap=True, max_width=_ID_WIDTH)
+    table.add_column("caption")
+    table.add_column("label", no_wrap=True, max_width=_LABEL_WIDTH)
+    table.add_column("split", no_wrap=True)
+    for image in sorted(picked, key=lambda image: image.id):
+        cells = (image.id, image.caption or "-", image.label or "-", image.split)
+        table.add_row(*(Text(" ".join(cell.split()), no_wrap=True, overflow="ellipsis") for cell in cells))
     console = console or Console()
-    console.print(f"{source.kind}: {count:,} samples, {held_out:,} of them held out", markup=False)
+    console.print(f"{source.kind}: {count:,} images, {held_out:,} of them held out", markup=False)
     console.print(table)
+    # Values of attributes are long (attributions, licenses) and often equal in all images, so only their names follow.
+    if attributes := list(dict.fromkeys(name for image in picked for name in image.attributes)):
+        console.print(f"attributes: {', '.join(attributes)}", markup=False)
     return count

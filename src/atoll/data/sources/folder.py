@@ -1,4 +1,4 @@
-"""Pictures in folders: classes by subfolder, captions in .txt files beside them, or an imagefolder's metadata."""
+"""Images in folders: classes by subfolder, captions in .txt files next to them, or metadata as in imagefolder."""
 
 import csv
 import json
@@ -11,18 +11,18 @@ from typing import Any
 
 from atoll.core.errors import AtollError
 from atoll.data.images import SUFFIXES, BadImage
-from atoll.data.sources.base import Options, Sample, bad_sample, digest
-from atoll.data.sources.fields import CAPTIONS, Row, as_text, key_of, make_sample
+from atoll.data.sources.base import Options, SourceImage, digest, unreadable_image
+from atoll.data.sources.fields import CAPTIONS, Row, as_text, key_of, make_image
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 
 Rows = dict[str, tuple[str, Row]]
-"""By the picture's path below the root: the file of metadata that has it, and its row."""
+"""By the image's path below the root: the metadata file that lists it, and its row."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A picture's file and what is known of it."""
+    """An image's file and its metadata."""
 
     file: Path
     row: Row
@@ -30,21 +30,21 @@ class _Entry:
 
 
 class FolderSource:
-    """A folder, however deep. A sample's id is its path below the folder, without the suffix.
+    """A folder with subfolders of any depth. An image's id is its path below the folder, without the suffix.
 
     Its caption comes from metadata.jsonl or metadata.csv (`file_name` is relative to that file), else from the .txt
-    file of the same stem. Its class is what the metadata say, else the name of the subfolder that holds it.
+    file of the same stem. Its label comes from the metadata, else it is the name of the image's subfolder.
     """
 
     def __init__(self, root: Path, options: Options) -> None:
         self.root = root
         self.options = options
-        self.kind, self.fingerprint = self._survey()
+        self.kind, self.fingerprint = self._scan()
 
-    def _survey(self) -> tuple[str, str]:
-        """Return how captions and classes are given, and a hash of all names, sizes and metadata."""
+    def _scan(self) -> tuple[str, str]:
+        """Return how captions and labels are given, and a hash of all names, sizes and metadata."""
         captions = classes = metadata = False
-        parts = [repr((self.options.caption, self.options.label, self.options.held_out))]
+        parts = [repr((self.options.caption, self.options.label, self.options.val_fraction))]
         for folder, files in folders(self.root):
             names = {file.name for file in files}
             for file in files:
@@ -55,15 +55,15 @@ class FolderSource:
                 if file.name in METADATA:
                     metadata = True
                     parts.append(digest(file.read_bytes()))
-                if _is_picture(file):
+                if _is_image(file):
                     captions = captions or f"{file.stem}.txt" in names
                     classes = classes or folder != self.root
         ways = {"metadata": metadata, ".txt captions": captions, "class subfolders": classes, "no captions": True}
         how = next(name for name, found in ways.items() if found)
-        return f"folder of pictures with {how}", digest("folder", *parts)
+        return f"folder of images with {how}", digest("folder", *parts)
 
-    def samples(self) -> Iterator[Sample]:
-        """Every picture, folder by folder, by name; metadata of pictures that are not there are listed as bad."""
+    def images(self) -> Iterator[SourceImage]:
+        """Yield every image, by folder and name; then, as unreadable, those that only the metadata lists."""
         rows: Rows = {}
         for folder, files in folders(self.root):
             rows.update(self._metadata(folder, files))
@@ -72,21 +72,21 @@ class FolderSource:
             names = {file.name for file in files}
             for file in files:
                 path = file.relative_to(self.root).as_posix()
-                if not _is_picture(file) and path not in rows:
+                if not _is_image(file) and path not in rows:
                     continue
                 caption_file = file.with_suffix(".txt") if f"{file.stem}.txt" in names else None
                 _, row = rows.pop(path, ("", {}))
                 entry = _Entry(file, row, caption_file)
-                # a.png beside a.jpg: the first takes the key, the second keeps its suffix
+                # With a.jpg and a.png, the first gets the id "a", and the second keeps its suffix.
                 id = key_of(path) if key_of(path) not in taken else path
                 taken.add(id)
-                yield self._sample(id, entry)
+                yield self._image(id, entry)
         for path, (listed, _) in rows.items():
-            # with its suffix: a.jpg may be there and own the key without
-            yield bad_sample(path, f"listed in {listed}, but there is no such file")
+            # With its suffix, because an existing a.jpg may have the id "a".
+            yield unreadable_image(path, f"listed in {listed}, but there is no such file")
 
     def _metadata(self, folder: Path, files: list[Path]) -> Rows:
-        """The metadata that lie in one folder, by path below the root."""
+        """Return the metadata in one folder, by the images' paths below the root."""
         rows: Rows = {}
         below = folder.relative_to(self.root)
         for file in files:
@@ -96,20 +96,20 @@ class FolderSource:
                     rows[os.path.normpath(below / name).replace(os.sep, "/")] = (listed, row)
         return rows
 
-    def _sample(self, id: str, entry: _Entry) -> Sample:
+    def _image(self, id: str, entry: _Entry) -> SourceImage:
         row = dict(entry.row)
         column = next((name for name in (self.options.caption, *CAPTIONS) if name is not None and name in row), "text")
         try:
             if entry.caption_file is not None and as_text(row.get(column)) is None:
                 row[column] = as_text(_read(str(entry.caption_file)))
         except BadImage as bad:
-            return bad_sample(id, bad.reason)
+            return unreadable_image(id, bad.reason)
         holder = entry.file.parent.name if entry.file.parent != self.root else None
-        return make_sample(id, row, partial(_read, str(entry.file)), options=self.options, label=holder)
+        return make_image(id, row, partial(_read, str(entry.file)), options=self.options, label=holder)
 
 
 def folders(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[tuple[Path, list[Path]]]:
-    """Each folder with its files, all in order of name; links are followed, but never in a circle."""
+    """Yield each folder with its files, all by name. Links are followed, but not back into a parent folder."""
     real = os.path.realpath(folder)
     if real in above:
         return
@@ -121,7 +121,7 @@ def folders(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[tuple
 
 
 def entries_of(folder: Path) -> list["os.DirEntry[str]"]:
-    """What lies in a folder, in order of name."""
+    """Return the entries of a folder, by name."""
     try:
         return sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -129,10 +129,10 @@ def entries_of(folder: Path) -> list["os.DirEntry[str]"]:
 
 
 def _is_file(entry: "os.DirEntry[str]") -> bool:
-    """Whether it is a file. A picture's link that leads nowhere counts, so that reading it says what is wrong."""
+    """Return whether an entry is a file. An image's broken link counts, so that reading it gives the reason."""
     if not entry.is_symlink():
         return entry.is_file()
-    return os.path.isfile(entry.path) or (_is_picture(Path(entry.name)) and not os.path.exists(entry.path))
+    return os.path.isfile(entry.path) or (_is_image(Path(entry.name)) and not os.path.exists(entry.path))
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:
@@ -140,7 +140,7 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
 
 
 def _size(file: Path) -> int | None:
-    """Number of bytes; None for a link that leads nowhere."""
+    """Return the number of bytes; None for a broken link."""
     try:
         return file.stat().st_size
     except OSError:
@@ -151,7 +151,7 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def _is_picture(file: Path) -> bool:
+def _is_image(file: Path) -> bool:
     return file.suffix.lower() in SUFFIXES
 
 
@@ -163,7 +163,8 @@ def _read(file: str) -> bytes:
 
 
 def _read_metadata(file: Path) -> Iterator[tuple[str, Row]]:
-    """Name and row of every picture. Bytes that are not UTF-8 stay as surrogates, so that just their row is refused."""
+    """Yield name and row of every image in a metadata file."""
+    # Bytes that are not UTF-8 become surrogates, so that only their row is rejected, not the whole file.
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         rows: Iterator[Any] = csv.DictReader(lines) if file.suffix == ".csv" else _json_lines(file, lines)
         for number, row in enumerate(rows, start=1):

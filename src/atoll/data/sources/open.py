@@ -1,4 +1,4 @@
-"""Open a source: find out what kind it is, unless the settings name one."""
+"""Open a source, and detect its kind if the options do not name it."""
 
 from glob import glob
 from pathlib import Path
@@ -9,19 +9,19 @@ from atoll.data.sources.base import KINDS, Kind, Options, Source
 from atoll.data.sources.folder import FolderSource, entries_of, folders
 
 _EXPECTED = (
-    "expected a folder of pictures, WebDataset tars (*.tar), parquet files (*.parquet), "
-    "a Hugging Face datasets name or folder, or emoji"
+    "expected a folder of images, WebDataset tars (*.tar), parquet files (*.parquet), "
+    "the name or folder of a Hugging Face dataset, or emoji"
 )
 
 
 def open_source(spec: str | Path, options: Options | None = None) -> Source:
-    """Open what `spec` names: a folder, tars, parquet files, a datasets name or path, or the built-in `emoji`.
+    """Open a folder, tars, parquet files, a Hugging Face dataset by name or path, or the built-in `emoji`.
 
-    Raises `AtollError` if there is nothing there or nothing in it that is known.
+    Raise `AtollError` if the source does not exist or has no known kind.
     """
     spec, options = str(spec), options or Options()
-    if not 0 <= options.held_out < 1:
-        raise AtollError(f"held_out is {options.held_out}; expected a share from 0 up to but not including 1")
+    if not 0 <= options.val_fraction < 1:
+        raise AtollError(f"val_fraction is {options.val_fraction}; expected a fraction from 0 to below 1")
     if options.kind is not None and options.kind not in KINDS:
         raise AtollError(unknown("kind of source", options.kind, KINDS))
     kind = options.kind or find_kind(spec)
@@ -30,7 +30,7 @@ def open_source(spec: str | Path, options: Options | None = None) -> Source:
 
         return EmojiSource(spec.removeprefix("emoji").removeprefix(":"), options)
     if kind == "datasets":
-        from atoll.data.sources.tables import DatasetsSource
+        from atoll.data.sources.hf import DatasetsSource
 
         return DatasetsSource(spec, options)
     if kind == "folder":
@@ -39,13 +39,13 @@ def open_source(spec: str | Path, options: Options | None = None) -> Source:
         from atoll.data.sources.webdataset import TarSource
 
         return TarSource(*files_of(spec, ".tar"), options)
-    from atoll.data.sources.tables import ParquetSource
+    from atoll.data.sources.parquet import ParquetSource
 
     return ParquetSource(*files_of(spec, ".parquet"), options)
 
 
 def find_kind(spec: str) -> Kind:
-    """What `spec` is, from its name and what lies there."""
+    """Detect the kind of a source from its name and its files."""
     if spec == "emoji" or spec.startswith("emoji:"):
         return "emoji"
     path = Path(spec).expanduser()
@@ -56,13 +56,15 @@ def find_kind(spec: str) -> Kind:
         if path.suffix in by_suffix:
             return by_suffix[path.suffix]
         hint = "; unpack it first" if path.suffix in (".gz", ".tgz", ".zip") else ""
-        raise AtollError(f"{spec}: no source of a known kind{hint}; {_EXPECTED}")
+        raise AtollError(f"{spec}: not a source of a known kind{hint}; {_EXPECTED}")
+    # Names on the hub are `name` or `owner/name`.
     if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
         raise AtollError(f"{spec}: no such file or folder; {_EXPECTED}")
     return "datasets"
 
 
 def _kind_of_folder(folder: Path) -> Kind:
+    # `save_to_disk` of the datasets library writes one of these files.
     names = {entry.name for entry in entries_of(folder)}
     if names & {"dataset_dict.json", "state.json"}:
         return "datasets"
@@ -76,7 +78,7 @@ def _kind_of_folder(folder: Path) -> Kind:
         found = found or ("webdataset" if ".tar" in suffixes else "parquet" if ".parquet" in suffixes else None)
     if found:
         return found
-    raise AtollError(f"{folder}: no picture in it, nor a tar or parquet file; {_EXPECTED}")
+    raise AtollError(f"{folder} has no images, tars or parquet files; {_EXPECTED}")
 
 
 def _existing(spec: str) -> Path:
@@ -87,20 +89,20 @@ def _existing(spec: str) -> Path:
 
 
 def files_of(spec: str, suffix: str) -> tuple[Path, list[Path]]:
-    """The files that a file name, a folder or a pattern stands for, in order of name, and the folder they share."""
+    """Return the common folder and the files, by name, of a file name, a folder or a pattern."""
     path = Path(spec).expanduser()
     if path.is_file():
         return path.parent, [path]
     found = path.rglob(f"*{suffix}") if path.is_dir() else map(Path, glob(str(path), recursive=True))
     files = sorted(file for file in found if file.is_file() and not file.name.startswith("."))
     if not files:
-        raise AtollError(f"{spec}: no {suffix} file there; {_EXPECTED}")
+        raise AtollError(f"{spec}: no {suffix} file found; {_EXPECTED}")
     root = path if path.is_dir() else Path(*_common_parts(files))
     return root, files
 
 
 def _common_parts(files: list[Path]) -> list[str]:
-    """The folders that all files lie under."""
+    """Return the parts of the path that all files have in common."""
     shared = []
     for parts in zip(*(file.parent.parts for file in files), strict=False):
         if len(set(parts)) > 1:

@@ -1,4 +1,4 @@
-"""WebDataset tars: members that share a key make one sample (KEY.jpg, KEY.txt, KEY.json, KEY.cls)."""
+"""WebDataset tars: members with the same key belong to one image (KEY.jpg, KEY.txt, KEY.json, KEY.cls)."""
 
 import json
 import os
@@ -10,34 +10,35 @@ from pathlib import Path
 from typing import BinaryIO
 
 from atoll.data.images import SUFFIXES, BadImage
-from atoll.data.sources.base import Options, Sample, bad_sample
-from atoll.data.sources.fields import Ids, Row, as_text, fingerprint_of, make_sample
+from atoll.data.sources.base import Options, SourceImage, unreadable_image
+from atoll.data.sources.fields import Ids, Row, as_text, fingerprint_of, make_image
 
-_SURPLUS = "a second picture of the key {key!r}: keys end at the first dot; rename it without further dots"
+_SURPLUS = "a second image of the key {key!r}: keys end at the first dot; rename it without further dots"
 
 
 @dataclass
 class _Group:
-    """The members of one key: by suffix, where each lies in the tar and how long it is."""
+    """The members of one key: offset in the tar and size in bytes, by suffix."""
 
     key: str
     members: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
-    def pictures(self) -> list[str]:
-        """The suffixes of its pictures."""
+    def images(self) -> list[str]:
+        """The suffixes of its images."""
         return [suffix for suffix in self.members if f".{suffix.rsplit('.', 1)[-1]}" in SUFFIXES]
 
     @property
     def surplus(self) -> list[str]:
-        """Pictures beyond the first where none is a plain KEY.jpg: dots in their names have made them share the key."""
-        return self.pictures[1:] if all("." in suffix for suffix in self.pictures) else []
+        """All images but the first, if dots in their names (a.1.jpg, a.2.jpg) have given them the same key."""
+        # With a plain KEY.jpg, the others are taken for its variants, such as KEY.mask.png, and are not listed.
+        return self.images[1:] if all("." in suffix for suffix in self.images) else []
 
 
 class TarSource:
-    """Tars that are not compressed, so that any picture is read by its place. A sample's id is its key.
+    """Uncompressed tars, so that an image can be read by its offset. An image's id is its key.
 
-    A key that is used again becomes `key@tar`.
+    A repeated key becomes `key@tar`.
     """
 
     def __init__(self, root: Path, files: list[Path], options: Options) -> None:
@@ -47,32 +48,32 @@ class TarSource:
         self.kind = f"WebDataset of {len(files)} tars"
         self.fingerprint = fingerprint_of("webdataset", root, files, options=options)
 
-    def samples(self) -> Iterator[Sample]:
-        """Every key, tar by tar, in the order in which they were written; a broken tar is listed itself, as bad."""
+    def images(self) -> Iterator[SourceImage]:
+        """Yield the image of every key, in the order of the tars and their members; a broken tar is one bad image."""
         ids = Ids()
         for file in self.files:
             shard = file.relative_to(self.root).as_posix()
             damage: list[str] = []
             mark = shard.removesuffix(".tar")
             for group in _groups(file, damage):
-                yield self._sample(file, ids.unique(group.key, mark), group)
+                yield self._image(file, ids.unique(group.key, mark), group)
                 for suffix in group.surplus:
-                    yield bad_sample(ids.unique(f"{group.key}.{suffix}", mark), _SURPLUS.format(key=group.key))
+                    yield unreadable_image(ids.unique(f"{group.key}.{suffix}", mark), _SURPLUS.format(key=group.key))
             for reason in damage:
-                yield bad_sample(ids.unique(shard, "tar"), reason)
+                yield unreadable_image(ids.unique(shard, "tar"), reason)
 
-    def _sample(self, file: Path, id: str, group: _Group) -> Sample:
-        if not group.pictures:
-            return bad_sample(id, f"no picture among its members: {', '.join(group.members)}")
+    def _image(self, file: Path, id: str, group: _Group) -> SourceImage:
+        if not group.images:
+            return unreadable_image(id, f"no image among its members: {', '.join(group.members)}")
         try:
             row = _row(file, group)
         except BadImage as bad:
-            return bad_sample(id, bad.reason)
-        return make_sample(id, row, partial(_read, str(file), *group.members[group.pictures[0]]), options=self.options)
+            return unreadable_image(id, bad.reason)
+        return make_image(id, row, partial(_read, str(file), *group.members[group.images[0]]), options=self.options)
 
 
 def _row(file: Path, group: _Group) -> Row:
-    """What KEY.json, KEY.txt and KEY.cls say; text files win over JSON."""
+    """Return the metadata in KEY.json, KEY.txt and KEY.cls; text files have priority over JSON."""
     row: dict[str, object] = {}
     if "json" in group.members:
         try:
@@ -88,7 +89,7 @@ def _row(file: Path, group: _Group) -> Row:
 
 
 def _groups(file: Path, damage: list[str]) -> Iterator[_Group]:
-    """Neighbours of the same key, read from the headers alone. What is wrong with the tar is added to `damage`."""
+    """Yield groups of consecutive members with the same key, from the headers. Append the tar's errors to `damage`."""
     group: _Group | None = None
     for member in _members(file, damage):
         folder, name = os.path.split(os.path.normpath(member.name))
@@ -106,7 +107,7 @@ def _groups(file: Path, damage: list[str]) -> Iterator[_Group]:
 
 
 def _members(file: Path, damage: list[str]) -> Iterator[tarfile.TarInfo]:
-    """Everything in a file of one tar or, put one after the other, of several."""
+    """Yield all members of a file that is one tar or a concatenation of several."""
     start: int | None = 0
     with file.open("rb") as data:
         while start is not None:
@@ -119,13 +120,14 @@ def _members(file: Path, damage: list[str]) -> Iterator[tarfile.TarInfo]:
                 damage.append(f"the tar is broken: {error}")
                 return
             start = _next_block(data, tar.offset)
-            if start == tar.offset:  # tarfile stops without a word at a header that it cannot read
+            # tarfile stops silently at a header that it cannot read.
+            if start == tar.offset:
                 damage.append(f"the tar is broken: no readable header at byte {start} of {file.stat().st_size}")
                 return
 
 
 def _next_block(data: BinaryIO, offset: int) -> int | None:
-    """Where the first block that is not zero begins; None if only the zeros that end a tar are left."""
+    """Return the offset of the first non-zero block; None if only the zeros at the end of a tar follow."""
     data.seek(offset)
     while block := data.read(tarfile.BLOCKSIZE):
         if any(block):
@@ -141,5 +143,5 @@ def _read(file: str, offset: int, size: int) -> bytes:
     except OSError as error:
         raise BadImage(f"cannot be read: {error.strerror}") from error
     if len(content) < size:
-        raise BadImage(f"the tar breaks off within it: {len(content)} of {size} bytes are there")
+        raise BadImage(f"the tar ends within it: {len(content)} of {size} bytes")
     return content

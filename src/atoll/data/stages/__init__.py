@@ -1,1 +1,1 @@
-"""The stages of `atoll prepare`, each of which makes one artifact."""
+"""The stages of `atoll prepare`. Each makes one artifact; the stage of the shards makes one per cluster."""

@@ -1,7 +1,7 @@
-"""What a stage of `atoll prepare` is: a step from the artifacts of earlier stages, or from the source, to its own.
+"""A stage of `atoll prepare`: a step from the source, or from the artifacts of earlier stages, to its artifacts.
 
-A divisible stage is worked on in chunks (`data/chunks.py`). Several workers each make a share of the chunks, and the
-worker that finds all of them there finishes the stage; its bytes do not depend on who made which chunk.
+A divisible stage is computed in chunks (`data/chunks.py`), which several workers divide. The worker that finds all
+chunks present finishes the stage. The bytes of the artifact do not depend on which worker made which chunk.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from atoll.core.artifacts import Artifact, Content, Inputs, Kind
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.data.chunks import Chunks, Share
+from atoll.data.chunks import Chunks, Worker
 from atoll.data.sources.base import Source
 
 StageName = Literal["ingest", "features", "clusters", "latents", "text", "shards"]
@@ -20,7 +20,7 @@ StageName = Literal["ingest", "features", "clusters", "latents", "text", "shards
 
 @dataclass(frozen=True)
 class Job:
-    """What all stages of one run work with."""
+    """A run, its configuration and its source, as all stages need them."""
 
     run: Path
     config: Config
@@ -32,7 +32,7 @@ def _no_reason(_: object) -> None:
 
 
 def _count_rows(artifact: Artifact, content: Any) -> str:
-    return f"{content.rows:,} samples in {artifact.folder}"
+    return f"{content.rows:,} images in {artifact.folder}"
 
 
 @dataclass(frozen=True)
@@ -44,44 +44,45 @@ class Stage:
     inputs: tuple["Stage", ...]
     """Stages whose artifacts it reads."""
     outputs: Callable[[Config], Mapping[str, Inputs]]
-    """The artifacts by name, each with what it alone is made from."""
+    """The artifacts by name, each with the inputs that the other artifacts of the stage do not have."""
     made_from: Callable[[Job], Inputs]
-    """What all of the artifacts are made from; the stages before it must be done."""
-    run: Callable[[Job, Artifact, Share], Content | None]
-    """Make this worker's share of an artifact. Return what it declares, or None while chunks of others are missing."""
+    """The common inputs of all artifacts; the stages before must be done."""
+    run: Callable[[Job, Artifact, Worker], Content | None]
+    """Make this worker's part of an artifact. Return the content to commit, or None while chunks are missing."""
     uses: Callable[[Config], str]
-    """The setting that matters most, for `--dry-run`."""
+    """The main setting, for `--dry-run`."""
     chunks: Callable[[Job], Chunks | None] | None = None
-    """The chunks of a divisible stage, None as long as their number is unknown."""
+    """The chunks of a divisible stage; None as long as their number is unknown."""
     needs_gpu: bool = False
+    """Whether a GPU makes it much faster, so that `atoll launch` should give it one."""
     unneeded: Callable[[Job], str | None] = _no_reason
-    """Why a run can do without this stage, if that is known and so."""
+    """Why the run does not need this stage; None if it does, or if that is not known yet."""
     note: Callable[[Config], str | None] = _no_reason
-    """What of these settings works but is likely a mistake."""
+    """A warning about settings that are valid but probably a mistake."""
     summary: Callable[[Artifact, Any], str] = _count_rows
-    """A phrase about the first artifact, from it and what it declares."""
+    """A phrase about the first artifact, from the artifact and its content."""
 
     @property
     def divisible(self) -> bool:
-        """Whether several workers can share it."""
+        """Whether several workers can divide it."""
         return self.chunks is not None
 
     def artifacts(self, job: Job) -> list[Artifact]:
-        """Return its artifacts."""
+        """Return the artifacts that it makes."""
         return [Artifact(job.run, name) for name in self.outputs(job.config)]
 
     def _resolve(self, job: Job) -> list[tuple[Artifact, Inputs]]:
-        """Return its artifacts, each with all that it is made from."""
+        """Return its artifacts, each with all of its inputs."""
         common, own = self.made_from(job), self.outputs(job.config)
         return [(artifact, {**common, **own[artifact.name]}) for artifact in self.artifacts(job)]
 
     def first_missing(self, job: Job) -> "Stage | None":
-        """Return the earliest stage that must be done before this one, None if this one can begin."""
+        """Return the earliest unfinished stage that this one depends on; None if this one can run."""
         later = next((stage for stage in self.inputs if not stage.is_done(job)), None)
         return later and (later.first_missing(job) or later)
 
     def is_done(self, job: Job) -> bool:
-        """Return whether it is finished. Raises `AtollError` if what is there was made from something else."""
+        """Return whether it is finished. Raise `AtollError` if an artifact was made from other inputs."""
         if not all(stage.is_done(job) for stage in self.inputs):
             return False
         if self.unneeded(job):
@@ -89,25 +90,26 @@ class Stage:
         found = []
         for artifact, inputs in self._resolve(job):
             if artifact.orphaned():
-                raise AtollError(f"{artifact.folder} has files but nothing says what they are made from; delete it")
+                raise AtollError(f"{artifact.folder} has files without a plan or manifest; delete the folder")
             found.append(artifact.check(self.kind, inputs))
         return all(found)
 
-    def make(self, job: Job, share: Share) -> bool:
-        """Do the stage, or this worker's share of it. Return whether it is finished now."""
+    def make(self, job: Job, worker: Worker) -> bool:
+        """Run the stage, or this worker's part of it. Return whether the stage is finished now."""
         for artifact, inputs in self._resolve(job):
             if artifact.begin(self.kind, inputs):
                 continue
-            content = self.run(job, artifact, share)
+            content = self.run(job, artifact, worker)
             if content is not None:
                 artifact.commit(content)
             elif artifact.manifest() is None:
                 return False
-            artifact.sweep()  # if another worker committed in the meantime, its sweep missed what this one wrote since
+            # If another worker committed meanwhile, it did not remove the scratch files that this one wrote later.
+            artifact.sweep()
         return True
 
     def state(self, job: Job) -> str:
-        """Return how far it is, for `--dry-run`."""
+        """Return the progress of the stage, for `--dry-run`."""
         if reason := self.unneeded(job):
             return f"not needed: {reason}"
         if self.is_done(job):

@@ -1,8 +1,9 @@
-"""The partition: which cluster, and so which expert and island, every sample belongs to. Decided once, and saved.
+"""The partition: the cluster of every image, and so the expert and the island that trains on it.
 
-`assignments.parquet` has id, fine, coarse and distance of every sample, in the order of the index. The rule is one:
-the nearest fine centre (`centroids.safetensors`) says the fine cluster, a table says the cluster that it was merged
-into. Features are streamed from disk; memory is bounded by `clusters.sample_rows`, whatever the number of samples.
+`assignments.parquet` has id, fine cluster, cluster (coarse) and distance of every image, in the order of the index. The
+rule is the same for all images: the nearest fine center (`centroids.safetensors`) gives the fine cluster, and a table
+gives the cluster that it was merged into. Features are streamed from disk, so memory is bounded by
+`clusters.sample_rows`, independent of the number of images.
 """
 
 import warnings
@@ -24,9 +25,9 @@ from atoll.core.config_sections import Clusters
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, FEATURES, ClustersContent
 from atoll.core.progress import progress
-from atoll.data.chunks import Chunks, Share, read_rows
+from atoll.data.chunks import Chunks, Worker, read_rows
 from atoll.data.contact_sheet import contact_sheets
-from atoll.data.kmeans import Floats, Integers, Part, fine_count, fit_fine, merge, nearest_centre, separation
+from atoll.data.kmeans import Floats, Integers, Part, fine_count, fit_fine, merge, nearest_center, separation
 from atoll.data.shuffle import shuffled
 from atoll.data.stages import features
 from atoll.data.stages.base import Job, Stage
@@ -34,7 +35,8 @@ from atoll.data.stages.ingest import Index
 
 NAME = layout.CLUSTERS
 ASSIGNMENTS, CENTROIDS, REPORT = "assignments.parquet", "centroids.safetensors", "report.json"
-_CENTRES, _FINE, _SUMS = ".centres.safetensors", ".fine.parquet", ".sums.safetensors"
+_CENTERS, _FINE, _SUMS = ".centers.safetensors", ".fine.parquet", ".sums.safetensors"
+# Separation needs all pairwise cosines, so its memory is quadratic: 4,096 rows take 134 MB in float64.
 _REPORT_ROWS = 4096
 
 _SCHEMA = pa.schema([("id", pa.string()), ("fine", pa.int32()), ("coarse", pa.int32()), ("distance", pa.float32())])
@@ -43,15 +45,15 @@ _FINE_SCHEMA = pa.schema([("fine", pa.int32()), ("distance", pa.float32())])
 
 def _made_from(job: Job) -> Inputs:
     config, index = job.config.clusters, Index.open(job.run)
-    seen = Artifact(job.run, features.NAME).open(FEATURES).digest if features.needed(config, index) else None
-    return {"ingest": index.manifest.digest, "features": seen, "clusters": config.model_dump()}
+    used = Artifact(job.run, features.NAME).open(FEATURES).digest if features.needed(config, index) else None
+    return {"ingest": index.manifest.digest, "features": used, "clusters": config.model_dump()}
 
 
-def _run(job: Job, artifact: Artifact, _: Share) -> ClustersContent:
+def _run(job: Job, artifact: Artifact, _: Worker) -> ClustersContent:
     index, settings = Index.open(job.run), job.config.clusters
     if settings.method == "random" and settings.count > 1:
         warnings.warn(
-            "clusters.method is random: no router can learn which expert fits, so use it only for comparison",
+            "clusters.method is random: a router cannot learn such clusters, so use it only as an ablation",
             stacklevel=2,
         )
     partition = Partition(artifact, index, settings, index.chunks(Artifact(job.run, features.NAME)))
@@ -68,7 +70,7 @@ def _summary(artifact: Artifact, content: ClustersContent) -> str:
         parts += [
             f"{key} {found['clusters'][key]:.3f} (random {found['random'][key]:.3f})" for key in found["clusters"]
         ]
-    return f"{', '.join(parts)}; look at {artifact.folder}/cluster_*.png"
+    return f"{', '.join(parts)}; contact sheets: {artifact.folder}/cluster_*.png"
 
 
 STAGE = Stage(
@@ -84,17 +86,17 @@ STAGE = Stage(
 
 
 class Report(ClustersContent):
-    """What report.json says of a partition."""
+    """The content of report.json."""
 
     examples: list[list[str]]
     """Ids of some training images of every cluster."""
     separation: dict[str, dict[str, float]] | None = None
-    """How well the `clusters` keep apart, and a `random` partition (`kmeans.separation`); None without features."""
+    """`kmeans.separation` of the `clusters`, and of a `random` partition for comparison; None without features."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The steps of one partition; each leaves a file, so that a killed job goes on with the next step."""
+    """The steps of one partition. Each writes a file, so that an interrupted job resumes with the next step."""
 
     artifact: Artifact
     index: Index
@@ -102,7 +104,7 @@ class Partition:
     features: Chunks
 
     def assign(self) -> None:
-        """Write the table of assignments and, where there are any, the centres."""
+        """Write the table of assignments and, if the partition uses features, the centers."""
         if features.needed(self.settings, self.index):
             self.fit()
             self.assign_fine()
@@ -111,17 +113,17 @@ class Partition:
             self.write_assignments(self.rows_without_features())
 
     def fit(self) -> None:
-        """Fine centres, from a sample of the training features that fits in memory."""
-        if self.settings.method == "labels" or self.artifact.path(_CENTRES).is_file():
+        """Fit the fine centers to a random subset of the training features that fits into memory."""
+        if self.settings.method == "labels" or self.artifact.path(_CENTERS).is_file():
             return
-        rows = self._sample(self.settings.sample_rows)
+        rows = self._subset(self.settings.sample_rows)
         count = fine_count(len(rows), self.settings.count, self.settings.num_fine)
-        print(f"clusters: fitting {count:,} fine centres to {len(rows):,} samples", flush=True)
-        centres = fit_fine(rows, count, self.settings.iterations, seed=self.settings.seed)
-        self.artifact.write_tensors(_CENTRES, {"fine": torch.from_numpy(centres)})
+        print(f"clusters: fitting {count:,} fine centers to {len(rows):,} images", flush=True)
+        centers = fit_fine(rows, count, self.settings.iterations, seed=self.settings.seed)
+        self.artifact.write_tensors(_CENTERS, {"fine": torch.from_numpy(centers)})
 
-    def _sample(self, at_most: int) -> Floats:
-        """Features of evenly drawn training samples, at most so many."""
+    def _subset(self, at_most: int) -> Floats:
+        """Return the features (rows, D) of at most `at_most` random training images."""
         drawn = list(self.draw(at_most))
         result = np.empty((sum(len(rows) for _, rows in drawn), self._dimensions()), dtype=np.float32)
         filled = 0
@@ -134,10 +136,12 @@ class Partition:
         return int(features.read_chunk(self.features, 0).shape[1])
 
     def draw(self, at_most: int) -> Iterator[tuple[int, Integers]]:
-        """(chunk, rows of it) such that about `at_most` training samples are drawn, evenly from all chunks."""
+        """Yield (chunk, rows of it) of at most `at_most` random training images, evenly from all chunks."""
         total = self.index.content.splits.get("train", 0)
         if not total:
-            raise AtollError("there is no training sample: everything is held out; lower data.val_fraction")
+            raise AtollError("there is no training image: all images are held out; lower data.val_fraction")
+        # Each chunk has a quota in proportion to its training images. The quotas are differences of rounded-down
+        # cumulative counts, so that they add up to `wanted` exactly.
         wanted, seen = min(at_most, total), 0
         for chunk in range(self.features.count):
             train = np.flatnonzero(self._is_train(chunk))
@@ -151,12 +155,16 @@ class Partition:
         return np.array([split == "train" for split in self.index.read(chunk, ["split"])["split"]])
 
     def assign_fine(self) -> None:
-        """The fine cluster of every sample; sums and sizes of the fine clusters over the training samples."""
+        """Write the fine cluster of every image, and the feature sums and sizes of the fine clusters.
+
+        Sums and sizes are over the training images, since the balance of the clusters is that of the training data.
+        With clusters.method labels, the classes are the fine clusters.
+        """
         if self.artifact.path(_SUMS).is_file():
             return
         by_label = self.settings.method == "labels"
-        centres = None if by_label else load_file(self.artifact.path(_CENTRES))["fine"].numpy()
-        count = len(self.index.labels) if centres is None else len(centres)
+        centers = None if by_label else load_file(self.artifact.path(_CENTERS))["fine"].numpy()
+        count = len(self.index.labels) if centers is None else len(centers)
         sums, sizes = torch.zeros(count, self._dimensions(), dtype=torch.float64), np.zeros(count, dtype=np.int64)
         with (
             self.artifact.writing(_FINE) as path,
@@ -165,10 +173,10 @@ class Partition:
         ):
             for chunk in range(self.features.count):
                 rows = features.read_chunk(self.features, chunk).float().numpy()
-                if centres is None:
+                if centers is None:
                     fine, distance = self.label_numbers(chunk), np.full(len(rows), np.nan)
                 else:
-                    fine, distance = nearest_centre(rows, centres)
+                    fine, distance = nearest_center(rows, centers)
                 train = self._is_train(chunk)
                 sums.index_add_(0, torch.from_numpy(fine[train]), torch.from_numpy(rows[train]).double())
                 sizes += np.bincount(fine[train], minlength=count)
@@ -177,16 +185,16 @@ class Partition:
         self.artifact.write_tensors(_SUMS, {"sums": sums, "sizes": torch.from_numpy(sizes)})
 
     def label_numbers(self, chunk: int) -> Integers:
-        """The number of the class of every sample of a chunk."""
-        number = {label: place for place, label in enumerate(self.index.labels)}
+        """Return the class index of every image of a chunk."""
+        number = {label: index for index, label in enumerate(self.index.labels)}
         columns = self.index.read(chunk, ["id", "label"])
         for id, label in zip(columns["id"], columns["label"], strict=True):
             if label is None:
-                raise AtollError(f"clusters.method is labels, but sample {id!r} has none; use features")
+                raise AtollError(f"clusters.method is labels, but image {id!r} has no label; use features")
         return np.array([number[label] for label in columns["label"]], dtype=np.int32)
 
     def merge_fine(self) -> Integers:
-        """The table from fine clusters to clusters; written with all the centres."""
+        """Merge the fine clusters, write all centers, and return the table from fine clusters to clusters."""
         known = load_file(self.artifact.path(_SUMS))
         sums, sizes = known["sums"].numpy(), known["sizes"].numpy()
         settings = self.settings
@@ -201,15 +209,16 @@ class Partition:
         if settings.method == "labels":
             fine = torch.nn.functional.normalize(torch.from_numpy(sums), dim=1).float()
         else:
-            fine = load_file(self.artifact.path(_CENTRES))["fine"]
-        table = (fine @ coarse.T).argmax(1).to(torch.int32).numpy()  # for a fine cluster that no training sample is in
+            fine = load_file(self.artifact.path(_CENTERS))["fine"]
+        # A fine cluster without training images is not part of the merge; it goes to the nearest cluster.
+        table = (fine @ coarse.T).argmax(1).to(torch.int32).numpy()
         table[used] = merged.coarse_of_fine
         tensors = {"fine": fine, "coarse": coarse, "coarse_of_fine": torch.from_numpy(table)}
         self.artifact.write_tensors(CENTROIDS, tensors)
         return table
 
     def rows_by_table(self, coarse_of_fine: Integers) -> Iterator[tuple[Integers, Integers, Floats]]:
-        """(fine, coarse, distance) of every chunk, by the table."""
+        """Yield (fine, coarse, distance) of every chunk, by the table from fine clusters to clusters."""
         with pq.ParquetFile(self.artifact.path(_FINE)) as file:
             for chunk in range(self.features.count):
                 table = file.read_row_group(chunk)
@@ -217,31 +226,34 @@ class Partition:
                 yield fine, coarse_of_fine[fine], table["distance"].to_numpy()
 
     def rows_without_features(self) -> Iterator[tuple[Integers, Integers, Floats]]:
-        """(fine, coarse, distance) of every chunk where no feature is needed: one cluster, random, or the classes."""
+        """Yield (fine, coarse, distance) of every chunk for one cluster, random clusters, or one cluster per class."""
         count, by_label = self.settings.count, self.settings.method == "labels"
         if by_label and count > max(1, len(self.index.labels)):
             known = len(self.index.labels)
-            raise AtollError(f"clusters.method is labels, but there are {known} classes for {count} clusters")
+            raise AtollError(
+                f"clusters.method is labels, but there are {known} classes for {count} clusters; lower clusters.count"
+            )
         for chunk in range(self.features.count):
             length = self.features.length(chunk)
             if by_label and count > 1:
                 coarse = self.label_numbers(chunk)
             else:
+                # Random clusters of equal size: a shuffle of all images, dealt out in turn.
                 start = chunk * self.index.chunk
-                places = np.arange(start, start + length, dtype=np.uint64)
-                mixed = shuffled(places, self.index.rows, self.settings.seed, epoch=0)
+                rows = np.arange(start, start + length, dtype=np.uint64)
+                mixed = shuffled(rows, self.index.rows, self.settings.seed, epoch=0)
                 coarse = (mixed % np.uint64(count)).astype(np.int32)
             yield coarse, coarse, np.full(length, np.nan, dtype=np.float32)
 
     def write_assignments(self, rows: Iterator[tuple[Integers, Integers, Floats]]) -> None:
-        """Write the table of assignments, a row group for each chunk."""
+        """Write the table of assignments, with one row group per chunk."""
         with self.artifact.writing(ASSIGNMENTS) as path, pq.ParquetWriter(path, _SCHEMA) as writer:
             for chunk, columns in enumerate(rows):
                 ids = self.index.read(chunk, ["id"])["id"]
                 writer.write_table(pa.table([ids, *columns], schema=_SCHEMA))
 
     def report(self) -> Report:
-        """Sizes, imbalance and, where features were used, the separation beside that of a random partition."""
+        """Return sizes, imbalance, examples and, if features were used, the separation of the clusters."""
         sizes = {"train": np.zeros(self.settings.count, int), "held-out": np.zeros(self.settings.count, int)}
         fine = 0
         for chunk in range(self.features.count):
@@ -253,56 +265,57 @@ class Partition:
             method=self.settings.method,
             sizes={split: tuple(counts.tolist()) for split, counts in sizes.items()},
             imbalance=float(sizes["train"].max() / sizes["train"].mean()),
-            fine=fine,
+            num_fine=fine,
             examples=self.examples(),
             separation=self._separation() if features.needed(self.settings, self.index) else None,
         )
 
     def _separation(self) -> dict[str, dict[str, float]]:
-        rows = self._sample(_REPORT_ROWS)
+        features_of_rows = self._subset(_REPORT_ROWS)
         drawn = self.draw(_REPORT_ROWS)
-        groups = np.concatenate([read_assignments(self.artifact, chunk)["coarse"][places] for chunk, places in drawn])
+        groups = np.concatenate([read_assignments(self.artifact, chunk)["coarse"][rows] for chunk, rows in drawn])
+        # The random partition has the same sizes.
         mixed = np.random.Generator(np.random.PCG64(self.settings.seed)).permutation(groups)
-        return {"clusters": separation(rows, groups), "random": separation(rows, mixed)}
+        return {"clusters": separation(features_of_rows, groups), "random": separation(features_of_rows, mixed)}
 
-    def examples(self, of_each: int = 64) -> list[list[str]]:
-        """Ids of some training samples of every cluster, neighbours side by side."""
+    def examples(self, per_cluster: int = 64) -> list[list[str]]:
+        """Return the ids of some training images of every cluster, ordered by fine cluster."""
         found: list[list[tuple[int, str]]] = [[] for _ in range(self.settings.count)]
-        for chunk, places in self.draw(_REPORT_ROWS):
-            rows = read_assignments(self.artifact, chunk)
-            for place in places:
-                found[rows["coarse"][place]].append((int(rows["fine"][place]), rows["id"][place]))
+        for chunk, drawn in self.draw(_REPORT_ROWS):
+            table = read_assignments(self.artifact, chunk)
+            for row in drawn:
+                found[table["coarse"][row]].append((int(table["fine"][row]), table["id"][row]))
         generator = np.random.Generator(np.random.PCG64(self.settings.seed))
         picked = []
         for members in found:
-            chosen = generator.permutation(len(members))[:of_each]
-            picked.append([id for _, id in sorted(members[place] for place in chosen)])
+            chosen = generator.permutation(len(members))[:per_cluster]
+            picked.append([id for _, id in sorted(members[number] for number in chosen)])
         return picked
 
 
 def read_assignments(artifact: Artifact, chunk: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Id, fine, coarse and distance of the samples of one chunk."""
+    """Return id, fine cluster, cluster and distance of the images of one chunk."""
     table = read_rows(artifact.path(ASSIGNMENTS), chunk)
     return {name: table[name].to_numpy() for name in _SCHEMA.names}
 
 
 @dataclass(frozen=True)
 class Assigner:
-    """The saved rule, for pictures that were not there when it was made."""
+    """The saved assignment rule, for images that are not part of the run."""
 
     fine: Floats
     coarse_of_fine: Integers
 
     @classmethod
     def open(cls, run: Path) -> "Assigner":
-        """The rule of a run whose clusters are made by features."""
+        """Open the rule of a run with clusters.method features."""
         artifact = Artifact(run, NAME)
         if artifact.read(CLUSTERS).method != "features" or not artifact.path(CENTROIDS).is_file():
-            raise AtollError(f"{artifact.folder} has no centres; only clusters.method features makes them")
+            raise AtollError(f"{artifact.folder} has no centers; only clusters.method features makes them")
         tensors = load_file(artifact.path(CENTROIDS))
         return cls(tensors["fine"].numpy(), tensors["coarse_of_fine"].numpy())
 
     def __call__(self, rows: Tensor) -> tuple[Integers, Integers, Floats]:
-        """Fine cluster, cluster and distance of feature vectors (N, D)."""
-        fine, distance = nearest_centre(rows.float().numpy(), self.fine)
+        """Return fine cluster, cluster and distance (N,) of feature vectors (N, D)."""
+        fine, distance = nearest_center(rows.float().numpy(), self.fine)
         return fine, self.coarse_of_fine[fine], distance

@@ -1,7 +1,7 @@
-"""What the clustering sees: one unit vector for each picture, from a vision network that stays as it is.
+"""The features that the clustering uses: one unit vector per image, from a frozen vision network.
 
-`efficientnet-lite0` comes by pip. For photographs use DINOv2 (`features.model: facebook/dinov2-base`) or any other
-vision model of transformers, by its name or as a folder.
+`efficientnet-lite0` comes from a pip package. For photographs use DINOv2 (`features.model: facebook/dinov2-base`) or
+any other vision model of transformers, by its name on the hub or as a folder.
 """
 
 import json
@@ -18,8 +18,8 @@ from atoll.core.config_sections import Clusters
 from atoll.core.device import device
 from atoll.core.errors import AtollError
 from atoll.core.manifests import FEATURES, FeaturesContent
-from atoll.data.chunks import Chunks, Share
-from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
+from atoll.data.chunks import Chunks, Worker
+from atoll.data.pretrained import deterministic_inference, fingerprint, load_pretrained, model_folder
 from atoll.data.stages import ingest
 from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index, Pixels, image_batches
@@ -30,7 +30,7 @@ NAME = layout.FEATURES
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How a network wants its pictures: the side in pixels, and (pixel - mean) / std with pixels from 0 to 255."""
+    """Input of a vision network: side in pixels, and (pixel - mean) / std for pixels from 0 to 255."""
 
     side: int
     mean: tuple[float, float, float]
@@ -38,7 +38,7 @@ class Preprocessing:
 
 
 class Extractor:
-    """A vision network with its preprocessing: pictures of eight bits in, unit vectors out."""
+    """A vision network with its preprocessing, from 8-bit images to unit vectors."""
 
     def __init__(self, network: nn.Module, preprocessing: Preprocessing) -> None:
         self.device = device()
@@ -48,21 +48,21 @@ class Extractor:
         self._scale = 1 / torch.tensor(preprocessing.std, device=self.device).view(1, 3, 1, 1)
 
     def __call__(self, pixels: Pixels) -> Tensor:
-        """Features (N, D) on the processor, of pictures (N, side, side, 3)."""
-        # A transposed view of channels-last pixels is what convolutions like best; no copy is made.
+        """Return unit vectors (N, D) on the CPU, of images (N, side, side, 3)."""
+        # The permuted view has the channels-last memory format, which is the fastest for convolutions, without a copy.
         x = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).float()
         return nn.functional.normalize(self.raw(x), dim=1).cpu()
 
     def raw(self, x: Tensor) -> Tensor:
-        """Features (N, D) as the network gives them, of pixels from 0 to 255 (N, 3, side, side), which are used up."""
+        """Return features (N, D) without normalization, of pixels (N, 3, side, side) from 0 to 255. Overwrite `x`."""
         x = x.sub_(self._mean).mul_(self._scale)
-        with repeatable():
+        with deterministic_inference():
             features: Tensor = self.network(x)
         return features.float()
 
 
 def open_extractor(model: str, resolution: int | None = None) -> Extractor:
-    """The extractor by its name in the configuration."""
+    """Open the extractor that the configuration names."""
     if model == "efficientnet-lite0":
         same = (127.0,) * 3, (128.0,) * 3
         return Extractor(efficientnet.load(), Preprocessing(resolution or efficientnet.SIDE, *same))
@@ -70,40 +70,45 @@ def open_extractor(model: str, resolution: int | None = None) -> Extractor:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    folder = folder_of(model)
+    folder = model_folder(model)
     network = load_pretrained(AutoModel, folder, use_safetensors=True).eval()
     return Extractor(_Pooled(network), _preprocessing(folder, network.config, resolution))
 
 
 class _Pooled(nn.Module):
-    """One vector from a transformers vision model: what the model itself offers, else its first token."""
+    """One vector per image from a transformers vision model: its image features or pooled output, else token 0."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
-        answer = self.network.get_image_features(x) if hasattr(self.network, "get_image_features") else self.network(x)
-        if isinstance(answer, Tensor):
-            return answer
-        pooled: Tensor | None = answer.pooler_output
-        first: Tensor = answer.last_hidden_state[:, 0]
+        output = self.network.get_image_features(x) if hasattr(self.network, "get_image_features") else self.network(x)
+        if isinstance(output, Tensor):
+            return output
+        pooled: Tensor | None = output.pooler_output
+        first: Tensor = output.last_hidden_state[:, 0]
+        # Convolutional models pool to (N, D, 1, 1).
         return first if pooled is None else pooled.flatten(1)
 
 
 def _preprocessing(folder: Path, config: Any, resolution: int | None) -> Preprocessing:
-    """Read the model's own settings; the picture is cut and resized by Atoll, in one step."""
+    """Return the preprocessing in a model's preprocessor_config.json."""
+    # Only side, mean and std are used. Atoll crops and resizes in one step (`data/images.py`), for all models alike.
     file = folder / "preprocessor_config.json"
     if not file.is_file():
-        raise AtollError(f"{folder} has no preprocessor_config.json, so mean and std of its pictures are unknown")
+        raise AtollError(
+            f"{folder} has no preprocessor_config.json, so mean and std of its images are unknown; copy that file too"
+        )
     settings = json.loads(file.read_text(encoding="utf-8"))
     size = settings.get("crop_size") or settings.get("size")
     own = size if isinstance(size, int) else (size or {}).get("height") or (size or {}).get("shortest_edge")
     side = resolution or own or getattr(config, "image_size", None)
     if not isinstance(side, int):
-        raise AtollError(f"{file} names no size; set features.resolution")
+        raise AtollError(f"{file} has no image size; set features.resolution")
     half = [0.5, 0.5, 0.5]
     mean, std = settings.get("image_mean") or half, settings.get("image_std") or half
+    # Mean and std apply to rescaled pixels, usually from 0 to 1; `Preprocessing` has them for pixels from 0 to 255.
     scale = 1 / settings.get("rescale_factor", 1 / 255)
     return Preprocessing(side, _three(mean, scale), _three(std, scale))
 
@@ -114,7 +119,7 @@ def _three(values: list[float], scale: float) -> tuple[float, float, float]:
 
 
 def needed(config: Clusters, index: Index | None) -> bool:
-    """Return whether a partition uses features at all. Without the index, say yes where it matters."""
+    """Return whether the partition uses features. Without the index, the number of classes is unknown: return True."""
     if config.count == 1 or config.method == "random":
         return False
     return config.method == "features" or index is None or len(index.labels) > config.count
@@ -126,19 +131,19 @@ def _unneeded(job: Job) -> str | None:
 
 def _made_from(job: Job) -> Inputs:
     settings = job.config.features
-    weights = efficientnet.weights_file() if settings.model == "efficientnet-lite0" else folder_of(settings.model)
+    weights = efficientnet.weights_file() if settings.model == "efficientnet-lite0" else model_folder(settings.model)
     chosen = settings.model_dump(include={"model", "resolution", "batch_size"})
     return {"ingest": Index.open(job.run).manifest.digest, **chosen, "weights": fingerprint(weights)}
 
 
-def _run(job: Job, artifact: Artifact, share: Share) -> FeaturesContent | None:
+def _run(job: Job, artifact: Artifact, worker: Worker) -> FeaturesContent | None:
     index, config = Index.open(job.run), job.config.features
     chunks = index.chunks(artifact)
-    if missing := chunks.missing(share):
+    if missing := chunks.missing(worker):
         extractor = open_extractor(config.model, config.resolution)
         workers = job.config.data.workers
         images = image_batches(
-            index, job.source, missing, resolution=extractor.side, batch=config.batch_size, workers=workers
+            index, job.source, missing, resolution=extractor.side, batch_size=config.batch_size, workers=workers
         )
         encoded = ((chunk, len(pixels), {"features": extractor(pixels).half()}) for chunk, pixels in images)
         chunks.fill("features", missing, encoded)
@@ -162,7 +167,7 @@ STAGE = Stage(
 
 
 def read_chunk(chunks: Chunks, chunk: int) -> Tensor:
-    """The features of one chunk, as stored (float16)."""
+    """Return the features (rows, D) of one chunk, as stored (float16)."""
     from safetensors.torch import load_file
 
     return load_file(chunks.artifact.path(chunks.file(chunk)))["features"]

@@ -1,7 +1,7 @@
-"""The first stage: read every picture of the source once, list the good ones and the bad ones.
+"""The first stage: decode every image of the source once, and list the readable and the rejected ones.
 
-`samples.parquet` is the index that all later stages share: id, caption, label, split and attributes of every good
-sample, in the order of the source, in row groups of one chunk. `rejected.parquet` has id and reason of every bad one.
+`images.parquet` is the index for all later stages: id, caption, label, split and attributes of every readable image, in
+the order of the source, with one row group per chunk. `rejected.parquet` has id and reason of every rejected image.
 """
 
 import json
@@ -24,15 +24,15 @@ from atoll.core.config_sections import Data
 from atoll.core.errors import AtollError
 from atoll.core.manifests import INGEST, IngestContent
 from atoll.core.progress import progress
-from atoll.data.chunks import Chunks, Share, ahead, read_rows
-from atoll.data.sources.base import BadImage, Options, Sample, Source, decode, describe
+from atoll.data.chunks import Chunks, Worker, prefetch, read_rows
+from atoll.data.sources.base import BadImage, Options, Source, SourceImage, decode, describe
 from atoll.data.sources.open import open_source
 from atoll.data.stages.base import Job, Stage
 
 NAME = layout.INGEST
-SAMPLES, REJECTED = "samples.parquet", "rejected.parquet"
+IMAGES, REJECTED = "images.parquet", "rejected.parquet"
 _PARTS, _TOTAL = ".parts/{:06d}.parquet", ".total.json"
-"""Scratch: a table of each chunk of the source, and the number of images, which takes a pass over the source."""
+"""Scratch files: one table per chunk of the source, and the number of images, which takes a listing of the source."""
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -50,7 +50,7 @@ _PART = pa.schema([*SCHEMA, ("reason", pa.string())])
 
 
 def open_configured(data: Data) -> Source:
-    """The source that a run's configuration names."""
+    """Open the source that a run's configuration names."""
     options = Options(data.kind, data.image, data.caption, data.label, data.id, data.split, data.val_fraction)
     return open_source(data.source, options)
 
@@ -62,7 +62,7 @@ def _made_from(job: Job) -> Inputs:
 
 
 def _chunks(job: Job) -> Chunks | None:
-    """Return the chunks of the source, good and bad images alike; None if no worker has counted the images yet."""
+    """Return the chunks of the source, with readable and rejected images; None if the images are not counted yet."""
     artifact = Artifact(job.run, NAME)
     try:
         total = artifact.read_json(_TOTAL)
@@ -71,21 +71,21 @@ def _chunks(job: Job) -> Chunks | None:
     return Chunks(artifact, total, job.config.data.chunk, _PARTS)
 
 
-def _run(job: Job, artifact: Artifact, share: Share) -> IngestContent | None:
-    """Read this worker's share of the chunks; join all of them if this was the last.
+def _run(job: Job, artifact: Artifact, worker: Worker) -> IngestContent | None:
+    """Read this worker's chunks, and join all chunks if none is missing then.
 
-    Every worker lists the source from its start, since only the list says which ids are taken, but decodes no image
-    outside its share. So ids, splits and rejects do not depend on the number of workers.
+    Every worker lists the whole source, because a repeated key gets an id that depends on the images before it. But it
+    decodes only the images of its chunks. So ids, splits and rejects do not depend on the number of workers.
     """
     chunks, data = _chunks(job), job.config.data
     if chunks is None:
         total = describe(job.source)
         if not total:
-            raise AtollError(f"{data.source}: there is no image in it")
+            raise AtollError(f"{data.source} has no images; change data.source")
         artifact.write(_TOTAL, to_json(total))
         chunks = Chunks(artifact, total, data.chunk, _PARTS)
     with suppress(_PartsRemovedError):
-        if missing := chunks.missing(share):
+        if missing := chunks.missing(worker):
             _read(chunks, job, missing)
         if not chunks.missing():
             _check_rejects(chunks, data)
@@ -95,9 +95,9 @@ def _run(job: Job, artifact: Artifact, share: Share) -> IngestContent | None:
 
 
 class _PartsRemovedError(Exception):
-    """Another worker, which found the last part too, has joined or refused all parts and removed them.
+    """Another worker also found all parts, has joined or rejected them, and removed them.
 
-    Not a `FileNotFoundError`: `Artifact.writing` excuses that one, and would put half an index in place of the whole.
+    It must not be a `FileNotFoundError`: `Artifact.writing` ignores that one in a committed artifact.
     """
 
 
@@ -109,12 +109,12 @@ def _read_part(chunks: Chunks, number: int) -> pa.Table:
 
 
 def _read(chunks: Chunks, job: Job, missing: list[int]) -> None:
-    """Decode every image of the missing chunks once, and write a table of each chunk."""
+    """Decode every image of the missing chunks, and write one table per chunk."""
     data, wanted = job.config.data, set(missing)
-    stream = job.source.samples()
+    stream = job.source.images()
     listed = ((number, list(islice(stream, chunks.size))) for number in range(missing[-1] + 1))
-    samples = (sample for number, chunk in listed if number in wanted for sample in chunk)
-    checked = ahead(samples, lambda sample: _check(sample, data.resolution), data.workers)
+    images = (image for number, chunk in listed if number in wanted for image in chunk)
+    checked = prefetch(images, lambda image: _check(image, data.resolution), data.workers)
     rejected = 0
     with progress("ingest", chunks.rows, chunks.rows - sum(map(chunks.length, missing))) as bar:
         for number in missing:
@@ -124,24 +124,27 @@ def _read(chunks: Chunks, job: Job, missing: list[int]) -> None:
                 bar.update()
             with chunks.artifact.writing(chunks.file(number)) as path:
                 pq.write_table(pa.Table.from_pylist(rows, schema=_PART), path)
+            # Stop early: a wrong source should not take hours to be noticed.
             rejected += sum(row["reason"] is not None for row in rows)
             if rejected > data.max_rejects * chunks.rows:
                 _check_rejects(chunks, data)
 
 
-def _check(sample: Sample, resolution: int) -> dict[str, str | None]:
+def _check(image: SourceImage, resolution: int) -> dict[str, str | None]:
+    """Return the row of an image in its part, with the reason if it cannot be decoded."""
     try:
-        decode(sample.read(), resolution)
+        decode(image.read(), resolution)
         reason = None
     except BadImage as bad:
         reason = bad.reason
-    attributes = json.dumps(dict(sample.attributes), sort_keys=True, ensure_ascii=False)
-    row = {"id": sample.id, "caption": sample.caption, "label": sample.label, "split": sample.split}
+    attributes = json.dumps(dict(image.attributes), sort_keys=True, ensure_ascii=False)
+    row = {"id": image.id, "caption": image.caption, "label": image.label, "split": image.split}
     return {**row, "attributes": attributes, "reason": reason}
 
 
 def _check_rejects(chunks: Chunks, data: Data) -> None:
-    """Stop if too many images are bad. Chunks with a bad one are removed, so that they are read again once fixed."""
+    """Raise `AtollError` if too many images are rejected."""
+    # Chunks with a rejected image are removed, so that the next attempt reads them again, with the images fixed.
     artifact, bad = chunks.artifact, {}
     for number in sorted(set(range(chunks.count)) - set(chunks.missing())):
         part = _read_part(chunks, number).select(_REJECTED.names)
@@ -157,24 +160,26 @@ def _check_rejects(chunks: Chunks, data: Data) -> None:
         artifact.path(file).unlink(missing_ok=True)
     reasons = Counter(table["reason"].to_pylist()).most_common(3)
     raise AtollError(
-        f"{rejected} of {chunks.rows} pictures are bad, more than data.max_rejects = {data.max_rejects:g} allows: "
+        f"{rejected} of {chunks.rows} images are unusable, more than data.max_rejects = {data.max_rejects:g} allows: "
         f"{'; '.join(f'{count}x {reason}' for reason, count in reasons)}. The list is {artifact.path(REJECTED)}; "
         f"fix them, delete {artifact.folder} and start again, or allow more with --data.max_rejects"
     )
 
 
 def _join(chunks: Chunks) -> IngestContent:
-    """Join the parts into the index and the table of rejects; return what the manifest declares."""
+    """Join the parts into the index and the table of rejects, and return the content to commit."""
     artifact = chunks.artifact
     splits: Counter[str] = Counter()
     labels: Counter[str] = Counter()
     captions = rejected = 0
     with (
-        artifact.writing(SAMPLES) as good_path,
+        artifact.writing(IMAGES) as good_path,
         artifact.writing(REJECTED) as bad_path,
         pq.ParquetWriter(good_path, SCHEMA) as good,
         pq.ParquetWriter(bad_path, _REJECTED) as bad,
     ):
+        # Parts have gaps where images were rejected. The index has none: its row groups all have `chunks.size` rows,
+        # so readable images wait here until a row group is full.
         waiting = SCHEMA.empty_table()
         for number in range(chunks.count):
             part = _read_part(chunks, number)
@@ -209,90 +214,94 @@ STAGE = Stage(
     run=_run,
     uses=lambda config: f"{config.data.source} at {config.data.resolution} px",
     chunks=_chunks,
-    summary=lambda _, content: f"{content.rows:,} samples, {content.rejected:,} rejected",
+    summary=lambda _, content: f"{content.rows:,} images, {content.rejected:,} rejected",
 )
 
 
 @dataclass(frozen=True)
 class Index:
-    """The good samples of a run, by chunk."""
+    """The readable images of a run, by chunk."""
 
     artifact: Artifact
     manifest: Manifest
 
     @classmethod
     def open(cls, run: Path) -> "Index":
-        """The index of a run whose ingest stage is done."""
+        """Open the index of a run whose ingest stage is done."""
         artifact = Artifact(run, NAME)
         return cls(artifact, artifact.open(INGEST))
 
     @classmethod
     def find(cls, run: Path) -> "Index | None":
-        """Return the index of a run, None if its ingest stage is not done."""
+        """Return the index of a run, or None if its ingest stage is not done."""
         return cls.open(run) if Artifact(run, NAME).manifest() else None
 
     @cached_property
     def content(self) -> IngestContent:
-        """Return what the index declares."""
+        """The declared content of the index."""
         return INGEST.parse(self.manifest, self.artifact.folder)
 
     @property
     def rows(self) -> int:
-        """Number of good samples."""
+        """Number of readable images."""
         return self.content.rows
 
     @property
     def chunk(self) -> int:
-        """Number of samples in a chunk."""
+        """Number of images in a chunk."""
         return int(self.manifest.made_from["chunk"])
 
     @property
     def labels(self) -> list[str]:
-        """The names of the classes; a label's number is its place here."""
+        """The class names, by class index."""
         return list(self.content.labels)
 
     def chunks(self, artifact: Artifact) -> Chunks:
-        """The chunk files of another artifact of the same run."""
+        """Return the chunk files of another artifact of the same run."""
         return Chunks(artifact, self.rows, self.chunk)
 
     def read(self, chunk: int, columns: list[str]) -> dict[str, list[Any]]:
-        """Some columns of one chunk."""
-        table: dict[str, list[Any]] = read_rows(self.artifact.path(SAMPLES), chunk, columns).to_pydict()
+        """Return some columns of one chunk."""
+        table: dict[str, list[Any]] = read_rows(self.artifact.path(IMAGES), chunk, columns).to_pydict()
         return table
 
-    def walk(self, source: Source, chunks: list[int]) -> Iterator[tuple[int, list[Sample]]]:
-        """The samples of the wanted chunks, each chunk as a list, from the source that the index was made from."""
-        stream = source.samples()
+    def source_images(self, source: Source, chunks: list[int]) -> Iterator[tuple[int, list[SourceImage]]]:
+        """Yield each of the given chunks with its images, from the source that the index was made from."""
+        # The index has the order of the source, so one pass finds all images; rejected ones are skipped on the way.
+        stream = source.images()
         wanted = set(chunks)
         for chunk in range(max(chunks, default=-1) + 1):
             ids = self.read(chunk, ["id"])["id"]
-            samples = [next((sample for sample in stream if sample.id == id), None) for id in ids]
+            found = [next((image for image in stream if image.id == id), None) for id in ids]
             if chunk not in wanted:
                 continue
-            if None in samples:
-                raise AtollError(f"the source changed: {ids[samples.index(None)]!r} is in {NAME} but not in the source")
-            yield chunk, [sample for sample in samples if sample is not None]
+            if None in found:
+                missing = ids[found.index(None)]
+                raise AtollError(f"the source changed: {missing!r} is in {self.artifact.folder} but not in the source")
+            yield chunk, [image for image in found if image is not None]
 
 
 def image_batches(
-    index: Index, source: Source, chunks: list[int], *, resolution: int, batch: int, workers: int
+    index: Index, source: Source, chunks: list[int], *, resolution: int, batch_size: int, workers: int
 ) -> Iterator[tuple[int, Pixels]]:
-    """Decoded pictures (samples, height, width, 3) of the wanted chunks, batch by batch, read ahead in threads."""
+    """Yield (chunk, decoded images (N, resolution, resolution, 3)) in batches, prefetched in threads."""
 
-    def groups() -> Iterator[tuple[int, list[Sample]]]:
-        for chunk, samples in index.walk(source, chunks):
-            for start in range(0, len(samples), batch):
-                yield chunk, samples[start : start + batch]
+    def groups() -> Iterator[tuple[int, list[SourceImage]]]:
+        for chunk, images in index.source_images(source, chunks):
+            for start in range(0, len(images), batch_size):
+                yield chunk, images[start : start + batch_size]
 
-    def load(group: tuple[int, list[Sample]]) -> tuple[int, Pixels]:
-        chunk, samples = group
-        return chunk, np.stack([_pixels(sample, resolution) for sample in samples])
+    def load(group: tuple[int, list[SourceImage]]) -> tuple[int, Pixels]:
+        chunk, images = group
+        return chunk, np.stack([_pixels(image, resolution) for image in images])
 
-    return ahead(groups(), load, workers)
+    return prefetch(groups(), load, workers)
 
 
-def _pixels(sample: Sample, resolution: int) -> Pixels:
+def _pixels(image: SourceImage, resolution: int) -> Pixels:
     try:
-        return np.asarray(decode(sample.read(), resolution))
+        return np.asarray(decode(image.read(), resolution))
     except BadImage as bad:
-        raise AtollError(f"the source changed: {sample.id!r} was a good picture, and now: {bad.reason}") from bad
+        raise AtollError(
+            f"the source changed: {image.id!r} was readable in the ingest stage; now: {bad.reason}"
+        ) from bad

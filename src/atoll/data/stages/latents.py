@@ -1,8 +1,8 @@
-"""What the experts see: the autoencoder's posterior mean and std of every picture, and the statistics of all of them.
+"""The latents: mean and std of the autoencoder's posterior for every image, and their statistics.
 
-Latents are stored as the autoencoder gives them, and mean and std of each channel are measured over all training
-samples. From them, or from the autoencoder's own factors (`latents.normalization`), every shard gets the statistics
-that training and sampling normalise with, so that all experts share one space.
+Latents are stored without normalization. Mean and std of each channel are measured over all training images. From
+them, or from the autoencoder's scaling factor (`latents.normalization`), every shard gets the statistics that training
+and sampling normalize with. They are the same for all clusters, so that all experts work in one latent space.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,14 +18,14 @@ from torch import Tensor
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config import Config
-from atoll.core.device import device
+from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import LATENTS, ChannelStatistics, LatentsContent
 from atoll.core.networks import LatentScale
 from atoll.core.untrusted import Foreign
 from atoll.data import autoencoder as shipped
-from atoll.data.chunks import Chunks, Share
-from atoll.data.pretrained import fingerprint, folder_of, repeatable
+from atoll.data.chunks import Chunks, Worker
+from atoll.data.pretrained import deterministic_inference, fingerprint, model_folder
 from atoll.data.sources.open import find_kind
 from atoll.data.stages import ingest
 from atoll.data.stages.base import Job, Stage
@@ -37,26 +37,27 @@ _CLASSES = ("AutoencoderKL", "AutoencoderTiny")
 
 @dataclass(frozen=True)
 class Statistics:
-    """The normalization x0 = (z - mean) / std of each latent channel z, and the moments of the data that it gives.
+    """The normalization x0 = (z - mean) / std of each latent channel z, and mean and std of the normalized data.
 
-    Per channel, mean and std are those of the training data, so the normalized data has mean 0 and std 1. By scale,
-    they are the autoencoder's shift and 1/scale, and the normalized data has any mean and std. Statistics are equal if
-    they normalize alike, whatever the data.
+    With `per-channel`, mean and std are those of the training data, so the normalized data has mean 0 and std 1. With
+    `scale`, they are the autoencoder's shift and 1 / scaling factor, and the normalized data has any mean and std. Two
+    statistics are equal if they normalize equally; the moments of the data are not compared.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     data_mean: float | tuple[float, ...] = field(default=0.0, compare=False)
-    """Mean of the normalized training data, in each channel if they differ."""
+    """Mean of the normalized training data: one number, or one per channel."""
     data_std: float | tuple[float, ...] = field(default=1.0, compare=False)
+    """Standard deviation of the normalized training data, likewise."""
 
     @classmethod
     def of_scale(cls, scale: LatentScale, channels: int) -> "Statistics":
-        """Return the normalization by one scale and shift, of data that is not known."""
+        """Return the normalization by one scaling and shift factor, with the moments of the data unknown."""
         return cls((scale.shift_factor,) * channels, (1 / scale.scaling_factor,) * channels)
 
     def under(self, scale: LatentScale) -> "Statistics":
-        """Return the normalization by `scale` of the data whose mean and std these are."""
+        """Return the normalization by `scale`, for data with the mean and std of these statistics."""
         return replace(
             Statistics.of_scale(scale, len(self.mean)),
             data_mean=tuple((mean - scale.shift_factor) * scale.scaling_factor for mean in self.mean),
@@ -65,15 +66,15 @@ class Statistics:
 
     @property
     def bridge_options(self) -> dict[str, float | tuple[float, ...]]:
-        """Return what a bridge must be given of the data (`flow.Bridge`)."""
+        """The options of `flow.Bridge` that depend on the data."""
         return {"data_mean": self.data_mean, "data_std": self.data_std}
 
-    def normalise(self, latents: Tensor) -> Tensor:
-        """Latents (N, C, H, W) of the autoencoder as the networks see them."""
+    def normalize(self, latents: Tensor) -> Tensor:
+        """Return the network's input x0 from latents z (N, C, H, W) of the autoencoder."""
         return (latents - self._channel(self.mean, latents)) / self._channel(self.std, latents)
 
-    def restore(self, latents: Tensor) -> Tensor:
-        """The inverse of `normalise`."""
+    def denormalize(self, latents: Tensor) -> Tensor:
+        """Return the autoencoder's latents from x0: the inverse of `normalize`."""
         return latents * self._channel(self.std, latents) + self._channel(self.mean, latents)
 
     @staticmethod
@@ -82,12 +83,12 @@ class Statistics:
 
     @classmethod
     def of(cls, declared: ChannelStatistics) -> "Statistics":
-        """Return the statistics that a manifest declares; moments that it leaves out are 0 and 1."""
+        """Return the statistics in a manifest; moments that it omits are 0 and 1."""
         mean, std = declared.data_mean or 0.0, declared.data_std or 1.0
         return cls(declared.mean, declared.std, mean, std)
 
     def declared(self) -> ChannelStatistics:
-        """Return the statistics for a manifest; moments of 0 and 1 are left out."""
+        """Return the statistics for a manifest; moments of 0 and 1 are omitted."""
         given = {name: value for name, value in self.bridge_options.items() if isinstance(value, tuple)}
         return ChannelStatistics(mean=self.mean, std=self.std, **given)
 
@@ -101,42 +102,43 @@ class AutoencoderConfig(Foreign):
 
     def scale(self, source: Path) -> LatentScale:
         """Return its scaling and shift factor; `source` names the file in errors."""
-        # A factor that is missing has the default of its class. A factor of null has none.
+        # A missing factor has the default of its class. A factor of null has no default.
         return LatentScale.of_autoencoder(self.model_dump(by_alias=True, exclude_unset=True), source)
 
 
 class Codec:
-    """An autoencoder: pictures of eight bits to the posterior of their latents, and latents to pictures."""
+    """An autoencoder, from 8-bit images to the posterior of their latents, and from latents to images."""
 
-    def __init__(self, network: Any, place: torch.device | None = None) -> None:
-        self.device = place or device()
+    def __init__(self, network: Any, device: torch.device | None = None) -> None:
+        self.device = device or default_device()
         self.network = network.to(self.device).eval()
 
     def encode(self, pixels: Pixels) -> dict[str, Tensor]:
-        """`mean` and, if the autoencoder has one, `std` (N, C, H, W) of pictures (N, side, side, 3)."""
+        """Return `mean` and, if there is a posterior, `std` (N, C, H, W) of images (N, side, side, 3)."""
         x = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
-        with repeatable():
-            answer = self.network.encode(x)
-        if hasattr(answer, "latent_dist"):
-            return {"mean": answer.latent_dist.mean.cpu(), "std": answer.latent_dist.std.cpu()}
-        return {"mean": answer.latents.cpu()}
+        with deterministic_inference():
+            output = self.network.encode(x)
+        # AutoencoderKL returns a Gaussian posterior, AutoencoderTiny only latents.
+        if hasattr(output, "latent_dist"):
+            return {"mean": output.latent_dist.mean.cpu(), "std": output.latent_dist.std.cpu()}
+        return {"mean": output.latents.cpu()}
 
     def decode(self, latents: Tensor) -> Pixels:
-        """Pictures (N, side, side, 3) of latents as `encode` gives them."""
-        with repeatable():
+        """Return images (N, side, side, 3) of latents that are not normalized, as from `encode`."""
+        with deterministic_inference():
             x = self.network.decode(latents.to(self.device, self.network.dtype)).sample
         return _eight_bits(x)
 
 
-class Pixel:
-    """No autoencoder: the latents are the pixels, from -1 to 1."""
+class PixelCodec:
+    """Diffusion in pixel space: the latents are the pixels, from -1 to 1."""
 
     def encode(self, pixels: Pixels) -> dict[str, Tensor]:
-        """`mean` (N, 3, side, side)."""
+        """Return `mean` (N, 3, side, side) of images (N, side, side, 3)."""
         return {"mean": torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)}
 
     def decode(self, latents: Tensor) -> Pixels:
-        """Pictures (N, side, side, 3)."""
+        """Return images (N, side, side, 3)."""
         return _eight_bits(latents)
 
 
@@ -146,10 +148,10 @@ def _eight_bits(x: Tensor) -> Pixels:
     return pixels
 
 
-def open_codec(autoencoder: str) -> Codec | Pixel:
-    """The autoencoder by its name in the configuration."""
+def open_codec(autoencoder: str) -> Codec | PixelCodec:
+    """Open the autoencoder that the configuration names."""
     if autoencoder == "pixels":
-        return Pixel()
+        return PixelCodec()
     folder = _folder(autoencoder)
     name = _settings(folder).class_name
     import diffusers
@@ -159,7 +161,7 @@ def open_codec(autoencoder: str) -> Codec | Pixel:
 
 
 def scale_of(autoencoder: str) -> LatentScale:
-    """Return an autoencoder's own scaling and shift factor. Pixels, from -1 to 1, are scaled already."""
+    """Return the scaling and shift factor of an autoencoder; 1 and 0 for pixels."""
     if autoencoder == "pixels":
         return LatentScale(1.0)
     folder = _folder(autoencoder)
@@ -167,7 +169,7 @@ def scale_of(autoencoder: str) -> LatentScale:
 
 
 def normalization(config: Config, measured: Statistics) -> Statistics:
-    """Return how the latents are normalized, from the mean and std of each channel over the training data."""
+    """Return the configured normalization, from the measured mean and std of each channel."""
     by_scale = config.latents.normalization == "scale"
     return measured.under(scale_of(config.latents.autoencoder)) if by_scale else measured
 
@@ -183,13 +185,13 @@ def _settings(folder: Path) -> AutoencoderConfig:
 
 
 def _folder(autoencoder: str) -> Path:
-    return shipped.path() if autoencoder == "emoji" else folder_of(autoencoder)
+    return shipped.path() if autoencoder == "emoji" else model_folder(autoencoder)
 
 
 def _made_from(job: Job) -> Inputs:
     config, ingested = job.config.latents, Index.open(job.run).manifest.digest
-    # Latents are stored as the autoencoder gives them; the normalization is that of the shards. But an autoencoder
-    # without a scale is refused before the work.
+    # Latents are stored without normalization, so the setting is an input of the shards, not of this artifact. But an
+    # autoencoder without a scaling factor must be an error here, before the work.
     if config.normalization == "scale":
         scale_of(config.autoencoder)
     weights = None if config.autoencoder == "pixels" else fingerprint(_folder(config.autoencoder))
@@ -197,24 +199,26 @@ def _made_from(job: Job) -> Inputs:
     return {"ingest": ingested, **settings, "weights": weights}
 
 
-def _run(job: Job, artifact: Artifact, share: Share) -> LatentsContent | None:
+def _run(job: Job, artifact: Artifact, worker: Worker) -> LatentsContent | None:
     index, config, data = Index.open(job.run), job.config.latents, job.config.data
     chunks = index.chunks(artifact)
-    if missing := chunks.missing(share):
+    if missing := chunks.missing(worker):
         codec, dtype = open_codec(config.autoencoder), getattr(torch, config.dtype)
         images = image_batches(
-            index, job.source, missing, resolution=data.resolution, batch=config.batch_size, workers=data.workers
+            index, job.source, missing, resolution=data.resolution, batch_size=config.batch_size, workers=data.workers
         )
         encoded = (
             (chunk, len(pixels), {name: part.to(dtype) for name, part in codec.encode(pixels).items()})
             for chunk, pixels in images
         )
         chunks.fill("latents", missing, encoded)
-    return None if chunks.missing() else _measured(chunks, index)
+    return None if chunks.missing() else _measure(chunks, index)
 
 
-def _measured(chunks: Chunks, index: Index) -> LatentsContent:
-    """Shape and statistics: those of mean + std·noise, so the variance is Var(mean) + E(std²)."""
+def _measure(chunks: Chunks, index: Index) -> LatentsContent:
+    """Return shape and statistics of the latents over the training split."""
+    # Training samples z = mean + std·noise of the posterior, so each channel has the second moment E[mean² + std²],
+    # over images and pixels. Sums are in float64: float32 would lose digits over millions of images.
     count, total, squares = 0, np.zeros(0), np.zeros(0)
     shape: list[int] = []
     for chunk in range(chunks.count):
@@ -228,23 +232,26 @@ def _measured(chunks: Chunks, index: Index) -> LatentsContent:
         count += mean.numel() // shape[0]
         total += mean.sum((0, 2, 3)).numpy()
         squares += square.sum((0, 2, 3)).numpy()
-    centre = total / count
-    std = np.sqrt(np.maximum(squares / count - centre**2, 0))
+    channel_mean = total / count
+    std = np.sqrt(np.maximum(squares / count - channel_mean**2, 0))
     if not np.isfinite(std).all() or (std == 0).any():
-        raise AtollError(f"{chunks.artifact.folder}: a latent channel is constant or not finite (std {std.tolist()})")
-    statistics = ChannelStatistics(mean=tuple(centre.tolist()), std=tuple(std.tolist()))
+        raise AtollError(
+            f"{chunks.artifact.folder}: a latent channel is constant or not finite (std {std.tolist()}); "
+            "check the images, or use another latents.autoencoder"
+        )
+    statistics = ChannelStatistics(mean=tuple(channel_mean.tolist()), std=tuple(std.tolist()))
     return LatentsContent(rows=index.rows, shape=tuple(shape), statistics=statistics)
 
 
 def note(config: Config) -> str | None:
-    """Return a warning about the autoencoder of emoji, if other images shall be encoded with it."""
+    """Return a warning if the emoji autoencoder is used for other images; None otherwise."""
     data = config.data
     if config.latents.autoencoder != "emoji" or (data.kind or find_kind(data.source)) == "emoji":
         return None
     return (
-        "latents.autoencoder is emoji, which was made for emoji of 64 pixels and spoils other images; "
-        "for these take one of diffusers, such as stabilityai/sd-vae-ft-mse, or begin with: "
-        "atoll init --preset pictures"
+        "latents.autoencoder is emoji, which was trained on emoji of 64 pixels and reconstructs other images badly; "
+        "for these use a diffusers autoencoder, such as stabilityai/sd-vae-ft-mse, or begin with: "
+        "atoll init --preset images"
     )
 
 

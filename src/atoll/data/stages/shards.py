@@ -1,12 +1,12 @@
-"""Each island's data: one folder for each cluster with everything its expert needs, and nothing of the others.
+"""The shards: one folder per cluster with all data that its expert needs, and none of the other clusters.
 
     data/shards/cluster_003/
-        train-000000.safetensors      mean, std, tokens, lengths, pooled, label: one row for each sample
+        train-000000.safetensors      mean, std, tokens, lengths, pooled, label: one row per image
         train-000000.parquet          id, caption, label, attributes of the same rows
-        held-out-000000.safetensors   samples that training never sees
-        manifest.json                 latent statistics and normalization, what encoded it, classes, hashes
+        held-out-000000.safetensors   images that are held out from training
+        manifest.json                 latent statistics and normalization, encoders, classes, hashes
 
-Besides this folder an expert's job needs the run's configuration only.
+An island that trains the expert needs only this folder and the run's configuration.
 """
 
 from collections.abc import Iterator
@@ -28,18 +28,13 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, LATENTS, SHARDS, TEXT, LatentSpec, ShardsContent, TextSpec
 from atoll.core.progress import progress
-from atoll.data.chunks import Share
+from atoll.data.chunks import Worker
 from atoll.data.stages import clusters, latents, text
 from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index
 
 SPLITS = ("train", "held-out")
 _COLUMNS = ["id", "caption", "label", "attributes"]
-
-
-def name(cluster: int) -> str:
-    """The name of a cluster's artifact."""
-    return layout.shards(cluster)
 
 
 def _outputs(config: Config) -> dict[str, Inputs]:
@@ -53,12 +48,12 @@ def _made_from(job: Job) -> Inputs:
         "latents": Artifact(run, layout.LATENTS).open(LATENTS).digest,
         "text": None if text.unneeded(job) else Artifact(run, layout.TEXT).open(TEXT).digest,
         "shard_rows": job.config.data.shard_rows,
-        # Left out at its default, so that shards from before there was a choice are not stale.
+        # Omitted at its default, so that shards from before the setting existed are not stale.
         **({"normalization": normalization} if normalization == "scale" else {}),
     }
 
 
-def _run(job: Job, artifact: Artifact, _: Share) -> ShardsContent:
+def _run(job: Job, artifact: Artifact, _: Worker) -> ShardsContent:
     cluster = list(_outputs(job.config)).index(artifact.name)
     return _Writer(job.run, Index.open(job.run), not text.unneeded(job), job.config).cluster(artifact, cluster)
 
@@ -70,42 +65,45 @@ STAGE = Stage(
     outputs=_outputs,
     made_from=_made_from,
     run=_run,
-    uses=lambda config: f"{config.data.shard_rows:,} samples a file",
+    uses=lambda config: f"{config.data.shard_rows:,} images per file",
     summary=lambda artifact, content: f"{content.clusters} folders like {artifact.folder}",
 )
 
 
 @dataclass(frozen=True)
 class _Writer:
+    """Writer of the shards of one run."""
+
     run: Path
     index: Index
     has_text: bool
     config: Config
 
     def cluster(self, artifact: Artifact, cluster: int) -> ShardsContent:
-        """Write the shards of one cluster; those that are there from an earlier attempt are kept."""
+        """Write the shards of one cluster, except those that an interrupted job has written already."""
         rows = dict.fromkeys(SPLITS, 0)
         sizes = Artifact(self.run, layout.CLUSTERS).read(CLUSTERS).sizes
         with progress(f"shards of cluster {cluster}", sum(sizes[split][cluster] for split in SPLITS)) as bar:
             for split in SPLITS:
                 members = self._members(cluster, split)
                 number = 0
-                while places := list(islice(members, self.config.data.shard_rows)):
+                while rows_of_shard := list(islice(members, self.config.data.shard_rows)):
                     stem = f"{split}-{number:06d}"
+                    # The tensors are written last, so a shard with tensors is complete.
                     if not artifact.path(f"{stem}.safetensors").is_file():
-                        tensors, table = self._gather(places)
+                        tensors, table = self._gather(rows_of_shard)
                         with artifact.writing(f"{stem}.parquet") as path:
                             pq.write_table(table, path)
                         artifact.write_tensors(f"{stem}.safetensors", tensors)
-                    bar.update(len(places))
-                    rows[split] += len(places)
+                    bar.update(len(rows_of_shard))
+                    rows[split] += len(rows_of_shard)
                     number += 1
         if not rows["train"]:
-            raise AtollError(f"cluster {cluster} has no training sample; lower clusters.count")
-        return self._declared(cluster, rows)
+            raise AtollError(f"cluster {cluster} has no training image; lower clusters.count")
+        return self._content(cluster, rows)
 
     def _members(self, cluster: int, split: str) -> Iterator[tuple[int, int]]:
-        """(chunk, row in the chunk) of every sample of a cluster and split."""
+        """Yield (chunk, row in the chunk) of every image of a cluster and split."""
         artifact = Artifact(self.run, clusters.NAME)
         for chunk in range(self.index.chunks(artifact).count):
             here = clusters.read_assignments(artifact, chunk)["coarse"] == cluster
@@ -113,13 +111,14 @@ class _Writer:
             for row in np.flatnonzero(here & is_split):
                 yield chunk, int(row)
 
-    def _gather(self, places: list[tuple[int, int]]) -> tuple[dict[str, Tensor], pa.Table]:
-        """The tensors and the table of some samples, from the chunks they are in."""
+    def _gather(self, members: list[tuple[int, int]]) -> tuple[dict[str, Tensor], pa.Table]:
+        """Return the tensors and the table of some images, from their chunks."""
         parts: list[dict[str, Tensor]] = []
         tables: list[dict[str, list[Any]]] = []
-        number = {label: place for place, label in enumerate(self.index.labels)}
+        number = {label: index for index, label in enumerate(self.index.labels)}
+        # Members are ordered by chunk, so each chunk is loaded once, and the order of the rows is kept.
         by_chunk: dict[int, list[int]] = {}
-        for chunk, row in places:
+        for chunk, row in members:
             by_chunk.setdefault(chunk, []).append(row)
         for chunk, chosen in by_chunk.items():
             rows = torch.tensor(chosen)
@@ -139,7 +138,7 @@ class _Writer:
         chunks = self.index.chunks(Artifact(self.run, artifact))
         return load_file(chunks.artifact.path(chunks.file(chunk)))
 
-    def _declared(self, cluster: int, rows: dict[str, int]) -> ShardsContent:
+    def _content(self, cluster: int, rows: dict[str, int]) -> ShardsContent:
         encoded = Artifact(self.run, layout.LATENTS)
         made_from, measured = encoded.open(LATENTS).made_from, encoded.read(LATENTS)
         return ShardsContent(
@@ -168,7 +167,7 @@ class _Writer:
 
 
 def _text_rows(tensors: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
-    """The chosen captions out of a chunk where captions of different lengths follow each other."""
+    """Return some captions of a chunk, whose captions are stored in sequence without padding."""
     starts = tensors["lengths"].cumsum(0) - tensors["lengths"]
     tokens = [tensors["tokens"][starts[row] : starts[row] + tensors["lengths"][row]] for row in rows]
     return {"tokens": torch.cat(tokens), "lengths": tensors["lengths"][rows], "pooled": tensors["pooled"][rows]}

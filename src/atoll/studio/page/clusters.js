@@ -1,20 +1,20 @@
-// Clusters: what each expert was trained on, and how.
+// The view Clusters: the training data of each expert, and its objective and network.
 
-import { pictureAt, read } from "./api.js";
+import { getJson, imageUrl } from "./api.js";
 import { element, swatch } from "./dom.js";
+import { compact, count, duration, percent, plural } from "./format.js";
 import { hashOf } from "./link.js";
-import { compact, count, percent, plural, span } from "./words.js";
 
 export class ClustersView {
   constructor(studio) {
     this.studio = studio;
-    this.said = element("p", { class: "intro", role: "status" }, "Reading …");
+    this.intro = element("p", { class: "intro", role: "status" }, "Loading …");
     this.list = element("div", { class: "clusters" });
     this.node = element(
       "section",
       { class: "view", "aria-labelledby": "clusters-title" },
       element("h1", { id: "clusters-title", tabindex: -1 }, "Clusters"),
-      this.said,
+      this.intro,
       this.list,
     );
   }
@@ -22,26 +22,26 @@ export class ClustersView {
   async open() {
     if (this.list.childElementCount) return;
     try {
-      const [{ clusters, why }, { experts }] = await Promise.all([read("/v1/clusters"), read("/v1/experts")]);
-      this.draw(clusters, experts, why);
+      const [{ clusters, reason }, { experts }] = await Promise.all([getJson("/v1/clusters"), getJson("/v1/experts")]);
+      this.draw(clusters, experts, reason);
     } catch (error) {
-      this.said.textContent = error.message;
+      this.intro.textContent = error.message;
     }
   }
 
   close() {}
 
-  /** An expert may have been finished: read again when the view is next opened. */
+  /** Load everything again when the view is opened next: an expert may be trained now. */
   refresh() {
     this.list.replaceChildren();
   }
 
-  draw(clusters, experts, why) {
+  draw(clusters, experts, reason) {
     const numbers = [...new Set([...clusters.map(({ number }) => number), ...experts.map(({ cluster }) => cluster)])];
-    const pictures = clusters.reduce((sum, cluster) => sum + cluster.pictures, 0);
-    this.said.textContent = clusters.length
-      ? `${count(pictures)} pictures in ${plural(clusters.length, "cluster")}. No expert ever sees those of another.`
-      : (why ?? "The data of this run is not here.");
+    const images = clusters.reduce((sum, cluster) => sum + cluster.images, 0);
+    this.intro.textContent = clusters.length
+      ? `${count(images)} training images in ${plural(clusters.length, "cluster")}. Each expert is trained on one cluster only.`
+      : (reason ?? "The data of this run is not available.");
     this.list.replaceChildren(
       ...numbers.map((number) =>
         this.card(
@@ -54,65 +54,65 @@ export class ClustersView {
   }
 
   card(number, cluster, expert) {
-    const colour = expert?.colour ?? this.studio.run.experts.find((known) => known.number === number)?.colour ?? "var(--edge)";
+    const color = expert?.color ?? this.studio.run.experts.find((known) => known.number === number)?.color ?? "var(--border-strong)";
     const name = expert ? `Expert ${expert.number}` : `Cluster ${number}`;
     const node = element(
       "article",
       { class: "cluster", "aria-labelledby": `cluster-${number}` },
-      element("h2", { id: `cluster-${number}` }, swatch(colour), name),
-      element("p", { class: "size" }, sizeOf(cluster, expert)),
-      cluster?.sheet && sheet(cluster),
-      cluster?.labels.length > 0 && bars(cluster.labels),
-      cluster?.captions.length > 0 && captions(cluster.captions, this.studio.run.conditions.text),
-      expert ? facts(expert) : element("p", { class: "note" }, "Its expert is not finished yet."),
+      element("h2", { id: `cluster-${number}` }, swatch(color), name),
+      element("p", { class: "size" }, sizeText(cluster, expert)),
+      cluster?.contact_sheet && contactSheet(cluster),
+      cluster?.labels.length > 0 && labelBars(cluster.labels),
+      cluster?.captions.length > 0 && captionList(cluster.captions, this.studio.run.conditioning.text),
+      expert ? expertInfo(expert) : element("p", { class: "note" }, "This expert is not trained yet."),
     );
-    node.style.setProperty("--expert", colour);
+    node.style.setProperty("--expert", color);
     return node;
   }
 }
 
-function sizeOf(cluster, expert) {
-  const { pictures, share } = cluster ?? expert;
-  return pictures ? `${plural(pictures, "picture")}, ${percent(share)} of all` : "";
+function sizeText(cluster, expert) {
+  const { images, share } = cluster ?? expert;
+  return images ? `${plural(images, "image")}, ${percent(share)} of all` : "";
 }
 
-function sheet({ number, sheet: path }) {
-  const image = element("img", { alt: `Pictures of cluster ${number}`, class: "sheet" });
-  pictureAt(path).then(
+function contactSheet({ number, contact_sheet: path }) {
+  const image = element("img", { alt: `Images of cluster ${number}`, class: "sheet" });
+  imageUrl(path).then(
     (source) => (image.src = source),
     (error) => image.replaceWith(element("p", { class: "note" }, error.message)),
   );
   return image;
 }
 
-function bars(labels) {
+function labelBars(labels) {
   const bar = ({ name, share }) => {
     const node = element("li", {}, element("span", {}, name), element("span", {}, percent(share)));
     node.style.setProperty("--share", share);
     return node;
   };
-  return element("ul", { class: "bars", "aria-label": "Classes in it" }, labels.map(bar));
+  return element("ul", { class: "bars", "aria-label": "Classes" }, labels.map(bar));
 }
 
-/** Some of the captions; where prompts are understood, each is a link that paints it. */
-function captions(list, paintable) {
-  const link = (caption) => element("a", { class: "chip", href: hashOf("paint", { prompt: caption }) }, caption);
-  const item = (caption) => element("li", {}, paintable ? link(caption) : caption);
+/** Return a list of captions; if the run takes prompts, each links to Generate. */
+function captionList(captions, linked) {
+  const link = (caption) => element("a", { class: "chip", href: hashOf("generate", { prompt: caption }) }, caption);
+  const item = (caption) => element("li", {}, linked ? link(caption) : caption);
   return element(
     "details",
     {},
-    element("summary", {}, paintable ? "Captions to paint" : "Captions"),
-    element("ul", { class: "examples" }, list.map(item)),
+    element("summary", {}, linked ? "Captions (click to generate)" : "Captions"),
+    element("ul", { class: "examples" }, captions.map(item)),
   );
 }
 
-function facts(expert) {
-  const { objective, schedule, network, parameters, samples_trained: samples, seconds } = expert;
-  const known = [
-    ["objective", [objective, schedule].filter(Boolean).join(", ")],
-    ["network", `${network}, ${compact(parameters)} parameters`],
-    ["trained", samples ? `${count(samples)} samples${seconds ? ` in ${span(seconds)}` : ""}` : null],
+function expertInfo(expert) {
+  const { objective, schedule, network, parameters, images_seen: images, seconds } = expert;
+  const rows = [
+    ["Objective", [objective, schedule].filter(Boolean).join(", ")],
+    ["Network", `${network}, ${compact(parameters)} parameters`],
+    ["Training", images ? `${count(images)} images seen${seconds ? ` in ${duration(seconds)}` : ""}` : null],
   ];
   const row = ([name, value]) => [element("dt", {}, name), element("dd", {}, value)];
-  return element("dl", { class: "facts" }, known.filter(([, value]) => value).flatMap(row));
+  return element("dl", { class: "info" }, rows.filter(([, value]) => value).flatMap(row));
 }

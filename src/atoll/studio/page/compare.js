@@ -1,66 +1,67 @@
-// Compare: painters (routings and dense models) by seeds, the same prompt for all, streaming in side by side.
+// The view Compare: routings and dense models in rows, seeds in columns, with the same prompt and the same noise.
 
 import { announce, element } from "./dom.js";
-import { copyButton } from "./easel.js";
-import { choice, clear, complain, examples, field, number, subjectFields } from "./form.js";
-import { hashOf, linkTo } from "./link.js";
-import { Painting } from "./painting.js";
-import { ribbon } from "./ribbon.js";
-import { plural, routing, subject } from "./words.js";
+import { clearErrors, conditionFields, exampleButtons, field, numberInput, select, showFieldError } from "./form.js";
+import { conditionText, describeRouting, plural } from "./format.js";
+import { Generation } from "./generation.js";
+import { copyButton } from "./image-view.js";
+import { hashOf, urlOf } from "./link.js";
+import { weightsChart } from "./weights-chart.js";
 
-const AT_ONCE = 4; // streams: a browser opens six connections to one server, and other views need theirs
-const FIRST = ["top-1", "top-2", "full", "monolith"];
-const SEEDS = 3;
-const MOST_SEEDS = 6;
+const MAX_STREAMS = 4; // a browser opens six connections to a server, and the other views need some
+const DEFAULT_VARIANTS = ["top-1", "top-2", "full", "monolith"];
+const DEFAULT_SEEDS = 3;
+const MAX_SEEDS = 6; // columns that fit on a desktop screen
 const EXAMPLES = 5;
-const INTRO = "The same prompt and the same noise for every painter: a row is a painter, a column a seed.";
-const NOBODY = "No model of this run is finished yet.";
-const DENSE = { monolith: "one dense network of all data", student: "one dense network that learned from the experts" };
+const INTRO = "Rows are routings and models, columns are seeds. All images of a column start from the same noise.";
+const NO_MODEL = "No model of this run is trained yet.";
+const DENSE = { monolith: "one network trained on all data", student: "one network distilled from the experts" };
 
+/** A variant is a routing of the experts, or a dense model. */
 export class CompareView {
   constructor(studio) {
     this.studio = studio;
-    this.paintings = [];
-    this.stage = element("div", { class: "stage" });
+    this.generations = [];
+    this.results = element("div", { class: "results" });
     this.node = element("section", { class: "view compare", "aria-labelledby": "compare-title" });
     this.build();
   }
 
   build() {
-    const painters = paintersOf(this.studio.run);
+    const variants = variantsOf(this.studio.run);
     const title = element("h1", { id: "compare-title", tabindex: -1 }, "Compare");
-    const intro = element("p", { class: "intro" }, painters.length ? INTRO : NOBODY);
-    if (!painters.length) return this.node.replaceChildren(title, intro);
-    this.form = this.fields(this.studio.run, painters);
+    const intro = element("p", { class: "intro" }, variants.length ? INTRO : NO_MODEL);
+    if (!variants.length) return this.node.replaceChildren(title, intro);
+    this.form = this.formNode(this.studio.run, variants);
     this.write({});
-    return this.node.replaceChildren(title, intro, this.form, this.stage);
+    return this.node.replaceChildren(title, intro, this.form, this.results);
   }
 
-  fields(run, painters) {
+  formNode(run, variants) {
     const { limits } = run;
-    const many = Array.from({ length: MOST_SEEDS }, (_, index) => String(index + 1));
-    this.subject = subjectFields(run);
-    this.boxes = painters.map((name) => element("input", { type: "checkbox", name: "painters", value: name }));
-    this.steps = number("steps", { min: 1, max: limits.steps });
-    this.guidance = number("guidance", { min: 0, max: limits.guidance, step: "any" });
-    this.seed = number("seed", { min: 0, max: Number.MAX_SAFE_INTEGER - MOST_SEEDS });
-    this.seeds = choice("seeds", many.map((count) => [count, count]));
-    this.go = element("button", { class: "primary", type: "submit" }, "Compare");
+    const counts = Array.from({ length: MAX_SEEDS }, (_, index) => String(index + 1));
+    this.condition = conditionFields(run);
+    this.checkboxes = variants.map((name) => element("input", { type: "checkbox", name: "variants", value: name }));
+    this.steps = numberInput("steps", { min: 1, max: limits.steps });
+    this.guidanceScale = numberInput("guidance_scale", { min: 0, max: limits.guidance_scale, step: "any" });
+    this.seed = numberInput("seed", { min: 0, max: Number.MAX_SAFE_INTEGER - MAX_SEEDS });
+    this.seeds = select("seeds", counts.map((count) => [count, count]));
+    this.start = element("button", { class: "primary", type: "submit" }, "Compare");
     this.stop = element("button", { type: "button", hidden: true, click: () => this.cancel() }, "Cancel");
     return element(
       "form",
-      { class: "settings across", novalidate: true, "aria-label": "What to compare", submit: (event) => this.submit(event) },
+      { class: "settings two-columns", novalidate: true, "aria-label": "Compare", submit: (event) => this.submit(event) },
       element(
         "div",
         {},
-        this.subject.nodes,
-        examples(run, EXAMPLES, (caption) => this.subject.write({ prompt: caption })),
+        this.condition.nodes,
+        exampleButtons(run, EXAMPLES, (caption) => this.condition.write({ prompt: caption })),
       ),
       element(
         "fieldset",
         {},
-        element("legend", {}, "Painters"),
-        this.boxes.map((box) => element("label", { class: "tick" }, box, box.value)),
+        element("legend", {}, "Routings and models"),
+        this.checkboxes.map((box) => element("label", { class: "checkbox" }, box, box.value)),
       ),
       element(
         "div",
@@ -68,49 +69,49 @@ export class CompareView {
         field("First seed", this.seed),
         field("Seeds", this.seeds),
         field("Steps", this.steps),
-        field("Guidance", this.guidance),
+        field("Guidance scale", this.guidanceScale),
       ),
-      element("div", { class: "actions" }, this.go, this.stop),
+      element("div", { class: "actions" }, this.start, this.stop),
     );
   }
 
   write(given) {
     const { defaults } = this.studio.run;
-    const settings = { painters: FIRST, seed: 0, seeds: SEEDS, ...defaults, ...given };
-    this.subject.write(settings);
-    this.boxes.forEach((box) => (box.checked = settings.painters.includes(box.value)));
+    const settings = { variants: DEFAULT_VARIANTS, seed: 0, seeds: DEFAULT_SEEDS, ...defaults, ...given };
+    this.condition.write(settings);
+    this.checkboxes.forEach((box) => (box.checked = settings.variants.includes(box.value)));
     this.seed.value = settings.seed;
-    this.seeds.value = String(Math.min(MOST_SEEDS, Math.max(1, settings.seeds)));
+    this.seeds.value = String(Math.min(MAX_SEEDS, Math.max(1, settings.seeds)));
     this.steps.value = settings.steps;
-    this.guidance.value = settings.guidance;
+    this.guidanceScale.value = settings.guidance_scale;
   }
 
   read() {
     return {
-      ...this.subject.read(),
-      painters: this.boxes.filter((box) => box.checked).map((box) => box.value),
+      ...this.condition.read(),
+      variants: this.checkboxes.filter((box) => box.checked).map((box) => box.value),
       seed: this.seed.valueAsNumber,
       seeds: Number(this.seeds.value),
       steps: this.steps.valueAsNumber,
-      guidance: this.guidance.valueAsNumber,
+      guidance_scale: this.guidanceScale.valueAsNumber,
     };
   }
 
-  /** A link with painters is a comparison to make; one without only fills the form. */
+  /** Show the view. A link with variants starts the comparison; one without only fills the form. */
   open(settings) {
-    if (!this.form || !Object.keys(settings).length || location.hash === this.address) return;
+    if (!this.form || !Object.keys(settings).length || location.hash === this.hash) return;
     this.write(settings);
-    if (settings.painters) this.compare();
+    if (settings.variants) this.compare();
   }
 
   close() {}
 
-  /** The run has changed: what is in the form stays; while pictures are made, everything does. */
+  /** Rebuild after a change of the run, keeping the values of the form; not while images are generated. */
   refresh() {
-    if (this.paintings.some((painting) => !painting.over)) return;
-    const kept = this.form ? this.read() : {};
+    if (this.generations.some((generation) => !generation.ended)) return;
+    const values = this.form ? this.read() : {};
     this.build();
-    if (this.form) this.write(kept);
+    if (this.form) this.write(values);
   }
 
   submit(event) {
@@ -119,110 +120,111 @@ export class CompareView {
   }
 
   cancel() {
-    this.paintings.forEach((painting) => painting.cancel());
+    this.generations.forEach((generation) => generation.cancel());
   }
 
   async compare() {
     const settings = this.read();
-    this.boxes[0].setCustomValidity(settings.painters.length ? "" : "Choose at least one painter.");
+    this.checkboxes[0].setCustomValidity(settings.variants.length ? "" : "Choose at least one routing or model.");
     if (!this.form.reportValidity()) return;
-    clear(this.form);
+    clearErrors(this.form);
     this.cancel();
-    this.address = hashOf("compare", settings);
-    history.replaceState(null, "", this.address);
-    const rows = settings.painters.map((painter) => this.row(painter, settings));
-    const paintings = rows[0].paintings.flatMap((_, column) => rows.map((row) => row.paintings[column]));
-    this.paintings = paintings;
-    this.stage.replaceChildren(this.caption(settings), ...rows.map(({ node }) => node));
+    this.hash = hashOf("compare", settings);
+    history.replaceState(null, "", this.hash);
+    const rows = settings.variants.map((variant) => this.row(variant, settings));
+    // Column by column: the first seed of all variants is complete before the second begins.
+    const generations = rows[0].generations.flatMap((_, column) => rows.map((row) => row.generations[column]));
+    this.generations = generations;
+    this.results.replaceChildren(this.caption(settings), ...rows.map(({ node }) => node));
     this.stop.hidden = false;
-    announce(`${plural(paintings.length, "picture")} to paint`);
-    await inTurn(paintings, AT_ONCE, (painting) => this.make(painting));
-    if (this.paintings === paintings) this.finish(paintings);
+    announce(`Generating ${plural(generations.length, "image")}`);
+    await runLimited(generations, MAX_STREAMS, (generation) => this.run(generation));
+    if (this.generations === generations) this.finish(generations);
   }
 
-  async make(painting) {
-    await painting.run();
-    if (painting.state === "done") this.studio.gallery.add(painting.settings, [painting.pictures[0].made]);
+  async run(generation) {
+    await generation.run();
+    if (generation.state === "done") this.studio.gallery.add(generation.settings, [generation.images[0].final]);
   }
 
-  finish(paintings) {
+  finish(generations) {
     this.stop.hidden = true;
-    const done = paintings.filter(({ state }) => state === "done").length;
-    announce(`${done} of ${plural(paintings.length, "picture")} painted`);
-    const failed = paintings.find(({ state }) => state === "failed");
-    if (failed) complain(this.form, failed.field, failed.saying);
+    const done = generations.filter(({ state }) => state === "done").length;
+    announce(`${done} of ${plural(generations.length, "image")} generated`);
+    const failed = generations.find(({ state }) => state === "failed");
+    if (failed) showFieldError(this.form, failed.field, failed.status);
   }
 
   caption(settings) {
-    const link = copyButton(linkTo("compare", settings));
-    return element("div", { class: "headline" }, element("h2", {}, subject(settings)), link);
+    const link = copyButton(urlOf("compare", settings));
+    return element("div", { class: "headline" }, element("h2", {}, conditionText(settings)), link);
   }
 
-  row(painter, { seeds, seed, prompt, label, steps, guidance }) {
-    const dense = painter in DENSE;
-    const who = dense ? { model: painter } : { model: "experts", routing: painter };
-    const shared = { prompt, label, ...who, steps, guidance, n: 1 };
-    const paintings = Array.from({ length: seeds }, (_, column) => new Painting({ ...shared, seed: seed + column }, this.studio));
+  row(variant, { seeds, seed, prompt, label, steps, guidance_scale }) {
+    const dense = variant in DENSE;
+    const model = dense ? { model: variant } : { model: "experts", routing: variant };
+    const shared = { prompt, label, ...model, steps, guidance_scale, num_images: 1 };
+    const generations = Array.from({ length: seeds }, (_, column) => new Generation({ ...shared, seed: seed + column }, this.studio));
     const cost = element("p", { class: "cost" });
-    const meaning = element("p", {}, DENSE[painter] ?? routing(painter));
+    const description = element("p", {}, DENSE[variant] ?? describeRouting(variant));
     const node = element(
       "section",
-      { class: "row", "aria-label": painter },
-      element("div", { class: "who" }, element("h3", {}, painter), meaning, cost),
-      element("ul", {}, paintings.map((painting) => element("li", {}, this.cell(painting, dense)))),
+      { class: "row", "aria-label": variant },
+      element("div", { class: "variant" }, element("h3", {}, variant), description, cost),
+      element("ul", {}, generations.map((generation) => element("li", {}, this.cell(generation, dense)))),
     );
     node.style.setProperty("--seeds", seeds);
-    for (const painting of dense ? [] : paintings) {
-      painting.addEventListener("change", () => (cost.textContent = spent(paintings)));
+    for (const generation of dense ? [] : generations) {
+      generation.addEventListener("change", () => (cost.textContent = expertsPerStep(generations)));
     }
-    return { node, paintings };
+    return { node, generations };
   }
 
-  cell(painting, dense) {
+  cell(generation, dense) {
     const { size } = this.studio.run;
-    const { settings } = painting;
-    const picture = element("img", { alt: "", width: size[1], height: size[0] });
-    const name = `seed ${settings.seed}: open in Paint`;
-    const frame = element("a", { class: "frame empty", href: hashOf("paint", settings), "aria-label": name }, picture);
-    const place = element("div", {});
-    let strip = null;
-    const lay = () => {
-      strip = dense || painting.experts.length < 2 ? null : ribbon(painting.experts);
-      place.replaceChildren(strip?.node ?? "");
+    const { settings } = generation;
+    const image = element("img", { alt: "", width: size[1], height: size[0] });
+    const label = `seed ${settings.seed}: open in Generate`;
+    const frame = element("a", { class: "frame empty", href: hashOf("generate", settings), "aria-label": label }, image);
+    const chartNode = element("div", {});
+    let chart = null;
+    const buildChart = () => {
+      chart = dense || generation.experts.length < 2 ? null : weightsChart(generation.experts);
+      chartNode.replaceChildren(chart?.node ?? "");
     };
-    lay();
-    painting.addEventListener("experts", lay);
-    const said = element("figcaption", {}, `seed ${settings.seed}`);
+    buildChart();
+    generation.addEventListener("experts", buildChart);
+    const caption = element("figcaption", {}, `seed ${settings.seed}`);
     frame.style.aspectRatio = `${size[1]} / ${size[0]}`;
-    painting.addEventListener("change", () => {
-      const source = painting.frame(0, painting.step);
-      if (source) picture.src = source;
+    generation.addEventListener("change", () => {
+      const source = generation.frame(0, generation.step);
+      if (source) image.src = source;
       frame.classList.toggle("empty", !source);
-      frame.classList.toggle("busy", !painting.over);
-      strip?.draw(painting.pictures[0].decisions, settings.steps);
-      said.textContent = painting.state === "done" ? `seed ${settings.seed}` : painting.saying;
+      frame.classList.toggle("busy", !generation.ended);
+      chart?.draw(generation.images[0].decisions, settings.steps);
+      caption.textContent = generation.state === "done" ? `seed ${settings.seed}` : generation.status;
     });
-    return element("figure", {}, frame, place, said);
+    return element("figure", {}, frame, chartNode, caption);
   }
 }
 
-/** All that can be compared: ways of routing, and dense models. */
-function paintersOf({ models, routings }) {
+/** Return all variants of a run: routings, if it has experts, and dense models. */
+function variantsOf({ models, routings }) {
   return [...(models.includes("experts") ? routings : []), ...models.filter((name) => name in DENSE)];
 }
 
-/** How many experts run at a step, on average: what a routing costs. */
-function spent(paintings) {
-  const decisions = paintings.flatMap(({ pictures }) => pictures[0].decisions);
+/** Return the mean number of experts with a weight above 0 in a step, which is the cost of a routing. */
+function expertsPerStep(generations) {
+  const decisions = generations.flatMap(({ images }) => images[0].decisions);
   const used = decisions.reduce((sum, { weights }) => sum + weights.filter((weight) => weight > 0).length, 0);
-  return decisions.length ? `${(used / decisions.length).toFixed(1)} experts a step` : "";
+  return decisions.length ? `${(used / decisions.length).toFixed(1)} experts per step` : "";
 }
 
-/** Make all of a list in its order, so many at once. */
-async function inTurn(list, width, make) {
-  const waiting = [...list];
+/** Run all items in order, at most `width` at the same time. */
+async function runLimited(items, width, run) {
+  const waiting = [...items];
   const worker = async () => {
-    while (waiting.length) await make(waiting.shift());
+    while (waiting.length) await run(waiting.shift());
   };
   await Promise.all(Array.from({ length: width }, worker));
 }

@@ -1,14 +1,14 @@
-// Elements from plain values. Text becomes text nodes: nothing that the server says is read as markup.
+// Build DOM elements from plain values. Children become text nodes, so text of the server is never parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An HTML element. A function among the attributes listens to the event of its name; true and false are switches. */
+/** Return an HTML element. Function attributes are event listeners; true and false set and omit an attribute. */
 export function element(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** An SVG element. */
-export function drawn(tag, attributes = {}, ...children) {
+/** Return an SVG element. */
+export function svgElement(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
@@ -18,26 +18,27 @@ function fill(node, attributes, children) {
     else if (value === true) node.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value);
   }
+  // Empty children let callers write `condition && element(…)`.
   node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
   return node;
 }
 
-let labels = 0;
+let ids = 0;
 
-/** A name that no other element has, for labels and descriptions. */
-export function unique(prefix) {
-  labels += 1;
-  return `${prefix}-${labels}`;
+/** Return an id that no other element has; labels and descriptions refer to it. */
+export function uniqueId(prefix) {
+  ids += 1;
+  return `${prefix}-${ids}`;
 }
 
-/** Say something to screen readers. */
+/** Announce a text to screen readers. */
 export function announce(text) {
   document.getElementById("announcer").textContent = text;
 }
 
-/** A square of an expert's colour. */
-export function swatch(colour) {
+/** Return a square in an expert's color. */
+export function swatch(color) {
   const node = element("span", { class: "swatch", "aria-hidden": "true" });
-  node.style.background = colour;
+  node.style.background = color;
   return node;
 }

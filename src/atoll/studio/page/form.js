@@ -1,48 +1,37 @@
-// Fields of the forms: each with a label, and a place for what is wrong with it.
+// Form fields with labels and error messages.
 
-import { element, unique } from "./dom.js";
+import { element, uniqueId } from "./dom.js";
 
-/** A labelled control. */
-export function field(label, control, hint = null) {
-  control.id = unique(control.name);
-  const note = hint === null ? null : element("small", { id: `${control.id}-hint` }, hint);
-  if (note) control.setAttribute("aria-describedby", note.id);
-  return element("div", { class: "field" }, element("label", { for: control.id }, label), control, note);
+/** Return a control with its label. */
+export function field(label, control) {
+  control.id = uniqueId(control.name);
+  return element("div", { class: "field" }, element("label", { for: control.id }, label), control);
 }
 
-/** A number within limits. */
-export function number(name, { min, max, step = 1, value }) {
+/** Return a number input. */
+export function numberInput(name, { min, max, step = 1, value }) {
   const mode = step === 1 ? "numeric" : "decimal";
   return element("input", { type: "number", inputmode: mode, name, min, max, step, value, required: true });
 }
 
-/** A choice among [value, text] pairs. */
-export function choice(name, options) {
-  const node = element("select", { name });
-  offer(node, options);
-  return node;
+/** Return a select of [value, text] pairs. */
+export function select(name, options) {
+  return element("select", { name }, options.map(([value, text]) => element("option", { value }, text)));
 }
 
-/** Offer these [value, text] pairs, and keep what is chosen if it is among them. */
-export function offer(select, options) {
-  const chosen = select.value;
-  select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
-  if (options.some(([value]) => value === chosen)) select.value = chosen;
-}
-
-/** Choose a value, which need not be on offer: a link may name any. */
-export function choose(select, value) {
-  if (![...select.options].some((option) => option.value === value)) {
-    select.append(element("option", { value }, value));
+/** Select a value; add it if it is not an option, because a link may contain any routing. */
+export function selectValue(node, value) {
+  if (![...node.options].some((option) => option.value === value)) {
+    node.append(element("option", { value }, value));
   }
-  select.value = value;
+  node.value = value;
 }
 
-/** What a run can be told: a prompt, a class, or both. */
-export function subjectFields({ conditions: { text, labels }, limits }) {
-  const hint = "anything you like";
-  const prompt = element("textarea", { name: "prompt", rows: 2, maxlength: limits.prompt, placeholder: hint });
-  const label = choice("label", [["", "any"], ...labels.map((name) => [name, name])]);
+/** Return the fields of the conditions that a run accepts: a prompt, a class, or both. */
+export function conditionFields({ conditioning: { text, labels }, limits }) {
+  const placeholder = "Describe an image";
+  const prompt = element("textarea", { name: "prompt", rows: 2, maxlength: limits.prompt_characters, placeholder });
+  const label = select("label", [["", "any"], ...labels.map((name) => [name, name])]);
   return {
     nodes: [text && field("Prompt", prompt), labels.length > 0 && field("Class", label)].filter(Boolean),
     read: () => ({
@@ -51,22 +40,22 @@ export function subjectFields({ conditions: { text, labels }, limits }) {
     }),
     write(settings) {
       prompt.value = settings.prompt ?? "";
-      choose(label, settings.label ?? "");
+      selectValue(label, settings.label ?? "");
     },
   };
 }
 
-/** Captions to try, where the run can be told any; `take` is told the one that is clicked. */
-export function examples({ examples: known, conditions }, most, take) {
-  const captions = conditions.text ? known.slice(0, most) : [];
+/** Return buttons with example prompts; null if the run takes no prompts. `choose` gets the caption that is clicked. */
+export function exampleButtons({ examples, conditioning }, count, choose) {
+  const captions = conditioning.text ? examples.slice(0, count) : [];
   if (!captions.length) return null;
-  const chip = (caption) => element("button", { type: "button", class: "chip", click: () => take(caption) }, caption);
-  return element("div", { class: "examples", role: "group", "aria-label": "Examples to try" }, captions.map(chip));
+  const chip = (caption) => element("button", { type: "button", class: "chip", click: () => choose(caption) }, caption);
+  return element("div", { class: "examples", role: "group", "aria-label": "Examples" }, captions.map(chip));
 }
 
-/** Say what is wrong beside the field that the server names, and put the focus there. */
-export function complain(form, name, message) {
-  clear(form);
+/** Show an error of the server beside the field that it names, and focus the field. */
+export function showFieldError(form, name, message) {
+  clearErrors(form);
   const control = name ? form.elements.namedItem(name) : null;
   if (!control) return;
   const note = element("small", { class: "problem", id: `${control.id}-problem` }, message);
@@ -76,8 +65,8 @@ export function complain(form, name, message) {
   control.focus();
 }
 
-/** Nothing is wrong any more. */
-export function clear(form) {
+/** Remove all error messages. */
+export function clearErrors(form) {
   form.querySelectorAll("small.problem").forEach((note) => note.remove());
   form.querySelectorAll("[aria-invalid]").forEach((control) => control.removeAttribute("aria-invalid"));
 }

@@ -1,18 +1,19 @@
-// Islands: every training job of the run as it is now; looked at again every two seconds while anybody looks.
+// The view Islands: the state of every training job, updated every two seconds while the view is visible.
 
-import { pictureAt, read } from "./api.js";
-import { announce, drawn, element } from "./dom.js";
-import { count, plural, span } from "./words.js";
+import { getJson, imageUrl } from "./api.js";
+import { announce, element, svgElement } from "./dom.js";
+import { count, duration, plural } from "./format.js";
 
-const EVERY = 2000; // milliseconds
-const OPENING = 15; // looks at the run after a job has ended: the server opens what it made a little later
+const UPDATE_MILLISECONDS = 2000; // as often as the server scans for trained networks
+// Updates after a job has ended that also reload the run: the server loads the new network some seconds later.
+const RELOADS = 15;
 const STATES = {
   done: "done",
   running: "training",
-  stale: "silent",
+  stale: "no heartbeat",
   failed: "failed",
-  proposed: "waits for admission",
-  free: "waits for an island",
+  proposed: "waiting for admission",
+  free: "waiting for an island",
   missing: "not started",
 };
 
@@ -20,50 +21,50 @@ export class IslandsView {
   constructor(studio) {
     this.studio = studio;
     this.jobs = new Map();
-    this.looks = 0;
-    this.said = element("p", { class: "intro" }, "Reading …");
+    this.reloads = 0;
+    this.intro = element("p", { class: "intro" }, "Loading …");
     this.list = element("div", { class: "jobs" });
     this.node = element(
       "section",
       { class: "view", "aria-labelledby": "islands-title" },
       element("h1", { id: "islands-title", tabindex: -1 }, "Islands"),
-      this.said,
+      this.intro,
       this.list,
     );
-    document.addEventListener("visibilitychange", () => this.watching && !document.hidden && this.look());
+    document.addEventListener("visibilitychange", () => this.visible && !document.hidden && this.update());
   }
 
   open() {
-    this.watching = true;
-    this.look();
+    this.visible = true;
+    this.update();
   }
 
   close() {
-    this.watching = false;
+    this.visible = false;
     clearTimeout(this.timer);
   }
 
   refresh() {}
 
-  async look() {
+  async update() {
     try {
-      const { jobs, why } = await read("/v1/islands");
-      this.draw(jobs, why);
+      const { jobs, reason } = await getJson("/v1/islands");
+      this.draw(jobs, reason);
     } catch (error) {
-      this.said.textContent = error.message;
+      this.intro.textContent = error.message;
     }
-    clearTimeout(this.timer); // of a look that was begun meanwhile
-    if (this.watching && !document.hidden) this.timer = setTimeout(() => this.look(), EVERY);
+    clearTimeout(this.timer); // another update may have started meanwhile
+    if (this.visible && !document.hidden) this.timer = setTimeout(() => this.update(), UPDATE_MILLISECONDS);
   }
 
-  draw(jobs, why) {
+  draw(jobs, reason) {
     const done = jobs.filter(({ state }) => state === "done").length;
-    this.said.textContent = why ?? summary(jobs, done);
+    this.intro.textContent = reason ?? summary(jobs, done);
     if (this.done !== undefined && done > this.done) {
-      announce(this.said.textContent);
-      this.looks = OPENING;
+      announce(this.intro.textContent);
+      this.reloads = RELOADS;
     }
-    if (this.looks-- > 0) this.studio.reload();
+    if (this.reloads-- > 0) this.studio.reload();
     this.done = done;
     for (const job of jobs) {
       if (!this.jobs.has(job.job)) {
@@ -72,7 +73,7 @@ export class IslandsView {
         this.list.append(card.node);
       }
       const expert = this.studio.run.experts.find(({ name }) => name === job.job);
-      this.jobs.get(job.job).draw(job, expert?.colour ?? "var(--accent)");
+      this.jobs.get(job.job).draw(job, expert?.color ?? "var(--accent)");
     }
   }
 }
@@ -80,87 +81,88 @@ export class IslandsView {
 function summary(jobs, done) {
   const running = jobs.filter(({ state }) => state === "running");
   const left = Math.max(...running.map(({ seconds_left: seconds }) => seconds ?? 0));
-  const all = `All ${jobs.length} networks are trained.`;
   const parts = [
-    done === jobs.length ? all : `${done} of ${plural(jobs.length, "network")} trained.`,
-    running.length > 0 && `${running.length} in training${left > 0 ? `, about ${span(left)} left` : ""}.`,
+    done === jobs.length ? `All ${jobs.length} networks are trained.` : `${done} of ${plural(jobs.length, "network")} trained.`,
+    running.length > 0 && `${running.length} in training${left > 0 ? `, about ${duration(left)} left` : ""}.`,
   ];
   return parts.filter(Boolean).join(" ");
 }
 
-/** One job; it is drawn again in place, so that neither the focus nor the eye loses it. */
+/** The card of one job. It is updated in place, which keeps the focus and the scroll position. */
 class JobCard {
   constructor(job) {
     this.state = element("span", { class: "state" });
-    this.bar = element("progress", { "aria-label": `Samples of ${job}` });
-    this.facts = element("p", { class: "facts" });
-    this.why = element("p", { class: "problem" });
-    this.line = drawn("svg", { class: "spark", viewBox: "0 0 120 32", preserveAspectRatio: "none", role: "img" });
-    this.loss = element("figcaption", {});
-    this.curve = element("figure", { class: "loss", hidden: true }, this.line, this.loss);
-    this.grid = element("img", { alt: `Newest samples of ${job}`, class: "sheet", hidden: true });
+    this.bar = element("progress", { "aria-label": `Progress of ${job}` });
+    this.info = element("p", { class: "info" });
+    this.reason = element("p", { class: "problem" });
+    this.line = svgElement("svg", { class: "loss-curve", viewBox: "0 0 120 32", preserveAspectRatio: "none", role: "img" });
+    this.lossText = element("figcaption", {});
+    this.loss = element("figure", { class: "loss", hidden: true }, this.line, this.lossText);
+    this.grid = element("img", { alt: `Newest images of ${job}`, class: "sheet", hidden: true });
     this.node = element(
       "article",
       { class: "job", "aria-label": job },
       element("header", {}, element("h2", {}, job), this.state),
       this.bar,
-      this.facts,
-      this.why,
-      this.curve,
+      this.info,
+      this.reason,
+      this.loss,
       this.grid,
     );
   }
 
-  draw(job, colour) {
+  draw(job, color) {
     this.node.dataset.state = job.state;
-    this.node.style.setProperty("--expert", colour);
+    this.node.style.setProperty("--expert", color);
     this.state.textContent = STATES[job.state] ?? job.state;
-    this.bar.hidden = !job.total || job.state === "done";
-    this.bar.max = job.total || 1;
-    this.bar.value = job.samples;
-    this.facts.textContent = said(job);
-    this.why.textContent = job.why;
+    this.bar.hidden = !job.total_images || job.state === "done";
+    this.bar.max = job.total_images || 1;
+    this.bar.value = job.images;
+    this.info.textContent = infoText(job);
+    this.reason.textContent = job.reason;
     this.drawLoss(job.loss ?? []);
     this.drawGrid(job.grid);
   }
 
   drawLoss(points) {
-    this.curve.hidden = points.length < 2;
-    if (this.curve.hidden) return;
+    this.loss.hidden = points.length < 2;
+    if (this.loss.hidden) return;
     const newest = points.at(-1)[1].toPrecision(3);
-    this.line.replaceChildren(drawn("path", { d: curve(points), "vector-effect": "non-scaling-stroke" }));
+    this.line.replaceChildren(svgElement("path", { d: lossPath(points), "vector-effect": "non-scaling-stroke" }));
     this.line.setAttribute("aria-label", `Loss from ${points[0][1].toPrecision(3)} to ${newest}`);
-    this.loss.textContent = `loss ${newest}`;
+    this.lossText.textContent = `loss ${newest}`;
   }
 
   async drawGrid(path) {
     if (!path || path === this.path) return;
     this.path = path;
     const old = this.grid.src;
-    this.grid.src = await pictureAt(path);
+    this.grid.src = await imageUrl(path);
     this.grid.hidden = false;
     if (old) URL.revokeObjectURL(old);
   }
 }
 
-function said({ samples, total, rate, seconds_left: left, seen_seconds_ago: seen, where, state }) {
+function infoText(job) {
+  const { images, total_images: total, images_per_second: rate, seconds_left: left, state } = job;
+  const { last_seen_seconds_ago: seen, where } = job;
   const open = state !== "done" && total > 0;
-  const progress = open ? `${count(samples)} of ${count(total)} samples` : plural(samples, "sample");
+  const progress = open ? `${count(images)} of ${count(total)} images` : plural(images, "image");
   const parts = [
-    samples > 0 && progress,
-    rate && state === "running" ? `${rate.toFixed(1)} a second` : null,
-    left === null ? null : `${span(left)} left`,
-    state === "stale" && seen !== null ? `last seen ${span(seen)} ago` : null,
+    images > 0 && progress,
+    rate && state === "running" ? `${rate.toFixed(1)} images/s` : null,
+    left === null ? null : `${duration(left)} left`,
+    state === "stale" && seen !== null ? `last seen ${duration(seen)} ago` : null,
     where,
   ];
   return parts.filter(Boolean).join(" · ");
 }
 
-/** The path of a loss curve in a box of 120 x 32. */
-function curve(points) {
-  const [times, losses] = [points.map(([time]) => time), points.map(([, loss]) => loss)];
+/** Return the path of a loss curve in a box of 120 x 32, with a margin of 2 for the stroke. */
+function lossPath(points) {
+  const [images, losses] = [points.map(([seen]) => seen), points.map(([, loss]) => loss)];
   const [low, high] = [Math.min(...losses), Math.max(...losses)];
-  const x = (time) => (120 * (time - times[0])) / (times.at(-1) - times[0] || 1);
+  const x = (seen) => (120 * (seen - images[0])) / (images.at(-1) - images[0] || 1);
   const y = (loss) => 30 - (28 * (loss - low)) / (high - low || 1);
-  return `M${points.map(([time, loss]) => `${x(time).toFixed(1)} ${y(loss).toFixed(1)}`).join("L")}`;
+  return `M${points.map(([seen, loss]) => `${x(seen).toFixed(1)} ${y(loss).toFixed(1)}`).join("L")}`;
 }

@@ -1,21 +1,22 @@
-// Settings in the address: #paint?prompt=red+apple&routing=top-2&seed=7
+// Settings in the URL: #generate?prompt=red+apple&routing=top-2&seed=7
 
-const NUMBERS = ["n", "steps", "guidance", "seed", "expert", "seeds"];
-const LISTS = ["painters"];
+const NUMBERS = ["num_images", "steps", "guidance_scale", "seed", "expert", "seeds"];
+const LISTS = ["variants"];
 
-/** The address of a view with its settings. */
+/** Return the hash of a view with its settings. */
 export function hashOf(view, settings = {}) {
-  const said = Object.entries(settings).filter(([, value]) => value !== undefined && value !== "");
-  const query = new URLSearchParams(said.map(([name, value]) => [name, [value].flat().join(" ")]));
-  return said.length ? `#${view}?${query}` : `#${view}`;
+  const given = Object.entries(settings).filter(([, value]) => value !== undefined && value !== "");
+  const query = new URLSearchParams(given.map(([name, value]) => [name, [value].flat().join(" ")]));
+  return given.length ? `#${view}?${query}` : `#${view}`;
 }
 
-/** The view that an address names, and its settings; what is no number is left to the defaults. */
+/** Return the view and the settings of a hash. Invalid numbers are dropped, so that the defaults apply. */
 export function readHash(hash) {
   const [view, query = ""] = hash.replace(/^#/, "").split(/\?(.*)/s);
   const settings = Object.fromEntries(new URLSearchParams(query));
   for (const name of NUMBERS) {
     if (!(name in settings)) continue;
+    // Number("") is 0, which nobody meant.
     const number = settings[name].trim() === "" ? NaN : Number(settings[name]);
     if (Number.isFinite(number)) settings[name] = number;
     else delete settings[name];
@@ -24,13 +25,13 @@ export function readHash(hash) {
   return { view, settings };
 }
 
-/** A link that anybody with access to this server can open. */
-export function linkTo(view, settings) {
+/** Return a URL that anybody with access to this server can open. */
+export function urlOf(view, settings) {
   return new URL(hashOf(view, settings), location.href).href;
 }
 
-/** Put a link on the clipboard, or where that is not allowed into a prompt to copy it from. */
-export async function copy(link) {
+/** Copy a link; show it in a prompt where the browser does not allow access to the clipboard. */
+export async function copyLink(link) {
   try {
     await navigator.clipboard.writeText(link);
     return true;

@@ -1,75 +1,75 @@
-// The studio: opens the run, and shows the view that the address names.
+// Entry point: load the run, and show the view of the URL.
 
-import { Refused, read } from "./api.js";
+import { ApiError, getJson } from "./api.js";
 import { ClustersView } from "./clusters.js";
 import { CompareView } from "./compare.js";
 import { element } from "./dom.js";
+import { GalleryStorage } from "./gallery-storage.js";
 import { GalleryView } from "./gallery.js";
+import { GenerateView } from "./generate.js";
 import { IslandsView } from "./islands.js";
 import { readHash } from "./link.js";
-import { mark } from "./mark.js";
+import { drawLogo } from "./logo.js";
 import { noise } from "./noise.js";
-import { PaintView } from "./paint.js";
-import { Gallery } from "./store.js";
 
 const VIEWS = {
-  paint: PaintView,
+  generate: GenerateView,
   compare: CompareView,
   gallery: GalleryView,
   clusters: ClustersView,
   islands: IslandsView,
 };
-const TINY = 32; // pictures of so few pixels are shown as such
+const PIXELATED_SIDE = 32; // images up to this side are enlarged without smoothing, which would only blur them
+const MAJORITY = 0.6; // a class with more than this share names its cluster alone
 const main = document.getElementById("main");
 
-/** What all views share. */
+/** State that all views share. */
 class Studio {
   constructor(run) {
-    this.gallery = new Gallery(run.name);
+    this.gallery = new GalleryStorage(run.name);
     this.topics = new Map();
-    this.take(run);
+    this.setRun(run);
     this.views = Object.fromEntries(Object.entries(VIEWS).map(([name, View]) => [name, new View(this)]));
   }
 
-  take(run) {
+  setRun(run) {
     this.run = run;
-    this.mark = mark(document.querySelector(".mark"), run);
+    this.logo = drawLogo(document.querySelector(".logo"), run);
     document.getElementById("run").textContent = run.name;
-    document.body.classList.toggle("tiny", Math.max(...(run.size ?? [])) <= TINY);
+    document.body.classList.toggle("pixelated", Math.max(...(run.size ?? [])) <= PIXELATED_SIDE);
   }
 
-  /** Read the run again, and tell the views if it has changed. */
+  /** Load the run again, and refresh the views if it has changed. */
   async reload() {
-    const run = await read("/v1/run").catch(unanswered);
+    const run = await getJson("/v1/run").catch(ignoreApiError);
     if (!run || JSON.stringify(run) === JSON.stringify(this.run)) return;
-    this.take(run);
+    this.setRun(run);
     Object.values(this.views).forEach((view) => view.refresh());
-    await this.learnTopics();
+    await this.loadTopics();
   }
 
-  /** The experts of these numbers; one that the page does not know has been finished meanwhile. */
-  async called(numbers) {
+  /** Return the experts with these numbers. An unknown number belongs to an expert that was trained meanwhile. */
+  async expertsByNumber(numbers) {
     const known = (number) => this.run.experts.find((expert) => expert.number === number);
     if (!numbers.every(known)) await this.reload();
-    return numbers.map((number) => known(number) ?? { number, colour: "var(--edge)" });
+    return numbers.map((number) => known(number) ?? { number, color: "var(--border-strong)" });
   }
 
-  /** What each expert is about, in a word or two: the classes that make up most of its cluster. */
-  async learnTopics() {
-    const { clusters } = await read("/v1/clusters");
+  /** Name each expert by the most frequent class of its cluster, or by the two most frequent ones. */
+  async loadTopics() {
+    const { clusters } = await getJson("/v1/clusters");
     for (const { number, labels } of clusters) {
-      const most = labels.slice(0, labels[0]?.share > 0.6 ? 1 : 2);
-      this.topics.set(number, most.map(({ name }) => name).join(", "));
+      const names = labels.slice(0, labels[0]?.share > MAJORITY ? 1 : 2);
+      this.topics.set(number, names.map(({ name }) => name).join(", "));
     }
   }
 
-  /** Show the view that the address names. */
+  /** Show the view of the URL. */
   route() {
-    const { view: asked, settings } = readHash(location.hash);
-    const name = asked in VIEWS ? asked : "paint";
+    const { view: requested, settings } = readHash(location.hash);
+    const name = requested in VIEWS ? requested : "generate";
     const view = this.views[name];
-    const changed = view !== this.current;
-    if (changed) this.enter(name, view);
+    if (view !== this.current) this.enter(name, view);
     view.open(settings);
   }
 
@@ -84,31 +84,32 @@ class Studio {
       else link.removeAttribute("aria-current");
     }
     if (first) return;
+    // As if a new page were loaded: from the top, with the focus on its heading for screen readers.
     window.scrollTo({ top: 0, behavior: "instant" });
     view.node.querySelector("h1").focus({ preventScroll: true });
   }
 }
 
-/** A server that does not answer now is asked again later; anything else is a mistake. */
-function unanswered(error) {
-  if (!(error instanceof Refused)) throw error;
+/** Ignore errors of the server, because a later reload may succeed; throw programming errors. */
+function ignoreApiError(error) {
+  if (!(error instanceof ApiError)) throw error;
 }
 
 async function start() {
   try {
-    const studio = new Studio(await read("/v1/run"));
-    await studio.learnTopics();
+    const studio = new Studio(await getJson("/v1/run"));
+    await studio.loadTopics();
     studio.route();
     window.addEventListener("hashchange", () => studio.route());
   } catch (error) {
     main.replaceChildren(element("p", { class: "problem", role: "alert" }, error.message));
-    if (!(error instanceof Refused)) throw error;
+    if (!(error instanceof ApiError)) throw error;
   }
 }
 
 document.documentElement.style.setProperty("--noise", noise());
 document.querySelector(".skip").addEventListener("click", (event) => {
-  event.preventDefault(); // the address names the view and its settings
+  event.preventDefault(); // following the link would replace the hash, which holds the view and its settings
   main.focus();
 });
 start();

@@ -1,21 +1,24 @@
-// Noise as pictures start from it, for frames that are still empty.
+// Gaussian noise as a placeholder for images without a preview yet.
 
-const SIDE = 48;
+const SIDE = 48; // pixels; the page enlarges it, so the grains stay visible
+const MEAN = 150; // light gray: fits both color schemes
+const STD = 40; // a visible contrast, of which little lies outside 0..255
 
-/** A small picture of Gaussian noise, as the value of a CSS property. */
+/** Return an image of Gaussian noise as the value of a CSS property. */
 export function noise() {
   const canvas = document.createElement("canvas");
   [canvas.width, canvas.height] = [SIDE, SIDE];
-  const pen = canvas.getContext("2d");
-  const pixels = pen.createImageData(SIDE, SIDE);
-  for (let place = 0; place < pixels.data.length; place += 1) {
-    pixels.data[place] = place % 4 === 3 ? 255 : 150 + 40 * gaussian();
+  const context = canvas.getContext("2d");
+  const pixels = context.createImageData(SIDE, SIDE);
+  for (let index = 0; index < pixels.data.length; index += 1) {
+    // RGBA: every fourth value is the opacity. The array clamps values to 0..255.
+    pixels.data[index] = index % 4 === 3 ? 255 : MEAN + STD * gaussian();
   }
-  pen.putImageData(pixels, 0, 0);
+  context.putImageData(pixels, 0, 0);
   return `url(${canvas.toDataURL()})`;
 }
 
-/** Box and Muller's transform. */
+/** Return a standard normal number by the Box-Muller transform. */
 function gaussian() {
   return Math.sqrt(-2 * Math.log(1 - Math.random())) * Math.cos(2 * Math.PI * Math.random());
 }

@@ -1,0 +1,117 @@
+"""The shapes of latents, text and classes: of prepared data, or predicted from a configuration.
+
+A dry run estimates costs before the data is prepared. The shapes then follow from the names of the autoencoder and the
+text encoder, or from the config.json of a local folder. No weights are read and nothing is downloaded.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atoll.core.config import Config
+from atoll.core.errors import AtollError
+from atoll.core.manifests import DataSpec
+from atoll.data import autoencoder as shipped
+
+
+class TextShape(NamedTuple):
+    """The maximal number of tokens of a caption, and the widths of its tokens and of its pooled vector."""
+
+    max_tokens: int
+    dimensions: int
+    pooled: int
+
+
+LATENTS: dict[str, tuple[int, int]] = {
+    "stabilityai/sd-vae-ft-mse": (4, 8),
+    "stabilityai/sd-vae-ft-ema": (4, 8),
+    "madebyollin/taesd": (4, 8),
+    "madebyollin/taesd3": (16, 8),
+}
+"""Latent channels and downsampling factor of autoencoders by name, from their published configurations."""
+TEXT: dict[str, tuple[int, int]] = {
+    "minilm": (384, 384),
+    "openai/clip-vit-base-patch32": (512, 512),
+    "openai/clip-vit-large-patch14": (768, 768),
+    "google/t5-v1_1-large": (1024, 1024),
+    "google/t5-v1_1-xl": (2048, 2048),
+    "google/t5-v1_1-xxl": (4096, 4096),
+}
+"""Widths of the tokens and of the pooled vector of text encoders by name, from their published configurations."""
+
+
+@dataclass(frozen=True)
+class DataShapes:
+    """The shapes that determine the cost of a network: latents (C, H, W), text, and class names."""
+
+    latents: tuple[int, ...]
+    text: TextShape | None
+    labels: tuple[str, ...]
+
+    @classmethod
+    def of(cls, data: DataSpec) -> "DataShapes":
+        """Return the shapes of prepared data."""
+        text = data.text
+        shape = None if text is None else TextShape(text.max_tokens, text.dimensions, text.pooled or 0)
+        return cls(data.latents.shape, shape, data.labels)
+
+    @classmethod
+    def expected(cls, config: Config) -> "DataShapes":
+        """Predict the shapes from a configuration, before the data is prepared."""
+        latents = _latents(config.latents.autoencoder, config.data.resolution)
+        return cls(latents, _text(config.text.encoder, config.text.max_tokens), _labels(config))
+
+
+def _latents(autoencoder: str, resolution: int) -> tuple[int, ...]:
+    if autoencoder == "pixels":
+        return (3, resolution, resolution)
+    if autoencoder in LATENTS:
+        channels, stride = LATENTS[autoencoder]
+    else:
+        # A folder in the format of diffusers: each resolution level but the first halves the side.
+        settings = _settings(shipped.path() if autoencoder == "emoji" else Path(autoencoder), "the latents' shape")
+        blocks = settings.get("block_out_channels") or settings.get("encoder_block_out_channels")
+        if not isinstance(blocks, list) or not isinstance(settings.get("latent_channels"), int):
+            raise AtollError(
+                f"the config.json of {autoencoder} does not contain the shape of its latents; prepare the data first"
+            )
+        channels, stride = settings["latent_channels"], 2 ** (len(blocks) - 1)
+    return (channels, resolution // stride, resolution // stride)
+
+
+def _text(encoder: str, max_tokens: int) -> TextShape | None:
+    if encoder == "none":
+        return None
+    if encoder in TEXT:
+        width, pooled = TEXT[encoder]
+    else:
+        settings = _settings(Path(encoder), "the text's width")
+        settings = settings.get("text_config", settings)
+        # d_model of T5, hidden_size of the others. The pooled vector is a token's state or the mean of all tokens.
+        width = pooled = settings.get("d_model") or settings.get("hidden_size")
+        if not isinstance(width, int):
+            raise AtollError(
+                f"the config.json of {encoder} does not contain the width of its tokens; prepare the data first"
+            )
+    return TextShape(max_tokens, width, pooled)
+
+
+def _labels(config: Config) -> tuple[str, ...]:
+    """Return placeholders for as many classes as the networks of the configuration have."""
+    parts = [choice for choice in config.networks.values() if isinstance(choice, dict)]
+    count = max((part.get("num_classes", 0) for part in parts), default=0)
+    return tuple(f"class {number}" for number in range(count))
+
+
+def _settings(folder: Path, what: str) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise AtollError(
+            f"{what} cannot be predicted, because {folder} is not a folder with a config.json; prepare the data first"
+        )
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise AtollError(f"{file} is not JSON: {error}") from error
+    return settings

@@ -1,0 +1,154 @@
+"""The documentation: short sentences, whole tables, links that lead somewhere, and a reference that misses nothing."""
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "scripts"))
+
+import docs_hook  # noqa: E402
+import reference  # noqa: E402
+from atoll.cli import VERBS  # noqa: E402
+from atoll.core.config import Config, keys_at  # noqa: E402
+
+GUIDES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*GUIDES, ROOT / "README.md", *(ROOT / name for name in docs_hook.outside_files() if name.endswith(".md"))]
+MAX_WORDS = 30
+LONG_SENTENCES: frozenset[str] = frozenset()
+"""Beginnings of the sentences that may be longer."""
+
+
+@pytest.fixture(scope="module")
+def cli_page() -> str:
+    return reference.cli_page()
+
+
+@pytest.fixture(scope="module")
+def configuration_page() -> str:
+    return reference.configuration_page()
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def without_code(text: str) -> str:
+    """Return a page without fenced and indented code blocks and comments."""
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    return re.sub(r"(?:^|\n)\n(?:(?: {4}|\t).*\n)+", "\n\n", text)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of running text: no code blocks, tables or headings. A list item begins a new one."""
+    text = re.sub(r"^(?:\||#).*$", "", without_code(text), flags=re.MULTILINE)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)  # a link counts as its text
+    text = re.sub(r"`[^`]+`", "code", text)  # and code as one word
+    for block in re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.)\s+", text):
+        yield from re.split(r"(?<=[.!?])[\"”)*_]*\s+(?=[A-Z“\"(*_]|code)", " ".join(block.split()))
+
+
+def words(sentence: str) -> list[str]:
+    return [word for word in sentence.split() if re.search(r"\w", word)]
+
+
+def test_the_splitter_counts_what_a_reader_would() -> None:
+    text = (
+        "# A heading of many words\n\nOne `a b c` two [three four](x.md). Five\nsix: e.g. seven!\n\n- Eight.\n- Nine\n"
+    )
+    text += "\n```text\nno words\n```\n\n| no | words |\n\n    indented code\n"
+    assert [len(words(sentence)) for sentence in sentences(text) if words(sentence)] == [5, 4, 1, 1]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_sentences_are_short(page: Path) -> None:
+    found = [sentence for sentence in sentences(page.read_text(encoding="utf-8")) if len(words(sentence)) > MAX_WORDS]
+    assert [sentence for sentence in found if not any(map(sentence.startswith, LONG_SENTENCES))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tables_have_whole_headers(page: Path) -> None:
+    lines = without_code(page.read_text(encoding="utf-8")).splitlines()
+    for header, rule in pairwise(lines):
+        if re.fullmatch(r"\s*\|(\s*:?-+:?\s*\|)+\s*", rule):
+            cells = re.split(r"(?<!\\)\|", header.strip().strip("|"))
+            assert all(cell.strip() for cell in cells), header
+            assert len(cells) == rule.strip().strip("|").count("|") + 1, header
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_to_a_file(page: Path) -> None:
+    generated = {(ROOT / "docs" / name).resolve() for name in reference.PAGES}
+    for found in docs_hook.LINK.finditer(without_code(page.read_text(encoding="utf-8"))):
+        target = (page.parent / found.group(3)).resolve()
+        assert target.exists() or target in generated, f"{name_of(page)}: {found.group(0)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_of_the_repository_exist(page: Path) -> None:
+    named = re.findall(r"`((?:src|tests|scripts|examples|benchmarks|docs)/[\w/.-]+)`", page.read_text(encoding="utf-8"))
+    assert [path for path in named if "NAME" not in path and not (ROOT / path).exists()] == []
+
+
+def test_contributing_names_what_is_in_the_files() -> None:
+    """A step names its files and what to change in them; a step of a new file names the protocol in base.py."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## Add ")[2]
+    steps = re.findall(r"^\d+\. (.*?)(?=^\d+\. |^\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert len(steps) > 15
+    for step in steps:
+        named = re.findall(r"`((?:src|tests|examples)/[\w/.]+)`", step)
+        paths = [ROOT / path.replace("NAME", "base") for path in named]
+        files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+        code = "\n".join(file.read_text(encoding="utf-8") for file in files) or text
+        names = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", step.replace("`base.py`", ""))
+        assert [part for name in names for part in name.split(".") if part not in code] == [], step
+
+
+def test_the_reference_has_every_verb_and_option(cli_page: str) -> None:
+    parts = {part.split("\n")[0]: part for part in cli_page.split("\n## ")}
+    for name, verb in VERBS.items():
+        options = {option for action in reference.option_parser(verb)._actions for option in action.option_strings}
+        missing = {option for option in options if f"`{option}`" not in parts[f"atoll {name}"]}
+        assert missing == {"-h", "--help"}
+
+
+def test_the_reference_has_every_configuration_key(configuration_page: str) -> None:
+    for section, field in Config.model_fields.items():
+        nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        names = [f"{section}.{key}" for key in keys_at([section])] if nested else [section]
+        assert [name for name in names if f"| `{name}` |" not in configuration_page] == []
+
+
+def test_generated_tables_have_no_empty_cell_and_no_unknown_marker(cli_page: str, configuration_page: str) -> None:
+    tables = [write() for name, write in reference.TABLES.items() if name != "layout"]
+    for page in (cli_page, configuration_page, *tables):
+        rows = [line for line in page.splitlines() if line.startswith("|")]
+        assert rows
+        assert not [row for row in rows if re.search(r"(?<!\\)\|\s*(?<!\\)\|", row)]
+    markers = [m for page in GUIDES for m in re.findall(r"<!-- generated: (\w+) -->", page.read_text(encoding="utf-8"))]
+    assert set(markers) == set(reference.TABLES)
+
+
+def test_the_python_api_names_modules_that_exist() -> None:
+    assert [module for module in reference.PUBLIC if find_spec(module) is None] == []
+
+
+def test_links_change_between_the_repository_and_the_site() -> None:
+    inside = "[a](../../recipes/README.md) [b](bridge.md#x) `c` [it](../../src/atoll) [src/atoll](../../src/atoll)"
+    outside = "[a](../../docs/explanation/bridge.md) [b](../README.md) ![c](../../docs/figures/demo.png)"
+    assert docs_hook.site_links(inside, "explanation/method.md") == (
+        "[a](../recipes/README.md) [b](bridge.md#x) `c` it (`src/atoll`) `src/atoll`"
+    )
+    assert docs_hook.site_links(outside, "recipes/bridge/README.md") == (
+        "[a](../../explanation/bridge.md) [b](../README.md) ![c](../../figures/demo.png)"
+    )
+    nav = [{"How-to": "how-to/"}, "index.md"]
+    pages = ["how-to/b.md", "index.md", "how-to/a.md"]
+    assert docs_hook.expand_folders(nav, pages) == [{"How-to": ["how-to/a.md", "how-to/b.md"]}, "index.md"]

@@ -1,0 +1,292 @@
+"""Documented commands and settings are valid; README and tutorials are executed with small sizes.
+
+A page's fenced `bash` blocks have one command per line. Every `atoll` command is parsed by the command line's own
+parser, and its settings are validated. README and tutorials are then executed in order, in a temporary folder, except
+for the commands in `NOT_EXECUTED`.
+"""
+
+import ast
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+import yaml
+
+from atoll import cli
+from atoll.cli.verb import Configured
+from atoll.core import config as configuration
+from atoll.core.config import Config
+from atoll.core.policy import Policy
+from atoll.core.presets import PRESETS
+from atoll.studio.schemas import ImagesRequest
+from shapes import SETTINGS, write_shapes
+from train.workers import TINY
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
+PAGES = [README, ROOT / "docs/glossary.md", *sorted((ROOT / "docs").glob("*/*.md"))]
+PAGE_IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
+
+OTHER_PROGRAMS = ("git", "cd", "source", "sky")
+OTHER_OPTIONS = ("--help", "--max-restarts", "--partition", "--account", "--markdown")
+"""Options in the text that belong to every verb, to torchrun, sbatch and scripts/walk.py."""
+OPEN_KEYS = ("experts", "networks")
+"""Sections of the configuration whose keys are numbers of experts."""
+
+NOT_EXECUTED = {
+    "git clone": "needs a network",
+    "cd": "the tests already run inside a clone",
+    "source": "changes the user's shell",
+    "make demo": "takes 15 minutes; tests/launch/test_demo.py runs it at a small scale",
+    "make test": "these are the tests",
+    "atoll demo": "takes an hour with these minutes",
+    "atoll serve": "does not end by itself; tests/studio/test_serve.py starts and stops it",
+}
+"""Commands of README and tutorials that the journeys leave out, by how they begin, with the reason."""
+
+SMALL_OPTIONS = {
+    "sample": {"--steps": ["2"], "--num-images": ["2"]},
+    "evaluate": {
+        "--num-images": ["8"],
+        "--num-real": ["16"],
+        "--num-val": ["8"],
+        "--routings": ["top-1"],
+        "--without": ["diversity", "trajectories"],
+        "--steps": ["2"],
+        "--extractors": ["efficientnet-lite0"],
+        "--allow-small": [],
+    },
+}
+"""Options that a journey sets to small values, by verb."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a page, without leading environment variables."""
+
+    page: Path
+    line: int
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT).as_posix()}:{self.line}: {shlex.join(self.words)}"
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(page, text[: found.start(2)].count("\n") + 1, found[1], found[2])
+        for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    ]
+
+
+def commands(block: Block) -> Iterator[Command]:
+    for number, line in enumerate(block.text.splitlines()):
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            del words[0]
+        if words[:1] == ["torchrun"] and "atoll.cli" in words:
+            words = ["atoll", *words[words.index("atoll.cli") + 1 :]]
+        if words:
+            words[0] = words[0].removeprefix(".venv/bin/")
+            yield Command(block.page, block.line + number, tuple(words))
+
+
+COMMANDS = [
+    command for page in PAGES for block in blocks(page) if block.language == "bash" for command in commands(block)
+]
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len([command for command in COMMANDS if command.words[0] == "atoll"]) > 50
+    assert len(TUTORIALS) == 3
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_documented_command_is_valid(command: Command) -> None:
+    program, *arguments = command.words
+    if program == "make":
+        targets = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert arguments[0] in targets
+    elif program == "curl":
+        ImagesRequest.model_validate_json(arguments[arguments.index("-d") + 1])
+    elif program != "atoll":
+        assert program in OTHER_PROGRAMS
+    else:
+        name, *rest = arguments
+        options, overrides = cli.split_overrides(rest)
+        verb = tyro.cli(cli.VERBS[name], args=options, prog=f"atoll {name}")  # exits if it does not fit
+        assert isinstance(verb, Configured) or not overrides
+        base = PRESETS[verb.preset] if hasattr(verb, "preset") else {"clusters": {"count": 8}}
+        configuration.resolve(base, overrides, source=str(command))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_settings_policies_and_programs_of_a_page_are_valid(page: Path) -> None:
+    for block in blocks(page):
+        where = f"{page.name}:{block.line}"
+        if block.language == "yaml" and set(values := yaml.safe_load(block.text)) <= set(Config.model_fields):
+            configuration.resolve({"clusters": {"count": 8}, **values}, source=where)
+        elif block.language == "json":
+            Policy.model_validate(json.loads(re.sub(r"[A-Z]+_PUBLIC_KEY", "0" * 64, block.text)))
+        elif block.language == "python":
+            tree = ast.parse(block.text, where)
+            imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+            exec(compile(ast.Module(imports, []), where, "exec"), {})  # what the example imports exists
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_options_and_keys_in_the_text_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    words = [word for span in re.findall(r"`([^`]+)`", text) for word in span.split()]
+    fields = [field.name for verb in cli.VERBS.values() for field in dataclasses.fields(verb)]  # type: ignore[arg-type]
+    options = {f"--{prefix}{name.replace('_', '-')}" for name in (*fields, "run") for prefix in ("", "no-")}
+    for option in (word for word in words if re.fullmatch(r"--[a-z-]+", word)):
+        assert option in options or option in OTHER_OPTIONS, f"{page.name}: {option}"
+    for word in words:
+        section, _, key = word.removeprefix("--").rstrip(":,").partition(".")
+        if section in Config.model_fields and re.fullmatch(r"[a-z_]+", key) and section not in OPEN_KEYS:
+            assert key in configuration.keys_at([section]), f"{page.name}: {word}"
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    (example,) = [block for block in blocks(README) if block.language == "python"]
+    x0, noise = torch.randn(4, 3, 8, 8), torch.randn(4, 3, 8, 8)
+    values = {"x0": x0, "noise": noise, "network": lambda x, time: 0.1 * x * torch.cos(time).reshape(-1, 1, 1, 1)}
+    exec(compile(example.text, str(README), "exec"), values)
+    assert values["loss"].ndim == 0
+    assert values["images"].shape == noise.shape
+    assert values["images"].isfinite().all()
+
+
+def test_the_example_of_sampling_with_little_memory_runs(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = ROOT / "docs/how-to/sample-with-little-memory.md"
+    (example,) = [block for block in blocks(page) if block.language == "python"]
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/mine").symlink_to(trained)
+    monkeypatch.chdir(tmp_path)
+    values: dict[str, list[object]] = {}
+    exec(compile(example.text, str(page), "exec"), values)
+    assert len(values["images"]) == 4
+
+
+# Journeys
+
+
+def with_options(words: tuple[str, ...], options: dict[str, list[str]]) -> list[str]:
+    """Return a command with some options replaced."""
+    kept: list[str] = []
+    dropping = False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word in options
+        if not dropping:
+            kept.append(word)
+    return [*kept, *(word for option, values in options.items() for word in (option, *values))]
+
+
+def small_settings(source: Path) -> list[str]:
+    """Return overrides that make a run of any preset tiny, without models from the hub."""
+    sections: dict[str, dict[str, object]] = {name: dict(values) for name, values in SETTINGS.items()}
+    for name, values in TINY.items():
+        sections[name] = {**sections.get(name, {}), **values}
+    sections["data"] |= {"source": str(source), "workers": 1}
+    sections["features"] |= {"model": "efficientnet-lite0"}
+    sections["clusters"] = {"count": 2}
+    sections["text"] |= {"encoder": "minilm"}
+    sections["train"] |= {"total_images": 64, "precision": "float32"}
+    sections["router"] |= {"total_images": 64}
+    return [
+        word
+        for name, values in sections.items()
+        for key, value in values.items()
+        for word in (f"--{name}.{key}", yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip())
+    ]
+
+
+def excepted(command: Command) -> str | None:
+    """Return the exception that a command falls under."""
+    text = " ".join(command.words) + " "
+    return next((start for start in NOT_EXECUTED if text.startswith(f"{start} ")), None)
+
+
+def execute(page: Path, source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Execute the commands of a page in the current folder, and write its policy with the keys that were printed."""
+    keys: dict[str, str] = {}
+    for block in blocks(page):
+        if block.language == "json":
+            policy = re.sub(r"([A-Z]+)_PUBLIC_KEY", lambda found: keys[found[1].lower()], block.text)
+            (file,) = re.findall(r"Save this file as `([\w/.]+)`", page.read_text(encoding="utf-8"))
+            Path(file).write_text(policy, encoding="utf-8")
+        for command in commands(block) if block.language == "bash" else ():
+            if excepted(command):
+                continue
+            _, verb, *_ = command.words
+            words = with_options(command.words[1:], SMALL_OPTIONS.get(verb, {}))
+            words += small_settings(source) if verb == "init" else []
+            capfd.readouterr()
+            code = cli.main(words)
+            output = capfd.readouterr()
+            assert code == 0, f"{command}\n{output.err}"
+            if verb == "keys":
+                keys[Path(words[-1]).stem] = output.out.strip()
+
+
+def test_every_exception_is_needed_and_has_a_reason() -> None:
+    journeys = [command for command in COMMANDS if command.page in (README, *TUTORIALS)]
+    assert {excepted(command) for command in journeys} - {None} == set(NOT_EXECUTED)
+    assert all(NOT_EXECUTED.values())
+    assert {command.words[0] for command in journeys if not excepted(command)} == {"atoll"}
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs/tutorials/first-run.md"], ids=["README", "first-run"])
+def test_the_commands_after_the_demo_run(
+    page: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`make demo` is replaced by a small run that has the same jobs."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "runs/demo", ignore=shutil.ignore_patterns("evaluation"))
+    execute(page, tmp_path, capfd)
+    assert list(Path("runs/demo/samples").glob("0*.png"))
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_your_own_images_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_shapes(Path("my-images"))
+    execute(ROOT / "docs/tutorials/your-own-images.md", Path("my-images"), capfd)
+    assert Path("runs/mine/report.html").is_file()
+    assert Path("my-model/model_index.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_sharing_runs(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    execute(ROOT / "docs/tutorials/sharing-a-run.md", shapes, capfd)
+    assert len(list(Path("runs/model/experts").glob("*/final/manifest.json"))) == 2
+    assert list(Path("runs/model/samples").glob("0*.png"))
