@@ -15,13 +15,14 @@ from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.config_yaml import to_yaml
 from atoll.core.manifests import SHARDS
-from atoll.data.dataset import Batch, Shards
+from atoll.data.dataset import Shards
 from atoll.nets import build
 from atoll.train import TrainSpec, build_task, resolve_job
 from atoll.train.checkpoints import Checkpoints, TrainState
 from atoll.train.cost import image_cost, training_bytes
 from atoll.train.distributed import DistContext
 from atoll.train.ema import EMA
+from atoll.train.inputs import TrainingInputs
 from atoll.train.loop import make_optimizer, train
 from atoll.train.tasks import ExpertTask, Forward, Losses, condition_of
 from harness import Row, interleave, run
@@ -94,13 +95,13 @@ class Interleaved(ExpertTask):
     seconds: dict[str, list[float]]
     ended: float
 
-    def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
+    def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
         """Time the loop from call to call, without the bare step in between."""
         now = time.perf_counter()
         self.seconds["loop"].append(now - self.ended)
         self.seconds["bare"].append(self.bare.step())
         object.__setattr__(self, "ended", time.perf_counter())
-        return super().losses(forward, batch, position)
+        return super().losses(forward, inputs)
 
 
 def overhead(folder: Path, name: str, batch_size: int, steps: int) -> Row:

@@ -142,7 +142,7 @@ def test_student_targets_are_the_velocities_of_the_cluster_expert(trained_expert
         batch = task.shards.read(np.array([number]))
         reference = expert_of_run(trained_experts, f"experts/{int(batch.cluster):03d}")
         teacher = open_expert(reference, task.shards.statistics, DeviceOptions())
-        x0 = task.latents(batch, 20 + i)
+        x0 = task.shards.latents(batch, seed=task.seed, position=20 + i)
         noised = flow.Objective().corrupt(x0, seed=task.seed, position=20 + i)
         with torch.no_grad():
             expected = teacher.velocity(noised.input, noised.t, condition_of(batch, teacher.conditioning))
@@ -167,7 +167,7 @@ def test_a_conditioned_router_is_also_trained_with_the_null_condition(trained_ex
         logits: torch.Tensor = task.network(x, time, condition)
         return logits
 
-    task.losses(forward, batch, 0).loss.mean().backward()
+    task.losses(forward, task.inputs(batch, 0)).loss.mean().backward()
     dropped = conditions[0].dropped
     assert dropped is not None
     assert 0 < dropped.float().mean() < 0.25

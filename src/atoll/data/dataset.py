@@ -10,6 +10,7 @@ the position determines everything that follows. Files are memory-mapped: they a
 the system's page cache.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -181,19 +182,21 @@ class Shards:
 
         `workers` threads read ahead of the consumer.
         """
+        slices = self.positions(batch_size, start, rank=rank, world_size=world_size)
+        return prefetch(slices, lambda part: self.read(self.order(part, seed)), workers)
+
+    def positions(
+        self, batch_size: int, start: int = 0, *, rank: int = 0, world_size: int = 1
+    ) -> Iterator[np.ndarray[Any, Any]]:
+        """Return the positions of the batches of `stream`, without end."""
         if batch_size % world_size or not 0 <= rank < world_size:
             raise ValueError(f"a batch of {batch_size} cannot be divided: rank {rank}, world size {world_size}")
         if not len(self):
             raise AtollError(f"{self.artifacts[0].folder} has no image in this split; change data.val_fraction")
         size = batch_size // world_size
 
-        def positions() -> Iterator[np.ndarray[Any, Any]]:
-            first = start + rank * size
-            while True:
-                yield np.arange(first, first + size, dtype=np.uint64)
-                first += batch_size
-
-        return prefetch(positions(), lambda part: self.read(self.order(part, seed)), workers)
+        starts = itertools.count(start + rank * size, batch_size)
+        return (np.arange(first, first + size, dtype=np.uint64) for first in starts)
 
     def order(self, positions: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
         """Return the number of the image at each position of the stream."""

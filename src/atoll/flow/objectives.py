@@ -36,6 +36,8 @@ class Noised(NamedTuple):
     target: Tensor
     t: Tensor
     eps: Tensor
+    weight: Tensor
+    """Weight of each image in the loss, (batch,)."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +138,15 @@ class Objective:
         state = self.schedule.add_noise(x0, eps, t)
         scale = broadcast(self.schedule.input_scale(t), x0)
         target = from_pair(Pair(x0, eps), t, self.prediction, schedule=self.schedule)
-        return Noised((scale * state).to(x0.dtype), self.schedule.timestep(t), target, t, eps)
+        weight = self.weighting.weights(t, self.prediction, self.schedule)
+        return Noised((scale * state).to(x0.dtype), self.schedule.timestep(t), target, t, eps, weight)
 
     def loss(self, output: Tensor, noised: Noised) -> Tensor:
         """Return the weighted mean squared error of each image, in float32: shape (batch,)."""
         if output.shape != noised.target.shape:
             raise ValueError(f"output must have shape {tuple(noised.target.shape)}, got {tuple(output.shape)}")
         error = (output.float() - noised.target.float()).square().flatten(1).mean(1)
-        return self.weighting.weights(noised.t, self.prediction, self.schedule) * error
+        return noised.weight * error
 
     def bridge(self, **options: Any) -> Bridge:
         """Return the bridge from a network with this objective to velocity on the linear path."""

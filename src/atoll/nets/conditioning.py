@@ -1,6 +1,6 @@
 """The conditioning of networks: text tokens, a pooled text vector, a class label, any of them together, or nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -59,13 +59,17 @@ class Condition:
         given = next((part for part in self._parts().values() if part is not None), None)
         return self if given is None else self.drop(torch.ones(len(given), dtype=torch.bool, device=given.device))
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Condition":
+        """Return the condition with `function` applied to each part."""
+        return Condition(**{name: None if part is None else function(part) for name, part in self._parts().items()})
+
     def to(self, device: torch.device | str) -> "Condition":
         """Return the condition on another device."""
-        return Condition(**{name: None if part is None else part.to(device) for name, part in self._parts().items()})
+        return self.map(lambda part: part.to(device))
 
     def __getitem__(self, samples: Tensor | slice) -> "Condition":
         """Return the condition of some images of the batch."""
-        return Condition(**{name: None if part is None else part[samples] for name, part in self._parts().items()})
+        return self.map(lambda part: part[samples])
 
     def _parts(self) -> dict[str, Tensor | None]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -29,8 +29,9 @@ from atoll.data.dataset import Batch
 from atoll.experts.expert import DeviceOptions, OpenExpert, open_expert
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import ALONE, Processes, condition_of, validate
+from atoll.train.inputs import ASYNCHRONOUS, TrainingInputs
 from atoll.train.spec import teachers
-from atoll.train.tasks import Forward, Losses, Task, as_expert, drop_condition, on_linear_path
+from atoll.train.tasks import Forward, Losses, Task, as_expert
 
 TEACHER_BATCH = 64
 """Images of one forward pass of a teacher: the order of magnitude of a training batch, but without gradients."""
@@ -48,21 +49,16 @@ class _Block:
 class StudentTask(Task):
     """A dense network that is trained on the velocities of all experts."""
 
-    conditioning: frozenset[str]
-    dropout: float
     run: Path
     block: int
     micro: int
     _current: _Block = field(default_factory=_Block)
 
-    def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
+    def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
         """Return the mean squared error against the teacher's velocity for each image."""
-        x0 = self.latents(batch, position)
-        noised = on_linear_path(x0, self.seed, position)
-        target = self._targets(position, len(x0)).to(x0.device)
-        condition = condition_of(batch, self.conditioning)
-        condition = drop_condition(condition, self.dropout, len(x0), seed=self.seed, position=position)
-        output = forward(noised.input, noised.timestep, condition)[:, : x0.shape[1]]
+        noised = inputs.noised
+        target = self._targets(inputs.position, len(inputs.index)).to(noised.input.device, non_blocking=True)
+        output = forward(noised.input, noised.timestep, inputs.condition)[:, : target.shape[1]]
         return Losses((output.float() - target).square().flatten(1).mean(1), noised.t, {})
 
     def expert(self) -> OpenExpert:
@@ -96,7 +92,7 @@ class StudentTask(Task):
             part = self._current.targets[position - first : position - first + count]
             parts.append(part)
             position, count = position + len(part), count - len(part)
-        return torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @torch.inference_mode()
     def _compute_block(self, first: int) -> Tensor:
@@ -106,8 +102,9 @@ class StudentTask(Task):
         whose = (first + torch.arange(self.block)) % self.micro // (self.micro // processes)
         numbers = self.shards.order(np.arange(first, first + self.block, dtype=np.uint64), self.seed)
         clusters = self.shards.read(numbers).cluster
-        targets = torch.full((self.block, *self.shards.content.latents.shape), torch.nan)
-        device = next(self.network.parameters()).device
+        device = self.device
+        shape = (self.block, *self.shards.content.latents.shape)
+        targets = torch.full(shape, torch.nan, pin_memory=device.type in ASYNCHRONOUS)
         for expert in self._experts():
             mine = torch.nonzero((clusters == expert) & (whose == rank)).flatten()
             if len(mine):
@@ -125,7 +122,8 @@ class StudentTask(Task):
         inputs, times = [], []
         batch = self.shards.read(numbers[rows.numpy()]).to(device)
         for row, image in zip(rows.tolist(), _single(batch), strict=True):
-            noised = on_linear_path(self.latents(image, first + row), self.seed, first + row)
+            x0 = self.shards.latents(image, seed=self.seed, position=first + row)
+            noised = self.objective.corrupt(x0, seed=self.seed, position=first + row)
             inputs.append(noised.input)
             times.append(noised.t)
         with torch.autocast(device.type, enabled=False):  # the teacher's bridge was calibrated in full precision

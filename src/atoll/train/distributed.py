@@ -62,7 +62,10 @@ class DistContext:
             for block in transformer_blocks(network):
                 fully_shard(block, mesh=mesh, mp_policy=policy)
             return cast(nn.Module, fully_shard(network, mesh=mesh, mp_policy=policy))
-        return DistributedDataParallel(network) if self.size > 1 else network
+        if self.size == 1:
+            return network
+        # Buffers are constants here, so they need no broadcast; gradients that are views of the buckets save a copy.
+        return DistributedDataParallel(network, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     @contextmanager
     def sync_gradients(self, network: nn.Module, last: bool) -> Iterator[None]:
@@ -85,8 +88,9 @@ class DistContext:
         """Return whether the value is true on any process, so that all of them stop, or none."""
         if self.size == 1:
             return value
-        flag = torch.tensor([value], dtype=torch.int32, device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        # In the control group, which is on the CPU: a flag on an accelerator could be read only after all queued work.
+        flag = torch.tensor([value], dtype=torch.int32)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
         return bool(flag.item())
 
     def sum(self, rows: Tensor) -> Tensor:

@@ -46,15 +46,15 @@ def build_task(spec: TrainSpec) -> Task:
     elif isinstance(network, DiffusersExpert) and spec.settings.activation_checkpointing:
         network.model.enable_gradient_checkpointing()
     shards, held_out = (Shards.open(spec.run, list(spec.clusters), split) for split in ("train", "held-out"))
-    base = (spec.job, network, shards, held_out, spec.settings.seed)
-    dropout = spec.settings.cfg_dropout
+    objective = flow.Objective() if spec.objective is None else flow.Objective.of(spec.objective)
+    seed, dropout = spec.settings.seed, spec.settings.cfg_dropout
+    base = (spec.job, network, shards, held_out, seed, objective, spec.conditioning, dropout)
     if spec.kind == "router":
-        return RouterTask(*base, spec.conditioning, dropout)
+        return RouterTask(*base)
     if spec.kind == "student":
         micro = spec.settings.batch_size // spec.settings.grad_accum_steps
-        return StudentTask(*base, spec.conditioning, dropout, spec.run, spec.teacher_block, micro)
-    assert spec.objective is not None
-    return ExpertTask(*base, flow.Objective.of(spec.objective), spec.conditioning, dropout)
+        return StudentTask(*base, spec.run, spec.teacher_block, micro)
+    return ExpertTask(*base)
 
 
 def train_job(spec: TrainSpec, callback: TrainCallback | None = None) -> Manifest:

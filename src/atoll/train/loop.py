@@ -23,15 +23,15 @@ from types import FrameType
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.core.artifacts import Artifact
 from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError
-from atoll.data.dataset import Batch
 from atoll.train.checkpoints import Checkpoints, TrainState
 from atoll.train.distributed import DistContext, full_tensor
 from atoll.train.ema import EMA
+from atoll.train.inputs import ASYNCHRONOUS, copy_ahead
 from atoll.train.metrics_logger import MetricsLogger
 from atoll.train.previews import save_preview
 from atoll.train.tasks import Task
@@ -79,9 +79,12 @@ def train(
     # The batch size is among the inputs that a checkpoint must agree with, so the step count follows from the images.
     state.at_step(images // settings.batch_size)
     micro = settings.batch_size // settings.grad_accum_steps
-    stream = task.shards.stream(
-        micro, task.seed, images, rank=context.rank, world_size=context.size, workers=settings.workers
-    )
+    stream = task.stream(
+        micro, images, rank=context.rank, world_size=context.size, workers=settings.workers,
+        pin=context.device.type in ASYNCHRONOUS,
+    )  # fmt: skip
+    batches = copy_ahead(stream, context.device)
+    check = StepCheck(task, checkpoints)
     logger = MetricsLogger(
         checkpoints.run / task.name,
         task.name,
@@ -95,21 +98,22 @@ def train(
     with logger, stop_signals() as stop:
         while images < settings.total_images:
             lr = learning_rate(images, settings)
+            step: list[tuple[Tensor, Tensor]] = []
             # All micro-batches but the last accumulate gradients locally; the last one exchanges them.
             for part in range(settings.grad_accum_steps):
-                batch = next(stream).to(context.device)
-                position = images + part * micro + context.rank * (micro // context.size)
+                inputs = next(batches)
                 with context.sync_gradients(wrapped, last=part == settings.grad_accum_steps - 1):
                     with autocast:
-                        losses = task.losses(forward, batch, position)
-                    check_finite(losses.loss, batch, task, checkpoints=checkpoints)
+                        losses = task.losses(forward, inputs)
                     torch.autograd.backward(losses.loss.mean() / settings.grad_accum_steps)
                 logger.add(losses)
+                step.append((losses.loss.detach(), inputs.index))
             for group in state.optimizer.param_groups:
                 group["lr"] = lr
             norm = clip(task.network, settings.max_grad_norm)
-            if not math.isfinite(norm):
-                raise_not_finite("gradient", batch, task, checkpoints=checkpoints)
+            check.read()  # the step before this one; the device has this one to work on while the host waits
+            # A fused optimizer skips the update on the device if this is 1, as mixed-precision training does.
+            state.optimizer.found_inf = check.begin(step, norm)  # type: ignore[attr-defined]
             state.optimizer.step()
             state.optimizer.zero_grad(set_to_none=True)
             images += settings.batch_size
@@ -120,11 +124,12 @@ def train(
             # A signal may reach only some of the processes, and one step earlier or later.
             done, stopped = images >= settings.total_images, context.any_rank(bool(stop) or stop_requested)
             if done or stopped or due(images, settings.log_every, settings.batch_size):
-                logger.write(images // settings.batch_size, lr, norm)
+                logger.write(images // settings.batch_size, lr, check.read())
             if settings.sample_every and (done or due(images, settings.sample_every, settings.batch_size)):
                 with autocast:
                     save_preview(task, state.ema, logger, settings=settings)
             if done or stopped or due(images, settings.save_every, settings.batch_size):
+                check.read()
                 checkpoint = checkpoints.save(state, images, logger.seconds)
                 if callback is not None and context.is_main:
                     callback.on_checkpoint(checkpoint)
@@ -146,15 +151,16 @@ def make_optimizer(network: nn.Module, settings: Train) -> torch.optim.AdamW:
     )
 
 
-def clip(network: nn.Module, max_norm: float) -> float:
-    """Scale the gradients down to a total norm of at most `max_norm`; return the norm before."""
-    # Below the limit nothing is multiplied, which saves a pass over all gradients.
+def clip(network: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients down to a total norm of at most `max_norm`; return the norm before, on the device."""
     parameters = list(network.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    known = float(full_tensor(norm))
-    if known > max_norm:
+    full = full_tensor(norm)
+    # On a CPU, reading the norm costs nothing and saves a pass over all gradients. An accelerator would have to finish
+    # its work first; it multiplies by 1 instead.
+    if full.device.type != "cpu" or full > max_norm:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return known
+    return full
 
 
 def learning_rate(images: int, settings: Train) -> float:
@@ -170,23 +176,57 @@ def due(images: int, every: int, batch_size: int) -> bool:
     return images // every > (images - batch_size) // every
 
 
-def check_finite(loss: torch.Tensor, batch: Batch, task: Task, *, checkpoints: Checkpoints) -> None:
-    """Raise an error for a loss that is not finite, before it reaches the weights."""
-    if not bool(loss.isfinite().all()):
-        raise_not_finite("loss", batch, task, checkpoints=checkpoints, bad=~loss.isfinite())
+class StepCheck:
+    """Finds losses and gradients that are not finite, without waiting for the device.
 
+    The optimizer skips a bad step on the device (`begin`). The host reads losses and gradient norm only when the next
+    step is queued, before its update (`read`), so the weights stay those of the last good step. On a CPU there is
+    nothing to wait for, and `begin` reads at once.
+    """
 
-def raise_not_finite(
-    what: str, batch: Batch, task: Task, *, checkpoints: Checkpoints, bad: torch.Tensor | None = None
-) -> None:
-    """Raise an error that names the images and the newest checkpoint."""
-    rows = batch.index if bad is None else batch.index[bad]
-    ids = task.shards.ids(rows.tolist())
-    shown = ", ".join(ids[:16]) + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")
-    raise AtollError(
-        f"{task.name}: the {what} is not finite on images {shown}. This step was not applied; the newest checkpoint "
-        f"is {checkpoints.newest()}. Lower train.lr or train.max_grad_norm, or inspect these images"
-    )
+    def __init__(self, task: Task, checkpoints: Checkpoints) -> None:
+        self._task, self._checkpoints = task, checkpoints
+        self._index = torch.empty(0, dtype=torch.long)
+        self._values: Tensor | None = None
+        self._copied: torch.Event | None = None
+        self._norm = math.nan
+
+    def begin(self, step: list[tuple[Tensor, Tensor]], norm: Tensor) -> Tensor:
+        """Start the check of a step: losses (batch,) and image numbers (batch,) of its micro-batches, gradient norm.
+
+        Return 1.0 on the device if the step is bad, else 0.0.
+        """
+        values = torch.cat([*(loss.float() for loss, _ in step), norm.float().view(1)])  # (images + 1,)
+        self._index = torch.cat([index for _, index in step])
+        if values.device.type in ASYNCHRONOUS:
+            self._values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
+            self._copied = torch.Event(values.device)
+            self._copied.record()
+        else:
+            self._values = values.cpu()
+            self.read()
+        return (~values.isfinite()).any().float()
+
+    def read(self) -> float:
+        """Raise an error if the last step was bad, or return its gradient norm; wait if it is not finished."""
+        if self._values is None:
+            return self._norm
+        if self._copied is not None:
+            self._copied.synchronize()
+        values, self._values = self._values, None
+        bad = ~values.isfinite()
+        if bad.any():
+            losses = bad[:-1]
+            what, rows = ("loss", self._index[losses]) if losses.any() else ("gradient", self._index)
+            ids = self._task.shards.ids(rows.tolist())
+            shown = ", ".join(ids[:16]) + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")
+            raise AtollError(
+                f"{self._task.name}: the {what} is not finite on images {shown}. This step was not applied; the newest "
+                f"checkpoint is {self._checkpoints.newest()}. Lower train.lr or train.max_grad_norm, or inspect these "
+                "images"
+            )
+        self._norm = float(values[-1])
+        return self._norm
 
 
 @contextmanager

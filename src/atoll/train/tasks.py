@@ -7,16 +7,18 @@ error of an expert's bridge (`calibrate`), or the temperature of a router (`best
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll import flow
 from atoll.core.manifests import BridgeSpec, ExpertContent, NetworkContent, RouterContent
+from atoll.data.chunks import prefetch
 from atoll.data.dataset import Batch, Shards
 from atoll.experts.expert import Declaration, OpenExpert
 from atoll.experts.validation import (
@@ -31,6 +33,7 @@ from atoll.experts.validation import (
 )
 from atoll.flow import rng
 from atoll.nets import Condition, Router
+from atoll.train.inputs import TrainingInputs
 
 DROP_STREAM = 12
 """Random stream of condition dropout. Stream numbers are arbitrary; changing one changes every trained weight."""
@@ -65,10 +68,35 @@ class Task(ABC):
     shards: Shards
     held_out: Shards
     seed: int
+    objective: flow.Objective
+    """How inputs are noised. Routers and students are trained on the linear path, whatever the experts' objectives."""
+    conditioning: frozenset[str]
+    dropout: float
 
     @abstractmethod
-    def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
-        """Return the losses of a batch whose first image has this position in the training stream."""
+    def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
+        """Return the losses of a batch. Nothing in it may wait for the device."""
+
+    def inputs(self, batch: Batch, position: int) -> TrainingInputs:
+        """Draw latents, noise, times and dropout of a batch on the CPU; `position` is that of its first image."""
+        x0 = self.shards.latents(batch, seed=self.seed, position=position)
+        noised = self.objective.corrupt(x0, seed=self.seed, position=position)
+        condition = condition_of(batch, self.conditioning)
+        condition = drop_condition(condition, self.dropout, len(x0), seed=self.seed, position=position)
+        # The loss needs no eps, so it is not copied to the device.
+        return TrainingInputs(batch.index, position, noised._replace(eps=noised.eps[:0]), condition, batch.cluster)
+
+    def stream(
+        self, batch_size: int, start: int, *, rank: int, world_size: int, workers: int, pin: bool
+    ) -> Iterator[TrainingInputs]:
+        """Yield the inputs of this rank from position `start` on, made by `workers` threads ahead of the consumer."""
+
+        def make(positions: "np.ndarray[Any, Any]") -> TrainingInputs:
+            inputs = self.inputs(self.shards.read(self.shards.order(positions, self.seed)), int(positions[0]))
+            return inputs.pin() if pin else inputs
+
+        positions = self.shards.positions(batch_size, start, rank=rank, world_size=world_size)
+        return prefetch(positions, make, workers)
 
     def expert(self) -> OpenExpert | None:
         """Return the network as an expert, for previews; None for a router."""
@@ -85,10 +113,6 @@ class Task(ABC):
     def device(self) -> torch.device:
         """The device of the network."""
         return next(self.network.parameters()).device
-
-    def latents(self, batch: Batch, position: int) -> Tensor:
-        """Return x0 (batch, C, H, W): posterior samples of the autoencoder, drawn by position, normalized."""
-        return self.shards.latents(batch, seed=self.seed, position=position)
 
 
 def as_expert(task: Task, conditioning: frozenset[str], bridge: flow.Bridge) -> OpenExpert:
@@ -122,19 +146,12 @@ def drop_condition(condition: Condition, probability: float, count: int, *, seed
 class ExpertTask(Task):
     """Diffusion training on one cluster, or on all clusters for the monolith."""
 
-    objective: flow.Objective
-    conditioning: frozenset[str]
-    dropout: float
-
-    def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
+    def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
         """Return the loss of the objective for each image."""
-        x0 = self.latents(batch, position)
-        noised = self.objective.corrupt(x0, seed=self.seed, position=position)
-        condition = condition_of(batch, self.conditioning)
-        condition = drop_condition(condition, self.dropout, len(x0), seed=self.seed, position=position)
-        output = forward(noised.input, noised.timestep, condition)
+        noised = inputs.noised
+        output = forward(noised.input, noised.timestep, inputs.condition)
         # Channels beyond those of x0 would be a learned variance, which is not trained.
-        return Losses(self.objective.loss(output[:, : x0.shape[1]], noised), noised.t, {})
+        return Losses(self.objective.loss(output[:, : noised.target.shape[1]], noised), noised.t, {})
 
     def expert(self) -> OpenExpert:
         """Return the network with its bridge, calibrated on a few held-out images."""
@@ -179,18 +196,14 @@ class ExpertTask(Task):
 class RouterTask(Task):
     """Classification of the cluster of a noisy image, on the linear path at all times (DDM's router)."""
 
-    conditioning: frozenset[str]
-    dropout: float
+    # Conditions are dropped as for experts: under guidance the router also needs p(k | x) of the null condition.
 
-    def losses(self, forward: Forward, batch: Batch, position: int) -> Losses:
+    def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
         """Return the cross-entropy of the clusters for each image."""
-        # Conditions are dropped as for experts: under guidance the router also needs p(k | x) of the null condition.
-        noised = on_linear_path(self.latents(batch, position), self.seed, position)
-        condition = condition_of(batch, self.conditioning)
-        condition = drop_condition(condition, self.dropout, len(noised.t), seed=self.seed, position=position)
-        logits = forward(noised.input, noised.timestep, condition).float()
-        correct = (logits.argmax(1) == batch.cluster).float()
-        loss = functional.cross_entropy(logits, batch.cluster, reduction="none")
+        noised = inputs.noised
+        logits = forward(noised.input, noised.timestep, inputs.condition).float()
+        correct = (logits.argmax(1) == inputs.cluster).float()
+        loss = functional.cross_entropy(logits, inputs.cluster, reduction="none")
         return Losses(loss, noised.t, {"accuracy": correct})
 
     @torch.no_grad()
@@ -244,11 +257,6 @@ class RouterTask(Task):
         # A float64 represents float32 logits and times and cluster numbers exactly, so one sum gathers all three.
         rows = held_out.gather(mine, processes, shape=(router.config.experts + 2,))
         return rows[:, :-2].float(), rows[:, -2].long(), rows[:, -1].float()
-
-
-def on_linear_path(x0: Tensor, seed: int, position: int) -> flow.Noised:
-    """Noise a batch on the linear path, as flow matching does."""
-    return flow.Objective().corrupt(x0, seed=seed, position=position)
 
 
 def entropy(counts: list[int]) -> float:
