@@ -224,12 +224,19 @@ class RouterContent(NetworkContent):
     """A router."""
 
     cluster_sizes: tuple[int, ...]
+    """Number of training images of each cluster."""
     prior_entropy: float
+    """Entropy of the cluster sizes in nats: the best possible loss at t = 1 of an unconditioned router."""
     temperature: float
+    """Divisor of the logits, fitted to validation images; 1 without them."""
     held_out_accuracy: float | None = None
+    """Accuracy on validation images, over all times."""
     accuracy_by_time: ByTime | None = None
+    """Accuracy on validation images in ten bins of t."""
     chance_accuracy: float | None = None
+    """Accuracy of always choosing the largest cluster."""
     at_chance: bool | None = None
+    """Whether even almost clean images are hardly classified better than that."""
 
 
 class CheckpointContent(Content):
