@@ -41,7 +41,7 @@ def main(run: Path) -> None:
 
 
 def wrapped(prompt: str, most: int = 14) -> str:
-    """A prompt in short lines."""
+    """Return a prompt in short lines."""
     lines = [""]
     for word in prompt.split():
         lines[-1:] = [f"{lines[-1]} {word}".strip()] if len(lines[-1]) + len(word) < most else [lines[-1], word]

@@ -235,7 +235,7 @@ def test_the_command_writes_images_with_their_settings(run: Path, tmp_path: Path
         made = np.asarray(Image.open(out / f"{number:03d}.png"), float)
         assert np.abs(made - np.asarray(again.images[number], float)).max() <= 1
     assert read_settings(out / "grid.png")["prompt"] == [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
-    with Image.open(out / "trace.png") as trace:
+    with Image.open(out / "routing.png") as trace:
         colors = {color for _, color in trace.getcolors(100000) or []}
         assert len(colors) > 3
 

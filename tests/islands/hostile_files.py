@@ -104,7 +104,7 @@ def tar_that_climbs_out(offer: Offer) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         archive.addfile(tarfile.TarInfo("../../../../tmp/atoll-was-here"))
-    offer.files["average-x.tar"] = buffer.getvalue()
+    offer.files["ema-x.tar"] = buffer.getvalue()
 
 
 def name_that_climbs_out(offer: Offer) -> None:
@@ -116,7 +116,7 @@ def absolute_name(offer: Offer) -> None:
 
 
 def backslash_name(offer: Offer) -> None:
-    offer.files["..\\average-x.safetensors"] = save({})
+    offer.files["..\\ema-x.safetensors"] = save({})
 
 
 def hidden_name(offer: Offer) -> None:
@@ -216,7 +216,7 @@ def not_a_number(offer: Offer) -> None:
 
 
 def infinite_ema(offer: Offer) -> None:
-    offer.files["average-short.safetensors"] = save({name: t / 0 for name, t in list(offer.tensors().items())[:1]})
+    offer.files["ema-short.safetensors"] = save({name: t / 0 for name, t in list(offer.tensors().items())[:1]})
 
 
 def random_weights(offer: Offer) -> None:
@@ -228,7 +228,7 @@ FILES: dict[Callable[[Offer], None], str] = {
     renamed_pickle: "not a safetensors file",
     torch_file_renamed: "not a safetensors file",
     zip_bomb: "not a safetensors file",
-    tar_that_climbs_out: "average-x.tar is not a file of an expert",
+    tar_that_climbs_out: "ema-x.tar is not a file of an expert",
     name_that_climbs_out: "only letters, digits",
     absolute_name: "only letters, digits",
     backslash_name: "only letters, digits",

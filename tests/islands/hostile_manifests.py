@@ -33,15 +33,15 @@ def huge_manifest(offer: Offer) -> None:
 
 
 def repeated_key(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"format": 2', b'"format": 2,\n "format": 2', 1)
+    offer.raw = lambda data: data.replace(b'"format": 3', b'"format": 3,\n "format": 3', 1)
 
 
 def nan_constant(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"format": 2', b'"format": NaN', 1)
+    offer.raw = lambda data: data.replace(b'"format": 3', b'"format": NaN', 1)
 
 
 def infinite_number(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"format": 2', b'"format": 1e999', 1)
+    offer.raw = lambda data: data.replace(b'"format": 3', b'"format": 1e999', 1)
 
 
 def not_json(offer: Offer) -> None:
@@ -49,7 +49,7 @@ def not_json(offer: Offer) -> None:
 
 
 def other_format(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"format": 2', b'"format": 3', 1)
+    offer.raw = lambda data: data.replace(b'"format": 3', b'"format": 4', 1)
 
 
 def other_spelling(offer: Offer) -> None:
@@ -74,7 +74,7 @@ def size_beyond_the_network(offer: Offer) -> None:
 
 
 def missing_object(offer: Offer) -> None:
-    offer.listing["average-short.safetensors"] = FileEntry(100, "0" * 64)
+    offer.listing["ema-short.safetensors"] = FileEntry(100, "0" * 64)
 
 
 def network_of_a_million_layers(offer: Offer) -> None:
@@ -207,7 +207,7 @@ CLAIMS: dict[Callable[[Offer], None], str] = {
     no_claim: "it claims a held-out loss of None",
     deep_json: "nested deeper than 32 levels",
     deep_manifest: "nested deeper than 32 levels",
-    huge_manifest: "bytes; at most",
+    huge_manifest: "bytes; the limit is",
     repeated_key: "'format' appears twice",
     nan_constant: "NaN is not a number",
     infinite_number: "1e999 is not a finite number",

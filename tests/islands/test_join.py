@@ -278,7 +278,7 @@ def test_admission_by_the_owner_with_signatures(
     signatures = json.loads((tmp_path / "m/experts/001/final.signatures.json").read_text())
     assert (signatures["publish"]["key"], signatures["admit"]["key"]) == (ann.public, owner.public)
     (tmp_path / "m/experts/001/final.signatures.json").write_text(json.dumps({"publish": signatures["publish"]}))
-    with pytest.raises(AtollError, match="is not signed, and the policy says who may have admitted it"):
+    with pytest.raises(AtollError, match="is not signed, but the policy lists who may have admitted it"):
         atoll.load(tmp_path / "m", "expert:1")
 
 

@@ -11,10 +11,12 @@ from atoll import cli
 from atoll.core import config
 from atoll.core.config_sections import Island
 from atoll.core.errors import AtollError
+from atoll.core.presets import PRESETS
+from atoll.core.untrusted import Refused
 from atoll.islands.remote_run import open_config, pull, push
 from atoll.islands.shared_settings import SHARED, read_shared, shared_part
 from atoll.islands.store import Store
-from atoll.islands.worker import open_worker
+from atoll.islands.worker import check_overrides, open_worker
 from train.conftest import Copy, merge
 
 MACHINE = {
@@ -89,15 +91,15 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"latents": {"autoencoder": "a/b/c"}}, "expected a name, not a path"),
     ({"text": {"encoder": "~/secret"}}, "text.encoder is '~/secret'; expected a name, not a path"),
     ({"features": {"model": ["x"]}}, "features.model is .*expected a name, not a path"),
-    ({"clusters": {"count": 10**9}}, "clusters.count is 1000000000; at most 4,096"),
-    ({"train": {"total_images": 10**18}}, "train.total_images is .*at most"),
-    ({"train": {"batch_size": 10**9}}, "train.batch_size is .*at most 1,048,576"),
-    ({"train": {"ema": {f"e{n}": 1.0 for n in range(9)}}}, "train.ema has .* entries; at most 8"),
+    ({"clusters": {"count": 10**9}}, "clusters.count is 1000000000; the limit for a shared run is 4,096"),
+    ({"train": {"total_images": 10**18}}, "train.total_images is .*the limit for"),
+    ({"train": {"batch_size": 10**9}}, "train.batch_size is .*the limit for a shared run is 1,048,576"),
+    ({"train": {"ema": {f"e{n}": 1.0 for n in range(9)}}}, "train.ema has .* entries; the limit for a shared run is 8"),
     ({"networks": {"default": {"depth": 10**6}}}, "depth is 1000000; the limit is 512"),
     ({"networks": {"default": {"width": 2**20}}}, "width is 1048576; the limit is 65536"),
     ({"router": {"network": {"depth": 10**6}}}, "depth is 1000000; the limit is 512"),
-    ({"text": {"max_tokens": 10**9}}, "text.max_tokens is 1000000000; at most"),
-    ({"preset": "x" * 70_000}, "has 7.*bytes; at most 65,536 are read"),
+    ({"text": {"max_tokens": 10**9}}, "text.max_tokens is 1000000000; the limit"),
+    ({"preset": "x" * 70_000}, "has 7.*bytes; the limit is 65,536"),
     ({"setup": "rm"}, "sets 'setup', which belongs to a machine"),
     ({"train": {"unknown": 1}}, "sets train.unknown, which belongs to a machine"),
 ]
@@ -160,6 +162,26 @@ def test_shared_settings_survive_a_round_trip(new_run: Copy) -> None:
     own = config.load(new_run())
     read = read_shared(shared_part(own), "the store")
     assert shared_part(read) == shared_part(own)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_settings_of_every_preset_can_be_shared(preset: str) -> None:
+    settings = config.resolve(PRESETS[preset])
+    assert shared_part(read_shared(shared_part(settings), "store")) == shared_part(settings)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("train.samples", "train.total_images"), ("data.held_out", "data.val_fraction")]
+)
+def test_a_renamed_setting_of_a_store_is_refused_with_its_new_name(old: str, new: str) -> None:
+    section, key = old.split(".")
+    with pytest.raises(Refused, match=f"{old} is now {new}"):
+        read_shared(yaml.safe_dump({section: {key: 1}}).encode(), "store")
+
+
+def test_a_renamed_setting_of_a_contributor_is_an_error_with_its_new_name() -> None:
+    with pytest.raises(AtollError, match=r"--train.samples is now --train.total_images"):
+        check_overrides({"train.samples": "5"})
 
 
 def test_a_pulled_run_runs_no_shell_commands_of_its_owner(

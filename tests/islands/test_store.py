@@ -55,7 +55,7 @@ def test_keys_are_created_once(store: Store) -> None:
 
 def test_an_object_that_is_too_large_is_not_read(store: Store) -> None:
     store.write("a", bytes(1001))
-    with pytest.raises(AtollError, match="1,001 bytes; at most 1,000"):
+    with pytest.raises(AtollError, match="1,001 bytes; the limit is 1,000"):
         store.read("a", 1000)
 
 

@@ -134,7 +134,7 @@ def test_a_stopped_demo_saves_checkpoints(run: Path) -> None:
         time.sleep(0.1)
     process.terminate()
     assert "run the same command again to resume" in process.communicate(timeout=60)[1]
-    assert "stopped at" in (logs_of(run) / "experts/000.log").read_text()
+    assert "interrupted and saved at" in (logs_of(run) / "experts/000.log").read_text()
     assert list((run / "experts/000/checkpoints").iterdir())
     assert missing(run) == ["experts/000"]
 

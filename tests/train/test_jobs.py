@@ -69,7 +69,7 @@ def test_a_result_has_its_declaration(trained_experts: Path) -> None:
     network = load_network(trained_experts / "experts/001/final")
     assert found["compute"]["parameters"] == sum(p.numel() for p in network.parameters())
     files = {path.name for path in (trained_experts / "experts/001/final").iterdir()}
-    others = {"average-short.safetensors", "average-long.safetensors", "cluster.safetensors"}
+    others = {"ema-short.safetensors", "ema-long.safetensors", "cluster.safetensors"}
     assert files == {"config.json", "diffusion_pytorch_model.safetensors", "manifest.json"} | others
 
 

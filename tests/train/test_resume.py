@@ -68,7 +68,7 @@ def test_a_resumed_job_has_the_same_optimizer_state(new_run: Copy) -> None:
             process.join()
     ends = [run / f"experts/000/checkpoints/{128:012d}" for run in (straight, broken)]
     assert_same_weights(*ends)
-    assert {key.split(":")[1].split(".")[0] for key in weights(ends[0])} == {"network", "optimizer", "average"}
+    assert {key.split(":")[1].split(".")[0] for key in weights(ends[0])} == {"network", "optimizer", "ema"}
 
 
 def sweep(new_run: Copy, kills: int) -> None:

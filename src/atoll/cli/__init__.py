@@ -33,7 +33,7 @@ GROUPS: dict[str, dict[str, type[Verb]]] = {
     "models": {"convert": convert.Convert, "export": ensemble.Export},
 }
 VERBS: dict[str, type[Verb]] = {name: verb for group in GROUPS.values() for name, verb in group.items()}
-# No --no-OPTION twins: half as many lines of help.
+# Flags without a --no-OPTION twin: one line of help for each.
 TYRO_CONFIG = (tyro.conf.FlagCreatePairsOff,)
 
 

@@ -62,7 +62,7 @@ class Sample:
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: RUN/samples)")] = None
     """Folder for the images; existing files are overwritten."""
     save_routing: bool = False
-    """Also save a plot of the routing weights over time for each image."""
+    """Also save routing.png, a plot of the routing weights over time."""
     plan: bool = False
     """Print the estimated memory use and exit."""
     json: bool = False
@@ -101,8 +101,8 @@ class Sample:
             about = {"missing": sampler.missing, "quantization_error": quantized}
             print(json.dumps({**files, **samples.to_dict(), **about}, ensure_ascii=False))
         else:
-            trace = f"; routing: {files['trace']}" if self.save_routing else ""
-            print(f"{len(samples.images)} images: {files['grid']}{trace}")
+            routing = f"; routing: {files['routing']}" if self.save_routing else ""
+            print(f"{len(samples.images)} images: {files['grid']}{routing}")
 
 
 @dataclass

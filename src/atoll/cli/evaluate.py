@@ -135,6 +135,7 @@ class Report:
         from atoll.report import Options, report
 
         options = Options(self.prompts, self.routings or None, self.steps, self.guidance_scale, self.seed)
+        # As above: standard output is only for the path of the page.
         with redirect_stdout(sys.stderr):
             page = report(self.folder, config, options, out=self.out)
         print(json.dumps({"report": str(page)}) if self.json else f"report: {page}")

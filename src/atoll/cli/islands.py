@@ -37,7 +37,7 @@ class Launch:
     ] = None
     """Maximum number of jobs that run at the same time."""
     retries: int = 3
-    """Give up after this many consecutive failures without progress."""
+    """Retry a job at most this many times in a row without progress."""
     wait: bool = False
     """Slurm and Ray: wait until all jobs have ended. Local jobs are always waited for."""
     print: bool = False

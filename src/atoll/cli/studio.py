@@ -46,6 +46,7 @@ class Serve:
 
     def run(self) -> None:
         """Serve until Ctrl-C or SIGTERM."""
+        # The web framework is an optional extra.
         try:
             from atoll.studio.serve import Options, serve
         except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ TAIL_BYTES = 1 << 16
 
 
 class MetricsLine(BaseModel):
-    """The fields that every line has. Other fields, such as the loss by timestep, are ignored here."""
+    """The fields that every line has. Other fields, such as the loss by time, are ignored here."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

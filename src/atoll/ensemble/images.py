@@ -17,7 +17,7 @@ _ROW, _WIDTH, _MARGIN, _LEGEND = 56, 640, 8, 22
 
 
 def save(samples: Samples, folder: Path) -> dict[str, list[str] | str]:
-    """Write 000.png, 001.png, …, grid.png and, if the routing was recorded, trace.png; return the paths by kind."""
+    """Write 000.png, 001.png, …, grid.png and, if the routing was recorded, routing.png; return the paths by kind."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for number, image in enumerate(samples.images):
@@ -30,8 +30,8 @@ def save(samples: Samples, folder: Path) -> dict[str, list[str] | str]:
     sheet(samples.images, columns).save(grid, pnginfo=_described(settings))
     written: dict[str, list[str] | str] = {"images": files, "grid": str(grid)}
     if samples.trace is not None:
-        draw_trace(samples.trace, samples.images).save(folder / "trace.png")
-        written["trace"] = str(folder / "trace.png")
+        draw_trace(samples.trace, samples.images).save(folder / "routing.png")
+        written["routing"] = str(folder / "routing.png")
     return written
 
 

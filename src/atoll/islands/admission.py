@@ -169,7 +169,7 @@ def _check_listing(contribution: Contribution) -> None:
         if name not in files:
             raise Refused(f"{name} is missing")
     for name in files:
-        is_ema = name.startswith("average-") and name.endswith(".safetensors") and "/" not in name
+        is_ema = name.startswith("ema-") and name.endswith(".safetensors") and "/" not in name
         if name not in (CONFIG_FILE, WEIGHTS_FILE, DENSITY_FILE) and not is_ema:
             raise Refused(f"{name} is not a file of an expert; expected {CONFIG_FILE}, {WEIGHTS_FILE} and EMA weights")
     size = sum(entry.size for entry in files.values())

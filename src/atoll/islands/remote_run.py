@@ -137,8 +137,8 @@ def admit(store: Store, run: Path, signer: Signer) -> dict[str, str]:
         # The reviewer holds the lease during the review, so that two admitters do not check the same contribution.
         # State `held` is for a contribution whose earlier reviewer stopped; `epoch` excludes a record that came since.
         states: tuple[State, ...] = ("proposed", "held")
-        local = f"admission {signer.public[:8]}"
-        lease = Lease.acquire(store, job, holder=local, state=states, epoch=lease_status.record.epoch)
+        holder = f"admission {signer.public[:8]}"
+        lease = Lease.acquire(store, job, holder=holder, state=states, epoch=lease_status.record.epoch)
         if lease is not None:
             with lease, suppress(LeaseLost):
                 verdicts[job] = _review_or_return(store, run, expert, lease=lease, policy=policy, signer=signer)

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from atoll.core import config as configuration
+from atoll.core import renamed
 from atoll.core.config import Config
 from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError
@@ -91,7 +92,7 @@ def not_shared(config: Config) -> list[str]:
 def read_shared(data: bytes, source: str) -> Config:
     """Parse and check the settings of a run that somebody else wrote."""
     if len(data) > MAX_BYTES:
-        raise Refused(f"{source} has {len(data):,} bytes; at most {MAX_BYTES:,} are read")
+        raise Refused(f"{source} has {len(data):,} bytes; the limit is {MAX_BYTES:,}")
     try:
         values = yaml.load(data.decode("utf-8"), _Loader)
     except (yaml.YAMLError, ValueError) as error:
@@ -119,6 +120,8 @@ def _check_section(section: object, content: Any, source: str) -> None:
     allowed = SHARED[section]
     for key, value in content.items() if isinstance(content, dict) else ():
         where = f"{section}.{str(key)[:40]}"
+        if where in renamed.KEYS:
+            raise Refused(f"{source}: {where} is now {renamed.KEYS[where]}")
         if allowed is not None and key not in allowed:
             raise Refused(f"{source} sets {where}, which belongs to a machine and not to a shared run")
         if (section, key) in NAMES and not (isinstance(value, str) and _NAME.fullmatch(value)):
@@ -134,16 +137,16 @@ def _check_section(section: object, content: Any, source: str) -> None:
 def _check_number(value: Any, key: str, where: str) -> None:
     limit = _LIMITS.get(key, _MAX_NUMBER)
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > limit:
-        raise Refused(f"{where} is {value}; at most {limit:,} is accepted from a shared run")
+        raise Refused(f"{where} is {value}; the limit for a shared run is {limit:,}")
     if isinstance(value, str) and len(value) > MAX_TEXT:
-        raise Refused(f"{where} is a string of {len(value):,} characters; at most {MAX_TEXT:,} are accepted")
+        raise Refused(f"{where} is a string of {len(value):,} characters; the limit is {MAX_TEXT:,}")
 
 
 def _check_ema(value: Any, where: str) -> None:
     if isinstance(value, dict) and len(value) > _MAX_EMAS:
-        raise Refused(f"{where} has {len(value)} entries; at most {_MAX_EMAS} are accepted from a shared run")
+        raise Refused(f"{where} has {len(value)} entries; the limit for a shared run is {_MAX_EMAS}")
     for half_life in value.values() if isinstance(value, dict) else ():
-        _check_number(half_life, "images", where)
+        _check_number(half_life, "total_images", where)
 
 
 def _included() -> dict[str, bool | set[str]]:

@@ -103,7 +103,7 @@ class Store:
             except (exceptions.NotFoundError, FileNotFoundError):
                 return None
             if response.meta["size"] > limit:
-                raise Refused(f"{self.url}/{key} has {response.meta['size']:,} bytes; at most {limit:,} are expected")
+                raise Refused(f"{self.url}/{key} has {response.meta['size']:,} bytes; the limit is {limit:,}")
             return bytes(response.bytes())
 
         return self._retry(get)

@@ -94,9 +94,8 @@ def inspect_run(launcher: Launcher, run: Path, config: Config, *, request: Launc
         and not lease_status.expired
         and not is_dead(lease_status)
     }
-    if (
-        launcher.foreground
-    ):  # what another process of this machine has before it is nothing that this one could wait for
+    # A foreground launcher cannot wait for steps of another process, so they count as running elsewhere.
+    if launcher.foreground:
         active_here, active_elsewhere = {}, {**active_elsewhere, **active_here}
     return Launch(launcher, groups, active_here, active_elsewhere)
 

@@ -102,11 +102,11 @@ class Local:
     def environment(self, group: Group, slot: int) -> dict[str, str]:
         """Return the environment variables of a step: its submission, threads and GPUs."""
         threads = max(1, self.cores // self.settings.processes(group))
-        stop_sent = {SUBMISSION_VARIABLE: self.submission, "OMP_NUM_THREADS": str(threads)}
+        variables = {SUBMISSION_VARIABLE: self.submission, "OMP_NUM_THREADS": str(threads)}
         if self.settings.island.gpus:
             first, count = slot * self.settings.island.gpus, self.settings.gpus(group)
-            stop_sent["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[first : first + count])
-        return stop_sent
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[first : first + count])
+        return variables
 
     def submit(self, groups: Sequence[Group], active: Mapping[str, Sequence[str]]) -> None:
         """Queue the steps; `wait` runs them."""

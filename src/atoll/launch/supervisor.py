@@ -3,8 +3,8 @@
     python -m atoll.launch.supervisor --run RUN --step experts/003 -- COMMAND …
 
 Exit codes: 0 done, 75 repeat, anything else failed permanently. A launcher must also repeat an attempt that was killed.
-The number of attempts is limited here, in one way for all launchers: after `--retries` consecutive failures without
-progress, the step fails. Invalid input (exit code 2 of `atoll`) is not repeated.
+The number of attempts is limited here, in one way for all launchers: a step is retried at most `--retries` times
+in a row without progress. Invalid input (exit code 2 of `atoll`) is not repeated.
 
 The lease ensures that no two machines work on one step. The attempts of one submission ($ATOLL_SUBMISSION) follow each
 other without waiting for the lease to expire, because the scheduler starts the next one only after the previous one.
@@ -88,7 +88,7 @@ class Attempt:
 
     @property
     def _failure_file(self) -> Path:
-        return self.run / layout.LAUNCH_TALLIES / f"{self.step}.json"
+        return self.run / layout.LAUNCH_FAILURES / f"{self.step}.json"
 
     def _log(self, message: str) -> None:
         line = f"[{time.strftime('%Y-%m-%d %H:%M:%S')} {holder(self.submission)}] {message}"
@@ -162,7 +162,7 @@ class Attempt:
 
     def _write_failures(self, failures: int, saved: int) -> None:
         content = to_json({"submission": self.submission, "failures": failures, "saved": saved})
-        Artifact(self.run, layout.LAUNCH_TALLIES).write(f"{self.step}.json", content)
+        Artifact(self.run, layout.LAUNCH_FAILURES).write(f"{self.step}.json", content)
 
     def _supervise(self, lease: Lease, stop: threading.Event) -> int:
         """Run the command until it ends; forward a stop signal, and kill it if the lease is lost."""

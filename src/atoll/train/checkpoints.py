@@ -57,7 +57,7 @@ class TrainState:
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"optimizer.{key}.{name}"] = self._moments(parameter)[key]
         for ema, weights in self.ema.weights.items():
-            tensors |= {f"average.{ema}.{name}": weight for name, weight in weights.items()}
+            tensors |= {f"ema.{ema}.{name}": weight for name, weight in weights.items()}
         return tensors
 
     def at_step(self, step: int) -> None:

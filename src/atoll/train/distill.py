@@ -124,8 +124,8 @@ class StudentTask(Task):
         # Rows are not consecutive, so latents and noise are drawn one by one, each by its position.
         inputs, times = [], []
         batch = self.shards.read(numbers[rows.numpy()]).to(device)
-        for row, sample in zip(rows.tolist(), _single(batch), strict=True):
-            noised = on_linear_path(self.latents(sample, first + row), self.seed, first + row)
+        for row, image in zip(rows.tolist(), _single(batch), strict=True):
+            noised = on_linear_path(self.latents(image, first + row), self.seed, first + row)
             inputs.append(noised.input)
             times.append(noised.t)
         with torch.autocast(device.type, enabled=False):  # the teacher's bridge was calibrated in full precision

@@ -109,7 +109,7 @@ def _commit(
         spec.result.begin(kind, goal)
         save_network(network, spec.result.folder)
         for other in others:
-            spec.result.write_tensors(f"average-{other}.safetensors", other_emas[other])
+            spec.result.write_tensors(f"ema-{other}.safetensors", other_emas[other])
         if spec.kind == "expert":
             spec.result.write_tensors(density.DENSITY_FILE, density.fit_density(task.shards).tensors())
         made = spec.result.commit(content)

@@ -133,7 +133,7 @@ def truncate_metrics(file: Path, images: int) -> None:
         try:
             if json.loads(line)["images"] <= images:
                 kept.append(line)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, KeyError):  # incomplete, or of a version with other names
             break
     file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 

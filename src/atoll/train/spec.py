@@ -36,16 +36,9 @@ from atoll.nets import build
 from atoll.train.cost import image_cost
 from atoll.train.data_shapes import DataShapes
 
-_NO_EFFECT = {"total_images", "save_every", "keep_last", "log_every", "sample_every", "sample_count"}
-_NO_EFFECT |= {"sample_guidance_scale"}
-_NO_EFFECT |= {
-    "workers",
-    "trackers",
-    "parallel",
-    "compile",
-    "activation_checkpointing",
-    "grad_accum_steps",
-    "init_from",
+_NO_EFFECT = {
+    *("total_images", "save_every", "keep_last", "log_every", "sample_every", "sample_count", "sample_guidance_scale"),
+    *("workers", "trackers", "parallel", "compile", "activation_checkpointing", "grad_accum_steps", "init_from"),
 }
 """Training settings that do not change the result beyond rounding, so that a job can resume with other values.
 `init_from` is recorded separately, as the path for this job."""

@@ -1,6 +1,6 @@
 // Images generated in this browser, in localStorage; only in memory if the browser blocks storage.
 
-const KEY = "atoll.gallery";
+const KEY = "atoll.gallery.2"; // entries of the first form had other names of settings
 const MAX_IMAGES = 80; // of all runs together; older images are dropped
 const MAX_CHARACTERS = 2_000_000; // of all images together; browsers allow about five million for a site
 const MAX_FULL_SIZE = 60_000; // characters of an image that is stored unchanged; larger ones are scaled down
