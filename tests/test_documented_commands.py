@@ -65,6 +65,7 @@ SMALL_OPTIONS = {
         "--extractors": ["efficientnet-lite0"],
         "--allow-small": [],
     },
+    "train": {"--monolith.batch_size": ["16"]},
 }
 """Options that a journey sets to small values, by verb."""
 
