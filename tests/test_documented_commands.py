@@ -210,6 +210,8 @@ EXAMPLES = {
     ),
 }
 """How-to pages with a Python example: what is replaced to make it small, and what is true afterwards."""
+SLOW_EXAMPLES = ("export-to-diffusers",)
+"""Examples that take more than a few seconds, here for the export and the pipelines of diffusers."""
 
 
 def test_every_python_example_is_executed() -> None:
@@ -217,7 +219,9 @@ def test_every_python_example_is_executed() -> None:
     assert pages == {"README", *EXAMPLES}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_EXAMPLES else name for name in EXAMPLES]
+)
 def test_the_python_example_of_a_guide_runs(
     name: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
