@@ -70,11 +70,12 @@ def type_name(annotation: Any) -> str:
 
 
 def attribute_docs(owner: type) -> dict[str, str]:
-    """Return the docstrings below the attributes of a class."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
+    """Return the docstrings below the attributes of a class and of its base classes."""
+    bases = [base for base in reversed(owner.__mro__) if base.__module__.startswith("atoll.")]
     return {
         ast.unparse(field.target): doc.value.value
-        for field, doc in pairwise(body)
+        for base in bases
+        for field, doc in pairwise(ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body)  # type: ignore[attr-defined]
         if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
     }
 
@@ -117,9 +118,11 @@ def option_parser(verb: type) -> ArgumentParser:
     """Return the parser of a verb's options."""
     import tyro
 
+    from atoll.cli import TYRO_CONFIG
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # tyro has no other way to list its options
-        return tyro.extras.get_parser(verb, config=(tyro.conf.FlagCreatePairsOff,))
+        return tyro.extras.get_parser(verb, config=TYRO_CONFIG)
 
 
 def cli_page() -> str:
@@ -151,7 +154,8 @@ def option_row(action: Action) -> tuple[str, str, str, str]:
     name = action.option_strings[0] if action.option_strings else str(action.metavar)
     value = re.sub(r"\{None\}\||\bNone,|,None\b", "", str(action.metavar)) if action.option_strings else ""
     if action.nargs == 0:
-        value, default = "flag", "off" if default == "False" else "on"
+        # Every flag is off unless it is given. A flag --no-NAME turns off what is on by default; its hint names that.
+        value, default = "flag", f"off: {default}" if name.startswith("--no-") else "off"
     return code(name), code(value) if value != "flag" else value, default.replace("None", "none"), about
 
 

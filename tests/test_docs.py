@@ -1,11 +1,14 @@
 """The documentation: short sentences, whole tables, links that lead somewhere, and a reference that misses nothing."""
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -67,7 +70,7 @@ def test_the_splitter_counts_what_a_reader_would() -> None:
     assert [len(words(sentence)) for sentence in sentences(text) if words(sentence)] == [5, 4, 1, 1]
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_sentences_are_short(page: Path) -> None:
     found = [sentence for sentence in sentences(page.read_text(encoding="utf-8")) if len(words(sentence)) > MAX_WORDS]
     assert [sentence for sentence in found if not any(map(sentence.startswith, LONG_SENTENCES))] == []
@@ -91,6 +94,29 @@ def test_relative_links_lead_to_a_file(page: Path) -> None:
         assert target.exists() or target in generated, f"{name_of(page)}: {found.group(0)}"
 
 
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return the fragments of the headings of a page; a generated page is written first."""
+    name = page.relative_to(ROOT / "docs").as_posix() if page.is_relative_to(ROOT / "docs") else ""
+    text = reference.PAGES[name]() if name in reference.PAGES else page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.*)$", docs_hook.fill_tables(text), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_fragments_of_links_lead_to_a_heading(page: Path) -> None:
+    text = without_code(page.read_text(encoding="utf-8"))
+    for found in re.finditer(r"\]\(([^)\s#:]*)#([^)\s]+)\)", text):
+        target = (page.parent / found[1]).resolve() if found[1] else page
+        assert found[2] in anchors(target), f"{name_of(page)}: {found[0]}"
+
+
+def test_there_are_fragments_to_check() -> None:
+    assert "what-the-demo-measures" in anchors(ROOT / "docs/tutorials/first-run.md")
+    assert "policyjson" in anchors(ROOT / "docs/reference/formats.md")
+    assert "#what-the-demo-measures" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_paths_of_the_repository_exist(page: Path) -> None:
     named = re.findall(r"`((?:src|tests|scripts|examples|benchmarks|docs)/[\w/.-]+)`", page.read_text(encoding="utf-8"))
@@ -104,19 +130,34 @@ def test_contributing_names_what_is_in_the_files() -> None:
     assert len(steps) > 15
     for step in steps:
         named = re.findall(r"`((?:src|tests|examples)/[\w/.]+)`", step)
+        assert named, step
         paths = [ROOT / path.replace("NAME", "base") for path in named]
         files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
-        code = "\n".join(file.read_text(encoding="utf-8") for file in files) or text
+        code = "\n".join(file.read_text(encoding="utf-8") for file in files)
         names = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", step.replace("`base.py`", ""))
-        assert [part for name in names for part in name.split(".") if part not in code] == [], step
+        assert [part for name in names for part in name.split(".") if not re.search(rf"\b{part}\b", code)] == [], step
 
 
 def test_the_reference_has_every_verb_and_option(cli_page: str) -> None:
     parts = {part.split("\n")[0]: part for part in cli_page.split("\n## ")}
     for name, verb in VERBS.items():
-        options = {option for action in reference.option_parser(verb)._actions for option in action.option_strings}
-        missing = {option for option in options if f"`{option}`" not in parts[f"atoll {name}"]}
-        assert missing == {"-h", "--help"}
+        fields = [field for field in dataclasses.fields(verb) if field.name != "overrides"]  # type: ignore[arg-type]
+        rows = re.findall(r"^\| `([^`]+)` \|", parts[f"atoll {name}"], re.MULTILINE)
+        assert rows == [argument_of(field) for field in fields]
+
+
+def argument_of(field: dataclasses.Field[Any]) -> str:
+    """Return how the command line shows a field of a verb: its placeholder, `--name`, or `--no-name` if it is true."""
+    settings = [part for part in get_args(field.type)[1:] if hasattr(part, "metavar")]
+    if "Positional" in repr(field.type):
+        return str(settings[0].metavar)
+    name = next((part.name for part in settings if part.name), field.name)
+    return f"--{'no-' if field.default is True else ''}{name.replace('_', '-')}"
+
+
+def test_a_flag_is_off_by_default(cli_page: str) -> None:
+    assert "| `--keep-labels` | flag | off |" in cli_page
+    assert "| `--no-fold` | flag | off: fold into AdaLN-Single by least squares |" in cli_page
 
 
 def test_the_reference_has_every_configuration_key(configuration_page: str) -> None:
@@ -126,12 +167,16 @@ def test_the_reference_has_every_configuration_key(configuration_page: str) -> N
         assert [name for name in names if f"| `{name}` |" not in configuration_page] == []
 
 
-def test_generated_tables_have_no_empty_cell_and_no_unknown_marker(cli_page: str, configuration_page: str) -> None:
-    tables = [write() for name, write in reference.TABLES.items() if name != "layout"]
-    for page in (cli_page, configuration_page, *tables):
+def test_generated_tables_have_a_meaning_in_each_row_and_no_unknown_marker(
+    cli_page: str, configuration_page: str
+) -> None:
+    tables = {name: write() for name, write in reference.TABLES.items() if name != "layout"}
+    for page in (cli_page, configuration_page, *tables.values()):
         rows = [line for line in page.splitlines() if line.startswith("|")]
         assert rows
-        assert not [row for row in rows if re.search(r"(?<!\\)\|\s*(?<!\\)\|", row)]
+        assert [row for row in rows if row.endswith("– |")] == []
+    for name in ("metrics", "lease", "policy"):
+        assert tables[name].splitlines()[0].endswith("| meaning |")
     markers = [m for page in GUIDES for m in re.findall(r"<!-- generated: (\w+) -->", page.read_text(encoding="utf-8"))]
     assert set(markers) == set(reference.TABLES)
 

@@ -33,6 +33,8 @@ GROUPS: dict[str, dict[str, type[Verb]]] = {
     "models": {"convert": convert.Convert, "export": ensemble.Export},
 }
 VERBS: dict[str, type[Verb]] = {name: verb for group in GROUPS.values() for name, verb in group.items()}
+# Flags without a --no-OPTION twin: one line of help for each.
+TYRO_CONFIG = (tyro.conf.FlagCreatePairsOff,)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,22 +62,26 @@ def _main(arguments: list[str]) -> int:
         return 0
     try:
         name, *rest = arguments
-        if name not in VERBS:
-            raise AtollError(f"{unknown('verb', name, VERBS)}\nsee: atoll --help")
-        # Overrides are removed first: tyro would reject options that are not fields of the verb.
-        rest, overrides = split_overrides(rest)
-        renamed.check_arguments(name, rest)
-        # Flags without a --no-OPTION twin: one line of help for each.
-        verb = tyro.cli(VERBS[name], args=rest, prog=f"atoll {name}", config=(tyro.conf.FlagCreatePairsOff,))
-        if isinstance(verb, Configured):
-            verb.overrides = overrides
-        elif overrides:
-            raise AtollError(f"atoll {name} accepts no settings of a run: --{', --'.join(overrides)}")
-        verb.run()
+        parse(name, rest).run()
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def parse(name: str, arguments: list[str]) -> Verb:
+    """Return the verb with its options and settings. Raise `AtollError`, or exit as tyro does, if they are invalid."""
+    if name not in VERBS:
+        raise AtollError(f"{unknown('verb', name, VERBS)}\nsee: atoll --help")
+    # Overrides are removed first: tyro would reject options that are not fields of the verb.
+    rest, overrides = split_overrides(arguments)
+    renamed.check_arguments(name, rest)
+    verb = tyro.cli(VERBS[name], args=rest, prog=f"atoll {name}", config=TYRO_CONFIG)
+    if isinstance(verb, Configured):
+        verb.overrides = overrides
+    elif overrides:
+        raise AtollError(f"atoll {name} accepts no settings of a run: --{', --'.join(overrides)}")
+    return verb
 
 
 def _output_is_closed() -> bool:

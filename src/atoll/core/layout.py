@@ -1,4 +1,4 @@
-"""Every path of a run. Other modules take their paths from here.
+"""The paths of a run. Other modules take their paths from here, except for the few that only one module uses.
 
     RUN/atoll.yaml, policy.json, report.html
     RUN/data/{ingest,features,clusters,latents,text}
@@ -7,7 +7,11 @@
         metrics.jsonl, grids/                       training metrics and preview images
         checkpoints/000000012800                    state to resume from, after 12,800 images
         final                                       the trained network
+        final.signatures.json                       signatures over its manifest, if the run has a policy
+    RUN/samples                                     images of `atoll sample`
     RUN/evaluation/{latest.json,…}
+    RUN/launch/logs                                 one log for each job of `atoll launch`
+    RUN/quarantine/experts-003.json                 why `atoll pull` refused an expert
 
 Names are relative to the run and use forward slashes, because they are also keys of an object store.
 """

@@ -26,9 +26,13 @@ class IngestContent(Content):
     """The index of all readable images."""
 
     rows: Count
+    """Number of readable images."""
     rejected: Count
+    """Number of images that cannot be used."""
     captions: Count
+    """Number of images with a caption."""
     splits: dict[str, int]
+    """Number of images by split."""
     labels: dict[str, int]
     """Number of images per class name, in the order of the class indices."""
 
@@ -44,6 +48,7 @@ class ClustersContent(Content):
     """The partition of the images into clusters."""
 
     method: str
+    """The setting `clusters.method`."""
     sizes: dict[str, tuple[int, ...]]
     """Number of images of each cluster, by split."""
     imbalance: float
@@ -82,10 +87,13 @@ class LatentSpec(Content):
     """The autoencoder of the latents, and their shape (channels, height, width)."""
 
     autoencoder: str
+    """Name of the autoencoder."""
     weights: str | None = None
     """SHA-256 of the autoencoder's files; None for pixels."""
     resolution: Positive | None = None
+    """Side of the images in pixels."""
     shape: tuple[int, ...]
+    """Channels, height and width of a latent."""
 
 
 class TextSpec(Content):
@@ -102,11 +110,17 @@ class DataSpec(Content):
     """The properties of the training data that a network depends on."""
 
     labels: tuple[str, ...]
+    """Names of the classes."""
     source: str
+    """The setting `data.source`."""
     fingerprint: str
+    """Hash of the names, sizes and metadata of the source."""
     latents: LatentSpec
+    """Autoencoder and shape of the latents."""
     statistics: ChannelStatistics
+    """Normalization of the latents."""
     text: TextSpec | None
+    """Text encoder; null without text."""
 
 
 class ShardsContent(DataSpec):
@@ -179,13 +193,19 @@ class NetworkContent(DataSpec):
     """The declared content of a trained network: everything that is needed to use it."""
 
     job: str
+    """Name of the training job, such as `experts/003`."""
     clusters: tuple[int, ...]
     """Clusters that it was trained on; for a router, those that it chooses from."""
     network: StoredNetwork
+    """Class and fields of the network, as in its config.json."""
     conditioning: tuple[Conditioning, ...]
+    """What the network receives besides latent and timestep."""
     compute: ComputeSpec | None = None
+    """Cost of its training."""
     held_out_loss: float | None = None
+    """Validation loss; null without validation images."""
     loss_by_time: ByTime | None = None
+    """Validation loss in ten bins of t; null in a bin without images."""
     manifest: str | None = None
     """In an export: the digest of the network's manifest in its run."""
 
@@ -194,6 +214,7 @@ class ExpertContent(NetworkContent):
     """An expert, the monolith or the student."""
 
     objective: ObjectiveSpec
+    """How it was trained."""
     bridge: BridgeSpec = BridgeSpec()
     teachers: tuple[str, ...] | None = None
     """Of a student: the digests of the experts that it was distilled from."""
@@ -203,12 +224,19 @@ class RouterContent(NetworkContent):
     """A router."""
 
     cluster_sizes: tuple[int, ...]
+    """Number of training images of each cluster."""
     prior_entropy: float
+    """Entropy of the cluster sizes in nats: the best possible loss at t = 1 of an unconditioned router."""
     temperature: float
+    """Divisor of the logits, fitted to validation images; 1 without them."""
     held_out_accuracy: float | None = None
+    """Accuracy on validation images, over all times."""
     accuracy_by_time: ByTime | None = None
+    """Accuracy on validation images in ten bins of t."""
     chance_accuracy: float | None = None
+    """Accuracy of always choosing the largest cluster."""
     at_chance: bool | None = None
+    """Whether even almost clean images are hardly classified better than that."""
 
 
 class CheckpointContent(Content):

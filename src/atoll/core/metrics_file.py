@@ -18,9 +18,13 @@ class MetricsLine(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     images: int
+    """Images seen so far."""
     loss: float
+    """Mean training loss since the line before."""
     images_per_second: float
+    """Training speed since the line before."""
     total: int | None = None
+    """Images to train on in all."""
 
 
 def parse_lines(data: bytes) -> list[MetricsLine]:

@@ -82,22 +82,33 @@ class Record(Section):
     """The content of a lease key."""
 
     epoch: int = Field(ge=0, le=_LAST_EPOCH)
+    """Number of the record. The highest one is the current record of the job."""
     state: State
+    """What the holder does with the job, or how it ended."""
     holder: str = Field(max_length=200)
+    """Name of the worker, by default its host name and process."""
     nonce: str = Field(pattern=_HEX_32)
+    """Random number of this acquisition, by which the holder recognizes its records."""
     issued: float
     """Unix time by the clock of the holder. Informative only: no decision depends on it."""
     duration: float = Field(gt=0, le=86400)
+    """Seconds without renewal after which another worker may take over."""
     images: int = Field(0, ge=0, le=_MAX_COUNT)
+    """Images seen so far."""
     total: int = Field(0, ge=0, le=_MAX_COUNT)
+    """Images to train on in all."""
     rate: float = Field(0.0, ge=0, le=_MAX_COUNT)
+    """Images per second."""
     overrides: dict[Annotated[str, Field(pattern=_OVERRIDE_KEY)], str] = Field(default_factory=dict, max_length=64)
     """Configuration overrides of the holder. A worker that takes over a checkpoint trains on with the same ones."""
     checkpoint: str | None = Field(None, pattern=_CHECKPOINT)
     """Name and digest of the last published checkpoint, as `NAME@DIGEST`."""
     manifest: str | None = Field(None, pattern=_HEX_64)
+    """Digest of the manifest of the trained expert, in states `proposed` and `done`."""
     why: str = Field("", max_length=MAX_WHY)
+    """Reason of a failure or a refusal."""
     failures: int = Field(0, ge=0, le=_MAX_COUNT)
+    """Number of failures so far. After three, nobody takes the job."""
 
     @field_validator("overrides")
     @classmethod

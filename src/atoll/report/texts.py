@@ -26,9 +26,9 @@ GLOSSARY = {
 }
 
 LEAD = """
-This model consists of {experts}. Each [expert] is a diffusion model, trained on one [cluster] of {data}. During
-training the experts exchanged no data, no gradients and no weights. Combined with {routing} routing, they generate
-these images:
+This model consists of {experts}. The training data of {data} is divided into clusters, and each [expert] is a diffusion
+model, trained on one [cluster]. During training the experts exchanged no data, no gradients and no weights. Combined
+with {routing} routing, they generate these images:
 """
 
 METHOD = """
