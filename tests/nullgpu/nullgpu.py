@@ -27,6 +27,9 @@ COUNTERS = (
 SYNCHRONIZATIONS = ("stream_sync", "event_sync", "device_sync")
 ELSEWHERE = "elsewhere"
 """The place of what no line of src/atoll is on the stack of: threads of torch, or the test itself."""
+COMMUNICATION = "communication"
+"""The place of what DDP, FSDP2 and process groups do by themselves."""
+_COMMUNICATION_FILES = ("/torch/distributed/", "/torch/nn/parallel/")
 
 _library = ctypes.CDLL(str(Path(os.environ["NULLGPU"]) / "libnullcuda.so"))
 _Hook = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)
@@ -55,7 +58,7 @@ class Seen:
         """Return the number by line of src/atoll."""
         found: Counter[str] = Counter()
         for (place, kind), number in self.lines.items():
-            if kind in kinds and place != ELSEWHERE:
+            if kind in kinds and place not in (ELSEWHERE, COMMUNICATION):
                 found[place] += number
         return dict(found)
 
@@ -82,9 +85,12 @@ def _note(kind: int, _bytes: int) -> None:
 
 def _place(frame: FrameType | None) -> str:
     while frame is not None:
-        _, found, file = frame.f_code.co_filename.partition("/src/atoll/")
+        name = frame.f_code.co_filename
+        _, found, file = name.partition("/src/atoll/")
         if found:
             return f"{file}:{frame.f_lineno}"
+        if any(part in name for part in _COMMUNICATION_FILES):
+            return COMMUNICATION
         frame = frame.f_back
     return ELSEWHERE
 
