@@ -212,7 +212,7 @@ CLAIMS: dict[Callable[[Offer], None], str] = {
     nan_constant: "NaN is not a number",
     infinite_number: "1e999 is not a finite number",
     not_json: "not UTF-8",
-    other_format: "has format 3",
+    other_format: "has format 4",
     other_spelling: "is not canonical JSON",
     size_of_text: "expected a number of bytes",
     hash_with_a_path: "not 64 hexadecimal digits",
