@@ -53,6 +53,8 @@ CALLBACKS = (
     Callback(
         "experts.validation:*.gather", "train.distributed:DistContext.sum", "the processes that share a validation"
     ),
+    Callback("data.chunks:prefetch", "train.tasks:Task.stream.*", "reading threads make the inputs of training"),
+    Callback("nets.conditioning:Condition.map", "train.inputs:*", "a function for each part of a condition"),
 )
 """All allowed callbacks. A name is module:function; * matches anything."""
 
