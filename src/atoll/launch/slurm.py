@@ -76,7 +76,7 @@ class Slurm:
         options = [
             f"--job-name={self.job_name(group)}",
             f"--array={','.join(str(step.index) for step in group.steps)}{limit}",
-            f"--output={settings.run}/launch/slurm/{group.name}-%A_%a.out",
+            f"--output={settings.run}/{layout.LAUNCH_SLURM}/{group.name}-%A_%a.out",
             "--open-mode=append",
             "--requeue",
             "--signal=TERM@120",
