@@ -1,11 +1,135 @@
-"""The device that networks run on. This is the only module of core that imports torch."""
+"""Devices, and the precision of computations on them. This is the only module of core that imports torch.
+
+The precision policy:
+
+    training, sampling, encoders, teachers    bfloat16 on accelerators that compute in it, else float32
+    validation, calibration, admission        float32 without TF32 everywhere (`full_float32`), so that a metric does
+                                              not depend on the device by more than rounding
+    remaining float32 matrix products         TF32 on NVIDIA GPUs
+    float64                                   on the CPU only; Apple's MPS has none
+
+`--dtype` and `train.precision` override the first line. What was used is recorded in manifests and protocols.
+
+Host and accelerator work asynchronously: the host queues kernels, and waits only when it reads a result. So everything
+that the host decides must be read in one go (`download`), and everything that it sends must come from pinned memory
+(`upload`), because a copy from ordinary memory waits until the device has taken it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
+from torch import Tensor
+
+from atoll.core.errors import AtollError, unknown
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ASYNCHRONOUS = ("cuda", "xpu")
+"""Kinds of devices with streams and pinned host memory. Copies to others (MPS) are made when they are needed. ROCm's
+devices are called cuda too."""
+_BFLOAT16_CAPABILITY = (8, 0)
+"""Compute capability from which NVIDIA GPUs multiply in bfloat16 (Ampere); older ones emulate it slowly."""
 
 
 def device() -> torch.device:
     """Return the accelerator if this machine has a usable one, else the processor."""
     # Without the check, a CUDA build of torch returns CUDA even on machines without a GPU or its driver.
     kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return torch.device("cpu")
+    _enable_tf32()
     # With its index: the current device is per thread, so "cuda" alone could mean another GPU in another thread.
-    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def parse_devices(names: str | Sequence[str] | None) -> tuple[torch.device, ...]:
+    """Return the devices of `--devices cuda:0,cuda:1`; None means all visible ones of the accelerator, or the CPU."""
+    if names is None:
+        kind = device().type
+        count = 1 if kind in ("cpu", "mps") else torch.accelerator.device_count()
+        return (torch.device(kind),) if kind == "cpu" else tuple(torch.device(kind, index) for index in range(count))
+    parts = names.split(",") if isinstance(names, str) else list(names)
+    return tuple(dict.fromkeys(_parse_device(part.strip()) for part in parts))
+
+
+def _parse_device(name: str) -> torch.device:
+    try:
+        found = torch.device(name)
+    except RuntimeError as error:
+        raise AtollError(f"{name!r} is not a device; expected a name such as cpu, cuda:0 or xpu:1") from error
+    if found.type in ("cpu", "meta"):
+        return found
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or kind.type != found.type or (found.index or 0) >= torch.accelerator.device_count():
+        count = 0 if kind is None else torch.accelerator.device_count()
+        raise AtollError(
+            f"there is no device {name}: this machine has {count} accelerators{f' ({kind})' if kind else ''}"
+        )
+    _enable_tf32()
+    return torch.device(found.type, found.index or 0)
+
+
+def _enable_tf32() -> None:
+    # The older one of two interfaces: libraries read it, and torch raises an error if both are used in one process.
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Compute float32 matrix products and convolutions in float32, without TF32; also usable as a decorator."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def compute_dtype(device: torch.device, requested: str | torch.dtype | None = None) -> torch.dtype:
+    """Return the requested precision; `auto` or None is bfloat16 on accelerators that compute in it, else float32."""
+    if isinstance(requested, torch.dtype):
+        return requested
+    if requested not in (None, "auto"):
+        if requested not in DTYPES:
+            raise AtollError(unknown("dtype", str(requested), ("auto", *DTYPES)))
+        return DTYPES[requested]
+    if device.type == "cpu":
+        return torch.float32
+    old = device.type == "cuda" and not torch.version.hip and _capability(device) < _BFLOAT16_CAPABILITY
+    return torch.float32 if old else torch.bfloat16
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a precision, as options and manifests have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to a device without waiting for the device."""
+    if device.type not in ASYNCHRONOUS:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def download(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copy tensors of one or more devices to the CPU, and wait once for all of them; CPU tensors are returned as is."""
+    events: dict[torch.device, torch.Event] = {}
+    copies = []
+    for tensor in tensors:
+        if tensor.device.type in ASYNCHRONOUS:
+            copies.append(
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            )
+            events[tensor.device] = torch.Event(tensor.device)
+            events[tensor.device].record(torch.accelerator.current_stream(tensor.device))
+        else:
+            copies.append(tensor.cpu())
+    for event in events.values():
+        event.synchronize()
+    return tuple(copies)

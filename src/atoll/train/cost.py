@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from atoll.core.errors import AtollError, first_line
 from atoll.core.networks import DiffusersConfig, NetworkConfig, RouterConfig, read_network
 from atoll.nets import Condition, build
+from atoll.nets.blocks import transformer_blocks
 from atoll.train.data_shapes import DataShapes
-from atoll.train.distributed import transformer_blocks
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass: one matrix product for the inputs, one for the weights."""

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.core import layout
+from atoll.core.device import ASYNCHRONOUS
 from atoll.core.manifests import ExpertContent, NetworkContent
 from atoll.data.dataset import Batch
 from atoll.experts.expert import DeviceOptions, OpenExpert, open_expert
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import ALONE, Processes, condition_of, validate
-from atoll.train.inputs import ASYNCHRONOUS, TrainingInputs
+from atoll.train.inputs import TrainingInputs
 from atoll.train.spec import teachers
 from atoll.train.tasks import Forward, Losses, Task, as_expert
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.core.errors import AtollError
+from atoll.nets.blocks import transformer_blocks
 
 Parallel = Literal["ddp", "fsdp2"]
 T = TypeVar("T")
@@ -168,12 +169,3 @@ def group_options(device: torch.device) -> dict[str, Any]:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor, gathered from all processes if FSDP2 has sharded it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def transformer_blocks(network: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a transformer of Atoll or diffusers: the units of FSDP2 and of activation checkpointing."""
-    inner = getattr(network, "model", network)
-    for name in ("blocks", "transformer_blocks"):
-        if isinstance(found := getattr(inner, name, None), nn.ModuleList):
-            return list(found)
-    return []

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from atoll import flow
+from atoll.core.device import ASYNCHRONOUS
 from atoll.nets import Condition
-
-ASYNCHRONOUS = ("cuda", "xpu")
-"""Kinds of devices with streams and pinned host memory. Copies to others (MPS) are made when they are needed."""
 
 
 @dataclass(frozen=True)

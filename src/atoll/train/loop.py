@@ -27,11 +27,12 @@ from torch import Tensor, nn
 
 from atoll.core.artifacts import Artifact
 from atoll.core.config_sections import Train
+from atoll.core.device import ASYNCHRONOUS
 from atoll.core.errors import AtollError
 from atoll.train.checkpoints import Checkpoints, TrainState
 from atoll.train.distributed import DistContext, full_tensor
 from atoll.train.ema import EMA
-from atoll.train.inputs import ASYNCHRONOUS, copy_ahead
+from atoll.train.inputs import copy_ahead
 from atoll.train.metrics_logger import MetricsLogger
 from atoll.train.previews import save_preview
 from atoll.train.tasks import Task

@@ -1,0 +1,22 @@
+"""The transformer blocks of a network: the units of compilation, of FSDP2 and of activation checkpointing."""
+
+from torch import nn
+
+
+def transformer_blocks(network: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a transformer of Atoll or diffusers; none for a UNet."""
+    inner = getattr(network, "model", network)
+    for name in ("blocks", "transformer_blocks"):
+        if isinstance(found := getattr(inner, name, None), nn.ModuleList):
+            return list(found)
+    return []
+
+
+def compile_blocks(network: nn.Module, *, dynamic: bool | None = None) -> None:
+    """Compile a network in place, block by block; a network without blocks as a whole.
+
+    All blocks of all experts of one size share one compiled graph, so a start takes seconds instead of minutes, and
+    loading another expert compiles nothing. With `dynamic`, one graph serves all batch sizes.
+    """
+    for part in transformer_blocks(network) or [network]:
+        part.compile(dynamic=dynamic)
