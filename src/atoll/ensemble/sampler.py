@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from atoll import flow
+from atoll.core.device import upload
 from atoll.core.errors import AtollError, unknown
 from atoll.core.progress import progress
 from atoll.data.encoders import Encoders
@@ -128,14 +129,14 @@ class Sampler:
         if prompts is not None and conditioning & {"text", "pooled"}:
             text, mask, pooled = (part.to(device) for part in self.encoders.text_encoder()(list(prompts)))
         if labels is not None and "label" in conditioning:
-            label = torch.tensor([self.class_number(name) for name in labels]).to(device)
+            label = upload(torch.tensor([self.class_number(name) for name in labels]), device)
         return Condition(text, mask, pooled, label)
 
     def decode(self, latents: Tensor) -> list[Image.Image]:
         """Return the images of normalized latents (images, C, H, W)."""
         images: list[Image.Image] = []
         for part in torch.split(self.ensemble.space.denormalize(latents.float()), DECODE_BATCH):
-            images += [Image.fromarray(pixels) for pixels in self.encoders.autoencoder().decode(part.cpu())]
+            images += [Image.fromarray(pixels) for pixels in self.encoders.autoencoder().decode(part)]
         return images
 
     def plan(self, batch_size: int = 64, distinct: int | None = None, guided: bool = True) -> Plan:
@@ -148,7 +149,7 @@ class Sampler:
     def noise(self, count: int, seed: int, first: int = 0) -> Tensor:
         """Return the noise (count, C, H, W) of the images from position `first` on."""
         shape = (count, *self.ensemble.shape)
-        return rng.normal(shape, seed=seed, stream=NOISE_STREAM, first=first).to(self.ensemble.device)
+        return upload(rng.normal(shape, seed=seed, stream=NOISE_STREAM, first=first), self.ensemble.device)
 
     def run(self, state: SamplerState, settings: Settings, *, on_velocity: OnVelocity | None = None) -> Tensor:
         """Integrate a batch from noise to latents (batch, C, H, W)."""
@@ -188,7 +189,7 @@ class Sampler:
     def velocity(
         self, state: SamplerState, x: Tensor, t: Tensor, *, settings: Settings, guidance_scale: Guidance
     ) -> Tensor:
-        """Return the ensemble's velocity at states x (batch, C, H, W) and times t (batch or 1,)."""
+        """Return the ensemble's velocity at states x (batch, C, H, W) and times t (batch or 1,) on the CPU."""
         return self.ensemble.velocity(
             x,
             t,
@@ -235,8 +236,8 @@ class Sampler:
 
     def _begin(self, request: Request, settings: Settings, *, part: slice, trace: bool) -> SamplerState:
         """Return the initial state of one batch: noise, and the distinct conditions of this batch only."""
-        used, rows = (rows.to(self.ensemble.device) for rows in torch.unique(request.rows[part], return_inverse=True))
-        condition = None if request.condition is None else request.condition[used]
+        used, rows = torch.unique(request.rows[part], return_inverse=True)
+        condition = None if request.condition is None else request.condition[upload(used, self.ensemble.device)]
         return SamplerState(
             self.noise(len(rows), settings.seed, part.start),
             BatchConditions.of(condition, rows, reused=True),

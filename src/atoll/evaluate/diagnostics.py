@@ -93,7 +93,7 @@ def measure(model: Ensemble, shards: Shards, routings: Sequence[str], *, limit: 
         for noisy in noisy_batches(shards, limit, seed, device=model.device):
             parts.append(_measure_batch(model, noisy, routings))
             bar.update(len(noisy.t))
-    joined = {key: torch.cat([part[key] for part in parts]).cpu() for key in parts[0]}
+    joined = {key: torch.cat([part[key].cpu() for part in parts]) for key in parts[0]}
     own = torch.tensor([expert.clusters[0] for expert in model.experts])
     matches = joined["cluster"][:, None] == own
     column = torch.where(matches.any(1), matches.int().argmax(1), -1)
@@ -126,14 +126,14 @@ def _measure_batch(model: Ensemble, noisy: NoisyBatch, routings: Sequence[str]) 
     if model.router is not None and experts > 1:
         p = model.route(noisy.x, noisy.t, condition, routing="full")
         found["probabilities"] = p
-        top_2 = p.topk(2).indices[..., None, None, None].expand(-1, -1, *velocities.shape[2:])
+        top_2 = p.topk(2).indices[..., None, None, None].expand(-1, -1, *velocities.shape[2:]).to(velocities.device)
         found["top_2_angles"] = mean_angle(velocities.gather(1, top_2))
     if experts > 1 and all(reference.density is not None for reference in model.references):
         found["nearest"] = model.route(noisy.x, noisy.t, condition, routing="nearest:full")
     for routing in routings:
         cluster, draw = noisy.batch.cluster, noisy.draw
         weights = model.route(noisy.x, noisy.t, condition, routing=routing, cluster=cluster, draw=draw)
-        mixed = torch.einsum("bk,bk...->b...", weights, velocities)
+        mixed = torch.einsum("bk,bk...->b...", weights.to(velocities.device), velocities)
         found[f"routed {routing}"] = velocity_errors(mixed, noisy.target)
     return found
 

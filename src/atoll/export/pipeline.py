@@ -164,16 +164,19 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         references = [expert.reference() for expert in self.experts]
         options = DeviceOptions(self.expert_0.device, self.expert_0.dtype)
         router = self.router.opened(options.dtype) if self.router is not None and len(references) > 1 else None
-        return Sampler(Ensemble(references, router, device_options=options), Encoders(self._codec, self._texts))
+        return Sampler(Ensemble(references, router, device_options=options), self._encoders())
+
+    def _encoders(self) -> Encoders:
+        return Encoders(lambda *_: self._codec(), lambda *_: self._texts())
 
     def _codec(self) -> Codec | PixelCodec:
         pixels = self.expert_0.content.latents.autoencoder == "pixels"
-        return PixelCodec() if pixels else Codec(self._needed("vae"), self.vae.device)
+        return PixelCodec() if pixels else Codec(self._needed("vae"), self.vae.device, self.vae.dtype)
 
     def _texts(self) -> TextEncoder:
         text, encoder = self.expert_0.content.text, self._needed("text_encoder")
         assert text is not None
-        return TextEncoder(encoder, self.tokenizer, text.max_tokens, device=encoder.device)
+        return TextEncoder(encoder, self.tokenizer, text.max_tokens, device=encoder.device, dtype=encoder.dtype)
 
     @torch.no_grad()
     def __call__(

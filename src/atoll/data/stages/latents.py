@@ -18,6 +18,7 @@ from torch import Tensor
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config import Config
+from atoll.core.device import compute_dtype, constant, download, upload
 from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import LATENTS, ChannelStatistics, LatentsContent
@@ -79,7 +80,7 @@ class Statistics:
 
     @staticmethod
     def _channel(values: tuple[float, ...], like: Tensor) -> Tensor:
-        return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
+        return constant(values, like).view(-1, 1, 1)
 
     @classmethod
     def of(cls, declared: ChannelStatistics) -> "Statistics":
@@ -109,24 +110,26 @@ class AutoencoderConfig(Foreign):
 class Codec:
     """An autoencoder, from 8-bit images to the posterior of their latents, and from latents to images."""
 
-    def __init__(self, network: Any, device: torch.device | None = None) -> None:
+    def __init__(self, network: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         self.device = device or default_device()
-        self.network = network.to(self.device).eval()
+        self.dtype = compute_dtype(self.device, dtype)
+        self.network = network.to(self.device, self.dtype).eval()
 
     def encode(self, pixels: Pixels) -> dict[str, Tensor]:
         """Return `mean` and, if there is a posterior, `std` (N, C, H, W) of images (N, side, side, 3)."""
-        x = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
+        x = upload(torch.from_numpy(pixels), self.device).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
         with deterministic_inference():
-            output = self.network.encode(x)
+            output = self.network.encode(x.to(self.dtype))
         # AutoencoderKL returns a Gaussian posterior, AutoencoderTiny only latents.
         if hasattr(output, "latent_dist"):
-            return {"mean": output.latent_dist.mean.cpu(), "std": output.latent_dist.std.cpu()}
-        return {"mean": output.latents.cpu()}
+            mean, std = download(output.latent_dist.mean.float(), output.latent_dist.std.float())
+            return {"mean": mean, "std": std}
+        return {"mean": output.latents.float().cpu()}
 
     def decode(self, latents: Tensor) -> Pixels:
         """Return images (N, side, side, 3) of latents that are not normalized, as from `encode`."""
         with deterministic_inference():
-            x = self.network.decode(latents.to(self.device, self.network.dtype)).sample
+            x = self.network.decode(latents.to(self.device, self.dtype, non_blocking=True)).sample
         return _eight_bits(x)
 
 
@@ -148,8 +151,10 @@ def _eight_bits(x: Tensor) -> Pixels:
     return pixels
 
 
-def open_codec(autoencoder: str) -> Codec | PixelCodec:
-    """Open the autoencoder that the configuration names."""
+def open_codec(
+    autoencoder: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> Codec | PixelCodec:
+    """Open the autoencoder that the configuration names; by default, on the accelerator in its default precision."""
     if autoencoder == "pixels":
         return PixelCodec()
     folder = _folder(autoencoder)
@@ -157,7 +162,8 @@ def open_codec(autoencoder: str) -> Codec | PixelCodec:
     import diffusers
 
     options = {"use_safetensors": True, "low_cpu_mem_usage": False}
-    return Codec(getattr(diffusers, str(name)).from_pretrained(folder, **options, trust_remote_code=False))
+    network = getattr(diffusers, str(name)).from_pretrained(folder, **options, trust_remote_code=False)
+    return Codec(network, device, dtype)
 
 
 def scale_of(autoencoder: str) -> LatentScale:
