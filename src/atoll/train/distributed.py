@@ -18,9 +18,6 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.core.errors import AtollError
@@ -53,10 +50,20 @@ class DistContext:
         """Whether this process writes files and messages."""
         return self.rank == 0
 
+    def only_device(self, devices: str | None) -> str | None:
+        """Return the device of this process if there are several, else the requested ones."""
+        if self.size > 1 and devices is not None:
+            raise AtollError("leave --devices out under torchrun: every process has its own device")
+        return str(self.device) if self.size > 1 else devices
+
     def wrap(self, network: nn.Module, parallel: Parallel, precision: torch.dtype) -> nn.Module:
         """Wrap a network in DDP or FSDP2 if there are several processes; its parameters stay those of `network`."""
         network = network.to(self.device)
         if parallel == "fsdp2" and self.size > 1:
+            # Importing it takes most of a second, which sampling and single processes need not wait for.
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
             # Inputs are not cast: bfloat16 has 8 significant bits, which would round timesteps. Autocast does the rest.
             policy = MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
             mesh = init_device_mesh(self.device.type, (self.size,))
@@ -71,8 +78,8 @@ class DistContext:
     @contextmanager
     def sync_gradients(self, network: nn.Module, last: bool) -> Iterator[None]:
         """Exchange gradients only in the last micro-batch of a step; before that, they accumulate locally."""
-        if isinstance(network, FSDPModule):
-            network.set_requires_gradient_sync(last)
+        if callable(choose := getattr(network, "set_requires_gradient_sync", None)):  # FSDP2
+            choose(last)
         if isinstance(network, DistributedDataParallel) and not last:
             with network.no_sync():
                 yield
@@ -168,4 +175,4 @@ def group_options(device: torch.device) -> dict[str, Any]:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor, gathered from all processes if FSDP2 has sharded it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -44,4 +44,5 @@ def save_preview(task: Task, ema: EMA, logger: MetricsLogger, *, settings: Train
             latents = torch.cat(parts)
     task.network.train(training)
     if expert is not None:
-        logger.save_grid(np.stack([np.asarray(image) for image in sampler.decode(latents)]))
+        # A preview of a network that diverges must not end its training; the loss check does that.
+        logger.save_grid(np.stack([np.asarray(image) for image in sampler.decode(latents.nan_to_num())]))

@@ -128,6 +128,10 @@ class Codec:
 
     def decode(self, latents: Tensor) -> Pixels:
         """Return images (N, side, side, 3) of latents that are not normalized, as from `encode`."""
+        return self.decode_tensor(latents).cpu().numpy()
+
+    def decode_tensor(self, latents: Tensor) -> Tensor:
+        """Return the images of `decode` as an 8-bit tensor on the device of the autoencoder."""
         with deterministic_inference():
             x = self.network.decode(latents.to(self.device, self.dtype, non_blocking=True)).sample
         return _eight_bits(x)
@@ -142,13 +146,16 @@ class PixelCodec:
 
     def decode(self, latents: Tensor) -> Pixels:
         """Return images (N, side, side, 3)."""
+        return self.decode_tensor(latents).cpu().numpy()
+
+    def decode_tensor(self, latents: Tensor) -> Tensor:
+        """Return the images of `decode` as an 8-bit tensor on the device of the latents."""
         return _eight_bits(latents)
 
 
-def _eight_bits(x: Tensor) -> Pixels:
+def _eight_bits(x: Tensor) -> Tensor:
     scaled = x.float().add(1).mul(127.5).round().clamp(0, 255)
-    pixels: Pixels = scaled.to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-    return pixels
+    return scaled.to(torch.uint8).permute(0, 2, 3, 1)
 
 
 def open_codec(
