@@ -1,6 +1,7 @@
 """Runs for the null GPU. They are prepared and trained on the CPU, because the null GPU computes nothing."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,20 @@ settings = {
 prepare(folder / "run", write_run(folder / "run", write_shapes(folder / "shapes"), **settings))
 """
 
+TRAIN = """
+import sys
+from pathlib import Path
+from atoll.core import config as configuration
+from atoll.train import resolve_job, train_job
+
+run = Path(sys.argv[1])
+config = configuration.load(run, {"train.total_images": "64", "router.total_images": "64", "experts.1": "ddpm"})
+for number in range(config.clusters.count):
+    train_job(resolve_job(run, config, "expert", expert=number))
+for kind in ("router", "monolith"):
+    train_job(resolve_job(run, config, kind))
+"""
+
 
 def run_on_cpu(code: str, *arguments: str) -> None:
     """Run Python code in a process that sees no device."""
@@ -38,3 +53,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("null")
     run_on_cpu(PREPARE, str(folder))
     return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def trained_run(run: Path) -> Path:
+    """A run with two experts of different objectives, a conditioned router and a monolith, all hardly trained."""
+    folder = run.parent / "trained"
+    shutil.copytree(run, folder)
+    run_on_cpu(TRAIN, str(folder))
+    return folder

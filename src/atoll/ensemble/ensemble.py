@@ -22,6 +22,7 @@ device and velocities come back, and the devices compute at the same time.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -207,12 +208,16 @@ class Ensemble(nn.Module):
                 needed.add(rule.source)
         empty = x[:0]
         logits = self._router_logits(x, t, conditions, null=null) if "router" in needed else empty
-        states = x.detach() if "nearest" in needed else empty
-        logits, states, t = download(logits, states, t)  # the one wait of an evaluation
+        states, described = empty, Condition()
+        if "nearest" in needed:
+            states, described = x.detach(), replace(conditions.distinct, text=None, text_mask=None)
+        # The one wait of an evaluation.
+        logits, states, t, *parts = download(logits, states, t, *described.tensors())
+        described = described.with_tensors(parts)
         if "router" in needed:
             state.probabilities["router"] = logits[:, self._router_columns()].softmax(-1)
         if "nearest" in needed:
-            state.probabilities["nearest"] = self._nearest(states, t, conditions, null=null)
+            state.probabilities["nearest"] = self._nearest(states, t, described, rows=conditions.rows, null=null)
         return t
 
     def _router_columns(self) -> list[int]:
@@ -241,11 +246,12 @@ class Ensemble(nn.Module):
         times = t if t.numel() == 1 else t.repeat(halves)
         return self.router.logits(x.repeat(halves, 1, 1, 1), times, conditions.distinct[upload(rows, x.device)])
 
-    def _nearest(self, x: Tensor, t: Tensor, conditions: BatchConditions, *, null: bool) -> Tensor:
+    def _nearest(self, x: Tensor, t: Tensor, condition: Condition, *, rows: Tensor, null: bool) -> Tensor:
         """Return the posterior of the clusters (batch, experts) by their densities.
 
         With `null` and known conditions, the rows with the null condition follow: (2 · batch, experts). Each density is
-        evaluated in the normalization of its expert; `log_volume` makes the columns comparable. x and t are on the CPU.
+        evaluated in the normalization of its expert; `log_volume` makes the columns comparable. `rows` (batch,) are
+        those of the distinct conditions. Everything is on the CPU.
         """
         columns, captions, t = [], [], t.expand(len(x))
         for reference in self.references:
@@ -259,12 +265,12 @@ class Ensemble(nn.Module):
             own, own_t = (x, t) if change is None else change.state(x, t)
             density = reference.density.log_density(own, own_t)
             columns.append(density if change is None else density + change.log_volume(t, x[0].numel()))
-            captions.append(reference.density.log_condition(conditions.distinct) if conditions.conditioned else None)
+            captions.append(reference.density.log_condition(condition))
         posterior = torch.stack(columns, 1)
         known = [caption for caption in captions if caption is not None]
         # Only if every expert has a density of its captions: otherwise the columns would not be comparable.
         if len(known) == len(captions):
-            conditioned = posterior + torch.stack(known, 1)[conditions.rows]
+            conditioned = posterior + torch.stack(known, 1)[rows]
             posterior = torch.cat([conditioned, posterior]) if null else conditioned
         return posterior.softmax(-1).to(x.dtype)
 

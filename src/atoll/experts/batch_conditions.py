@@ -76,7 +76,7 @@ class ConditionSlots:
             if part is not None:
                 part[slot] = given[0]
         assert self.distinct.dropped is not None
-        self.distinct.dropped[slot] = False
+        self.distinct.dropped[slot].fill_(False)  # on the device; an assignment would copy False to it
         self.versions[slot] += 1
 
     def batch(self, rows: Tensor) -> BatchConditions:
