@@ -44,7 +44,7 @@ class NoisyBatch:
     target: Tensor
     """The velocity eps - x0 (rows, C, H, W)."""
     draw: Tensor
-    """A uniform random number in [0, 1) for each row, for routings that draw an expert."""
+    """A uniform random number in [0, 1) for each row, on the CPU, for routings that draw an expert."""
 
     def condition(self, conditioning: frozenset[str]) -> Condition:
         """Return the condition of a network with this conditioning."""
@@ -56,7 +56,7 @@ def noisy_batches(shards: Shards, limit: int, seed: int, *, device: torch.device
     for part in ValidationSet(shards, seed, limit).batches(device):
         noised = part.noised
         draw = rng.uniform(len(noised.t), seed=seed, stream=DRAW_STREAM, first=part.first)
-        yield NoisyBatch(part.batch, noised.input, noised.t, noised.target, draw.to(device))
+        yield NoisyBatch(part.batch, noised.input, noised.t, noised.target, draw)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _measure_batch(model: Ensemble, noisy: NoisyBatch, routings: Sequence[str]) 
 def expert_velocity(model: Ensemble, number: int, noisy: NoisyBatch, *, condition: Condition) -> Tensor:
     """Return the velocity of one expert alone (rows, C, H, W)."""
     # The oracle routing with this expert's cluster for every row runs this expert and no other.
-    cluster = torch.full_like(noisy.batch.cluster, model.experts[number].clusters[0])
+    cluster = torch.full((len(noisy.x),), model.experts[number].clusters[0])
     return model.velocity(noisy.x, noisy.t, condition, routing="oracle", cluster=cluster)
 
 
