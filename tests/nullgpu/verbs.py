@@ -15,9 +15,9 @@ from atoll import cli
 from atoll.ensemble import sampler
 
 SMALL = (
-    "--num-images 8 --num-real 8 --allow-small --steps 2 --extractors efficientnet-lite0 --num-val 4 "
-    "--num-trajectories 2 --diversity 2 2"
-).split()
+    *("--num-images", "8", "--num-real", "8", "--allow-small", "--steps", "2", "--num-val", "4"),
+    *("--extractors", "efficientnet-lite0", "--num-trajectories", "2", "--diversity", "2", "2"),
+)
 SHORT = ("--train.total_images", "64", "--train.sample_every", "64")
 
 

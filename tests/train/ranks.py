@@ -20,6 +20,7 @@ Hook = Callable[[Path, int], None]
 
 
 def _work(run: Path, rank: int, port: int, arguments: list[str], hook: Hook) -> None:
+    """Run `atoll` with some arguments on one of two processes."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from atoll.cli import main
@@ -28,7 +29,7 @@ def _work(run: Path, rank: int, port: int, arguments: list[str], hook: Hook) -> 
     with log(run, rank).open("a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         try:
             hook(run, rank)
-            code = main(["train", str(run), *arguments])
+            code = main(arguments)
         except Exception:
             traceback.print_exc()
             code = 1
@@ -39,8 +40,10 @@ def log(run: Path, rank: int) -> Path:
     return run / f"log-{rank}.txt"
 
 
-def run_ranks(run: Path, *arguments: str, hook: Hook, together: bool = False, seconds: float = 120) -> list[int | None]:
-    """Run `atoll train RUN …` on two processes; return their exit codes, None for one that had to be killed.
+def run_ranks(
+    run: Path, *arguments: str, hook: Hook, verb: str = "train", together: bool = False, seconds: float = 120
+) -> list[int | None]:
+    """Run `atoll VERB RUN …` on two processes; return their exit codes, None for one that had to be killed.
 
     With `together`, a process that fails ends the other, as torchrun does.
     """
@@ -48,7 +51,7 @@ def run_ranks(run: Path, *arguments: str, hook: Hook, together: bool = False, se
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes: list[BaseProcess] = [
-        _context.Process(target=_work, args=(run, rank, port, list(arguments), hook)) for rank in range(2)
+        _context.Process(target=_work, args=(run, rank, port, [verb, str(run), *arguments], hook)) for rank in range(2)
     ]
     for process in processes:
         process.start()
