@@ -154,3 +154,17 @@ def test_unsupported_options_are_errors(pipe: AtollPipeline, exported: Path, tmp
     text_expert = ExpertModel.from_pretrained(exported / "expert_0")
     with pytest.raises(AtollError, match="no text_encoder, but its experts need one"):
         AtollPipeline(expert_0=text_expert, scheduler=pipe.scheduler)("a red circle")
+
+
+def test_offloaded_networks_give_the_same_images(conditioned_export: Path, pipe: AtollPipeline) -> None:
+    """accelerate moves the networks when they run; here from the CPU to the CPU, so that the bits stay equal."""
+    away = AtollPipeline.from_pretrained(conditioned_export)
+    away.enable_model_cpu_offload(device="cpu")
+    assert all(expert.offloaded for expert in away.experts)
+    how = {"num_inference_steps": 3, "routing": "top-2", "seed": 5, "output_type": "latent"}
+    for _ in range(2):  # the second call after the hooks were set anew
+        assert torch.equal(
+            away(["a red circle", "a square"], **how).images, pipe(["a red circle", "a square"], **how).images
+        )
+    with pytest.raises(AtollError, match=r"use enable_model_cpu_offload\(\)"):
+        away.enable_sequential_cpu_offload()

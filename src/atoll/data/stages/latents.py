@@ -113,7 +113,9 @@ class Codec:
     def __init__(self, network: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         self.device = device or default_device()
         self.dtype = compute_dtype(self.device, dtype)
-        self.network = network.to(self.device, self.dtype).eval()
+        # With a hook, accelerate moves the network when it runs.
+        moved = network if hasattr(network, "_hf_hook") else network.to(self.device, self.dtype)
+        self.network = moved.eval()
 
     def encode(self, pixels: Pixels) -> dict[str, Tensor]:
         """Return `mean` and, if there is a posterior, `std` (N, C, H, W) of images (N, side, side, 3)."""

@@ -43,7 +43,9 @@ class TextEncoder:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.device = device or default_device()
-        self.network = network.to(self.device, compute_dtype(self.device, dtype)).eval()
+        # With a hook, accelerate moves the network when it runs.
+        moved = network if hasattr(network, "_hf_hook") else network.to(self.device, compute_dtype(self.device, dtype))
+        self.network = moved.eval()
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
         # CLIP is trained with its pooled output as the embedding of the caption. For other encoders (T5, MiniLM) the
