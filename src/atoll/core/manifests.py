@@ -72,6 +72,8 @@ class LatentsContent(Content):
     rows: Count
     shape: tuple[int, ...]
     statistics: ChannelStatistics
+    precision: str = "float32"
+    """In which the autoencoder computed."""
 
 
 class TextContent(Content):
@@ -81,6 +83,8 @@ class TextContent(Content):
     max_tokens: Positive
     dimensions: Positive
     pooled: Positive
+    precision: str = "float32"
+    """In which the text encoder computed."""
 
 
 class LatentSpec(Content):

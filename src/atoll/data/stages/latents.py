@@ -18,7 +18,7 @@ from torch import Tensor
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config import Config
-from atoll.core.device import compute_dtype, constant, download, upload
+from atoll.core.device import compute_dtype, constant, download, dtype_name, upload
 from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import LATENTS, ChannelStatistics, LatentsContent
@@ -227,10 +227,15 @@ def _run(job: Job, artifact: Artifact, worker: Worker) -> LatentsContent | None:
             for chunk, pixels in images
         )
         chunks.fill("latents", missing, encoded)
-    return None if chunks.missing() else _measure(chunks, index)
+    return None if chunks.missing() else _measure(chunks, index, precision_of(config.autoencoder))
 
 
-def _measure(chunks: Chunks, index: Index) -> LatentsContent:
+def precision_of(autoencoder: str) -> str:
+    """Return the precision in which an autoencoder computes on this machine."""
+    return "float32" if autoencoder == "pixels" else dtype_name(compute_dtype(default_device()))
+
+
+def _measure(chunks: Chunks, index: Index, precision: str) -> LatentsContent:
     """Return shape and statistics of the latents over the training split."""
     # Training samples z = mean + std·noise of the posterior, so each channel has the second moment E[mean² + std²],
     # over images and pixels. Sums are in float64: float32 would lose digits over millions of images.
@@ -255,7 +260,7 @@ def _measure(chunks: Chunks, index: Index) -> LatentsContent:
             "check the images, or use another latents.autoencoder"
         )
     statistics = ChannelStatistics(mean=tuple(channel_mean.tolist()), std=tuple(std.tolist()))
-    return LatentsContent(rows=index.rows, shape=tuple(shape), statistics=statistics)
+    return LatentsContent(rows=index.rows, shape=tuple(shape), statistics=statistics, precision=precision)
 
 
 def note(config: Config) -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
-from atoll.core.device import compute_dtype, download, upload
+from atoll.core.device import compute_dtype, download, dtype_name, upload
 from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError, first_line
 from atoll.core.manifests import TEXT, TextContent
@@ -150,7 +150,10 @@ def _run(job: Job, artifact: Artifact, worker: Worker) -> TextContent | None:
         return None
     with safe_open(artifact.path(chunks.file(0)), "pt") as chunk:
         width, pooled = (chunk.get_slice(name).get_shape()[1] for name in ("tokens", "pooled"))
-    return TextContent(rows=index.rows, max_tokens=config.max_tokens, dimensions=width, pooled=pooled)
+    precision = dtype_name(compute_dtype(default_device()))
+    return TextContent(
+        rows=index.rows, max_tokens=config.max_tokens, dimensions=width, pooled=pooled, precision=precision
+    )
 
 
 def _captions(index: Index, chunks: list[int], batch_size: int) -> Iterator[tuple[int, list[str]]]:
