@@ -106,7 +106,7 @@ class Evaluate:
         # Standard output is only for the result, so that --json can be piped; progress goes to standard error.
         with redirect_stdout(sys.stderr), init_distributed(device()) as context:
             load = replace(options.load, devices=context.only_device(self.devices))
-            result = evaluate(self.folder, config, replace(options, load=load), context)
+            result = evaluate(self.folder, config, replace(options, load=load), context=context)
         if result is None:
             return  # the main process prints the metrics
         if self.json:

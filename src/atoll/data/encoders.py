@@ -1,7 +1,7 @@
 """The autoencoder and the text encoder of a model, each loaded once, on first use."""
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -24,9 +24,10 @@ class Encoders:
 
     def __init__(self, open_codec: OpenCodec, open_text_encoder: OpenTextEncoder) -> None:
         """Use the default device and its default precision, until `place` is called."""
-        self._open_codec, self._open_text_encoder = open_codec, open_text_encoder
         self.device = default_device()
         self.dtype = compute_dtype(self.device)
+        self.autoencoder = cache(lambda: open_codec(self.device, self.dtype))
+        self.text_encoder = cache(lambda: open_text_encoder(self.device, self.dtype))
 
     @classmethod
     def of(cls, latents: LatentSpec, text: TextSpec | None, folder: Path | None = None) -> Self:
@@ -49,19 +50,3 @@ class Encoders:
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
         """Choose device and precision; call it before the first use."""
         self.device, self.dtype = device, dtype
-
-    def autoencoder(self) -> Codec | PixelCodec:
-        """Return the autoencoder."""
-        return self._codec
-
-    def text_encoder(self) -> TextEncoder:
-        """Return the text encoder; raise an error if the model has none."""
-        return self._text_encoder
-
-    @cached_property
-    def _codec(self) -> Codec | PixelCodec:
-        return self._open_codec(self.device, self.dtype)
-
-    @cached_property
-    def _text_encoder(self) -> TextEncoder:
-        return self._open_text_encoder(self.device, self.dtype)

@@ -93,7 +93,7 @@ class Options:
 
 
 def evaluate(
-    run: Path, config: Config, options: Options, context: DistContext | None = None
+    run: Path, config: Config, options: Options, *, context: DistContext | None = None
 ) -> EvaluationResult | None:
     """Evaluate the models of a run. Results that exist already are not computed again.
 
