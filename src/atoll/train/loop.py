@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from atoll.core.artifacts import Artifact
 from atoll.core.config_sections import Train
-from atoll.core.device import ASYNCHRONOUS
+from atoll.core.device import ASYNCHRONOUS, compute_dtype
 from atoll.core.errors import AtollError
+from atoll.nets.blocks import compile_blocks, compiles_by_default
 from atoll.train.checkpoints import Checkpoints, CheckpointSaver, TrainState
 from atoll.train.distributed import DistContext, full_tensor
 from atoll.train.ema import EMA
@@ -72,9 +73,10 @@ def train(
     callback: TrainCallback | None = None,
 ) -> Outcome:
     """Train up to `settings.total_images`, from the newest checkpoint if there is one."""
-    precision = getattr(torch, settings.precision)
+    precision = compute_dtype(context.device, settings.precision)
+    if settings.compile is True or (settings.compile == "auto" and compiles_by_default(context.device)):
+        compile_blocks(task.network)
     wrapped = context.wrap(task.network, settings.parallel, precision)
-    forward = torch.compile(wrapped) if settings.compile else wrapped
     state = TrainState(task.network, EMA(task.network, settings.ema), make_optimizer(task.network, settings))
     images, seconds = checkpoints.load_newest(state)
     # The batch size is among the inputs that a checkpoint must agree with, so the step count follows from the images.
@@ -108,7 +110,7 @@ def train(
                 inputs = next(batches)
                 with context.sync_gradients(wrapped, last=part == settings.grad_accum_steps - 1):
                     with autocast:
-                        losses = task.losses(forward, inputs)
+                        losses = task.losses(wrapped, inputs)
                     torch.autograd.backward(losses.loss.mean() / settings.grad_accum_steps)
                 logger.add(losses)
                 step.append((losses.loss.detach(), inputs.index))
