@@ -76,31 +76,34 @@ def slow_hashing(run: Path, rank: int, *, phase: str) -> None:
     import torch.distributed as dist
 
     from atoll.core import artifacts
+    from atoll.core.artifacts import Artifact
     from atoll.train import job
     from atoll.train.checkpoints import Checkpoints
 
-    owner, name = {"save": (Checkpoints, "save"), "resume": (Checkpoints, "load_newest"), "end": (job, "_commit")}[
+    owner, name = {"save": (Checkpoints, "write"), "resume": (Checkpoints, "load_newest"), "end": (job, "_commit")}[
         phase
     ]
-    work, hash_file = getattr(owner, name), artifacts.sha256_of
-    hashed: list[Path] = []
+    # A checkpoint is hashed while it is written; otherwise files are read and hashed.
+    hashing, function = (Artifact, "write_parts") if phase == "save" else (artifacts, "sha256_of")
+    work, hash_file = getattr(owner, name), getattr(hashing, function)
+    slept: list[bool] = []
 
-    def hash_slowly(file: Path) -> str:
-        if not hashed:
+    def hash_slowly(*arguments):
+        if rank == 0 and not slept:
             time.sleep(2)
-        hashed.append(file)
-        return hash_file(file)
+        slept.append(True)
+        return hash_file(*arguments)
 
     @wraps(work)
     def with_short_timeout(*arguments, **options):
         before = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
-        artifacts.sha256_of = hash_slowly
+        setattr(hashing, function, hash_slowly)
         try:
             return work(*arguments, **options)
         finally:
             dist.distributed_c10d._set_pg_timeout(before)
-            artifacts.sha256_of = hash_file
+            setattr(hashing, function, hash_file)
 
     setattr(owner, name, with_short_timeout)
 

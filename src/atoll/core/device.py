@@ -79,11 +79,13 @@ def _enable_tf32() -> None:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Compute float32 matrix products and convolutions in float32, without TF32; also usable as a decorator."""
+    """Compute matrix products and convolutions in float32, without autocast and TF32; also usable as a decorator."""
+    accelerator = torch.accelerator.current_accelerator()
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
-        yield
+        with torch.autocast("cpu", enabled=False), torch.autocast(getattr(accelerator, "type", "cpu"), enabled=False):
+            yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from atoll.core.device import full_float32
 from atoll.core.progress import progress
 from atoll.data.dataset import Batch, Shards
 from atoll.ensemble import Ensemble
@@ -84,6 +85,7 @@ class Measurements:
 
 
 @torch.no_grad()
+@full_float32()
 def measure(model: Ensemble, shards: Shards, routings: Sequence[str], *, limit: int, seed: int) -> Measurements:
     """Run every expert and the router on the held-out images."""
     parts: list[dict[str, Tensor]] = []
@@ -147,12 +149,12 @@ def expert_velocity(model: Ensemble, number: int, noisy: NoisyBatch, *, conditio
 
 def mean_angle(velocities: Tensor) -> Tensor:
     """Return the mean angle in degrees over all pairs of experts: (rows, experts, …) to (rows,); 0 for one expert."""
-    # In float64: near 0 degrees arccos turns a rounding error of 1e-7 in the cosine into 0.03 degrees.
-    flat = torch.nn.functional.normalize(velocities.flatten(2).double(), dim=-1)
+    # In float64, on the CPU: near 0 degrees arccos turns a rounding error of 1e-7 in the cosine into 0.03 degrees.
+    flat = torch.nn.functional.normalize(velocities.flatten(2).cpu().double(), dim=-1)
     cosines = flat @ flat.transpose(1, 2)
     first, second = torch.triu_indices(flat.shape[1], flat.shape[1], 1)
     if not len(first):
-        return torch.zeros(len(flat), dtype=flat.dtype, device=flat.device)
+        return torch.zeros(len(flat), dtype=flat.dtype)
     return torch.rad2deg(torch.arccos(cosines[:, first, second].clamp(-1, 1))).mean(1)
 
 
