@@ -191,7 +191,7 @@ def generate(
         artifact.write("prompts.json", to_json(asdict(prompts)))
         return chunks.missing()
 
-    if missing := context.on_main(begin):
+    def generate_share() -> None:
         mine = missing[context.rank :: context.size]
         sampler = model.open(load)
         # Load the experts and run one step before timing, so that `seconds` excludes opening and warming up.
@@ -203,12 +203,13 @@ def generate(
             artifact.write_tensors(
                 chunks.file(chunk), _chunk(sampler, prompts, settings, chunk=chunk, batch_size=batch_size)
             )
-        context.barrier()
 
     def commit() -> None:
         if artifact.manifest() is None:
             artifact.commit(_finish(artifact, chunks))
 
+    if missing := context.on_main(begin):
+        context.on_all(generate_share)
     context.on_main(commit)
     return GeneratedSet(model.label, artifact, prompts)
 

@@ -115,7 +115,7 @@ class LoadedExpert:
 
 
 @dataclass(eq=False)
-class HostCopy:
+class PinnedNetwork:
     """A network that is ready for inference, with its weights in pinned host memory, from which devices read."""
 
     network: nn.Module
@@ -157,7 +157,7 @@ class ExpertCache:
     quantization_error: dict[str, float] = field(default_factory=dict)
     """Relative change of the velocity by quantized weights, for each expert that was opened."""
     _loaded: "OrderedDict[int, LoadedExpert]" = field(default_factory=OrderedDict)
-    _host: "OrderedDict[int, HostCopy]" = field(default_factory=OrderedDict)
+    _host: "OrderedDict[int, PinnedNetwork]" = field(default_factory=OrderedDict)
     _fetching: "tuple[int, Future[LoadedExpert | None]] | None" = None
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
     _thread: ThreadPoolExecutor | None = None
@@ -263,7 +263,7 @@ class ExpertCache:
         network = self.device_options.prepare(self.references[number].open())
         if next(network.parameters()).device.type != "cpu":
             return network  # a component of a pipeline, which is on its device already
-        self._host[number] = HostCopy(network)
+        self._host[number] = PinnedNetwork(network)
         # If all experts fit on the devices, host copies are only needed until they are there. They are dropped when the
         # next one is read, because the copy of this one may still be going on.
         budget = HOST_SHARE * _physical_memory() if self._evicts() else 0
