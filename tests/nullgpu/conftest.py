@@ -1,6 +1,7 @@
 """Runs for the null GPU. They are prepared and trained on the CPU, because the null GPU computes nothing."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,16 @@ settings = {
 }
 prepare(folder / "run", write_run(folder / "run", write_shapes(folder / "shapes"), **settings))
 """
+TRAIN = """
+import sys
+from pathlib import Path
+from atoll.core import config
+from atoll.train import resolve_job, train_job
+
+run = Path(sys.argv[1])
+for number in range(2):
+    train_job(resolve_job(run, config.load(run, {"train.total_images": "8"}), "expert", expert=number))
+"""
 
 
 def run_on_cpu(code: str, *arguments: str) -> None:
@@ -38,3 +49,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("null")
     run_on_cpu(PREPARE, str(folder))
     return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def taught(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run with two experts."""
+    folder = tmp_path_factory.mktemp("taught") / "run"
+    shutil.copytree(run, folder)
+    run_on_cpu(TRAIN, str(folder))
+    return folder
