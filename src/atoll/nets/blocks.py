@@ -2,6 +2,9 @@
 
 from torch import nn
 
+from atoll.nets.adapters import DiffusersExpert
+from atoll.nets.dit import DiT
+
 
 def transformer_blocks(network: nn.Module) -> list[nn.Module]:
     """Return the blocks of a transformer of Atoll or diffusers; none for a UNet."""
@@ -10,6 +13,14 @@ def transformer_blocks(network: nn.Module) -> list[nn.Module]:
         if isinstance(found := getattr(inner, name, None), nn.ModuleList):
             return list(found)
     return []
+
+
+def set_checkpointing(network: nn.Module, enabled: bool) -> None:
+    """Choose whether a network computes its activations again in the backward pass. A router cannot."""
+    if isinstance(network, DiT):
+        network.checkpointing = enabled
+    elif isinstance(network, DiffusersExpert) and enabled:
+        network.model.enable_gradient_checkpointing()
 
 
 def compile_blocks(network: nn.Module, *, dynamic: bool | None = None) -> None:
