@@ -20,11 +20,11 @@ from atoll.data.dataset import Shards
 from atoll.nets import build
 from atoll.train import TrainSpec, build_task, resolve_job
 from atoll.train.checkpoints import Checkpoints, CheckpointSaver, TrainState
-from atoll.train.cost import image_cost, training_bytes
 from atoll.train.distributed import DistContext
 from atoll.train.ema import EMA
 from atoll.train.inputs import TrainingInputs
 from atoll.train.loop import make_optimizer, train
+from atoll.train.memory import job_bytes
 from atoll.train.tasks import ExpertTask, Forward, Losses, condition_of
 from harness import Row, interleave, run
 
@@ -164,7 +164,7 @@ def peak(name: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         config = make_run(Path(scratch), rows=256, batch_size=32, total_images=96)
         job = resolve_job(Path(scratch), config.model_copy(update={"networks": {"default": name}}), "expert", expert=0)
-        estimate = training_bytes(image_cost(job.network, job.shapes), 32, 1, half=False)
+        estimate = job_bytes(job.network, job.shapes, job.settings, dtype=torch.float32, objective=job.objective)
         before = memory_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak (VmHWM)
         train(build_task(job), job.settings, Checkpoints(Path(scratch), job.job, {}, ALONE), context=ALONE)

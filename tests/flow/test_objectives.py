@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from oracles import FLOAT
@@ -29,6 +30,20 @@ def test_an_image_gets_the_same_noise_in_any_batch() -> None:
     assert torch.equal(whole.eps, torch.cat([half.eps for half in halves]))  # drawn image by image
     for name in flow.Noised._fields:
         torch.testing.assert_close(getattr(whole, name), torch.cat([getattr(half, name) for half in halves]))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_any_positions_get_their_own_noise(name: str) -> None:
+    """A teacher's images are scattered over a block: each is noised as if it were alone, bit for bit."""
+    objective, positions = flow.objective(name), np.array([70, 3, 2**40, 4], dtype=np.uint64)
+    scattered = objective.corrupt(BATCH[:4], seed=1, position=positions)
+    for i, position in enumerate(positions.tolist()):
+        alone = objective.corrupt(BATCH[i : i + 1], seed=1, position=position)
+        assert torch.equal(scattered.eps[i : i + 1], alone.eps)
+        for field in flow.Noised._fields:
+            torch.testing.assert_close(getattr(scattered, field)[i : i + 1], getattr(alone, field))
+    with pytest.raises(ValueError, match="got 3 positions for 4 rows"):
+        objective.corrupt(BATCH[:4], seed=1, position=positions[:3])
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

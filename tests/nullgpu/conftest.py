@@ -25,7 +25,6 @@ settings = {
 }
 prepare(folder / "run", write_run(folder / "run", write_shapes(folder / "shapes"), **settings))
 """
-
 TRAIN = """
 import sys
 from pathlib import Path

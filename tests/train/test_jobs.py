@@ -25,7 +25,7 @@ from atoll.experts.density import DENSITY_FILE, Density, fit_density
 from atoll.experts.expert import DeviceOptions, open_expert
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import condition_of, validate
-from atoll.nets import Condition, load_network, save_network
+from atoll.nets import Condition, concatenate, load_network, save_network
 from atoll.report import Options, report
 from atoll.report.gallery import choose_examples
 from atoll.train import build_task, resolve_job, train_job
@@ -34,6 +34,7 @@ from atoll.train.distill import StudentTask
 from atoll.train.tasks import RouterTask
 from shapes import write_run
 from train.conftest import Copy
+from train.posterior import give_posterior
 from train.workers import TINY, assert_same_weights, finish, metrics
 
 
@@ -128,6 +129,7 @@ def test_a_student_declares_its_teachers_and_counts_their_flops(trained_experts:
     assert finish(run, "--student") == 0
     student, expert = declared(run, "student"), declared(run, "experts/000")
     assert len(student["teachers"]) == 3
+    assert (student["teacher_dtype"], expert["teacher_dtype"]) == ("float32", None)
     assert student["compute"]["flops"] == pytest.approx(4 / 3 * expert["compute"]["flops"], rel=1e-6)
 
 
@@ -149,6 +151,54 @@ def test_student_targets_are_the_velocities_of_the_cluster_expert(trained_expert
         torch.testing.assert_close(targets[i : i + 1], expected, rtol=1e-4, atol=1e-4)
         seen.add(int(batch.cluster))
     assert seen == {0, 1, 2}
+
+
+def test_student_targets_have_the_bits_of_images_that_are_noised_one_by_one(
+    trained_experts: Path, tmp_path: Path
+) -> None:
+    """Latents with a posterior; each teacher gets the rows of its cluster in one batch, as in a block."""
+    run = tmp_path / "run"
+    shutil.copytree(trained_experts, run)
+    shutil.rmtree(run / "data")
+    give_posterior(trained_experts, run)
+    task = build_task(resolve_job(run, config.load(run), "student"))
+    assert isinstance(task, StudentTask)
+    positions = np.arange(24, 48, dtype=np.uint64)
+    batch = task.shards.read(task.shards.order(positions, task.seed))
+    assert batch.std is not None
+    targets = task._compute_block(24)
+    for cluster in range(3):
+        rows = torch.nonzero(batch.cluster == cluster).flatten()
+        assert 1 < len(rows) < 24
+        teacher = open_expert(expert_of_run(run, f"experts/{cluster:03d}"), task.shards.statistics, DeviceOptions())
+        noised, texts = [], []
+        for row in rows.tolist():
+            one = task.shards.read(task.shards.order(positions[row : row + 1], task.seed))
+            x0 = task.shards.latents(one, seed=task.seed, position=24 + row)
+            noised.append(flow.Objective().corrupt(x0, seed=task.seed, position=24 + row))
+            texts.append(condition_of(one, teacher.conditioning))
+        x, t = torch.cat([one.input for one in noised]), torch.cat([one.t for one in noised])
+        with torch.no_grad():
+            expected = teacher.velocity(x, t, concatenate(texts))
+        assert torch.equal(targets[rows], expected)
+
+
+def test_teachers_are_verified_once_in_a_job(trained_experts: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_experts, run)
+    spec = resolve_job(run, config.load(run), "student")
+    task = build_task(spec)
+    assert isinstance(task, StudentTask)
+    task._compute_block(0)
+    # A file that belongs to the verified artifact, but is not needed for velocities.
+    with (run / "experts/001/final/ema-short.safetensors").open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\xff")
+    assert task._compute_block(24).isfinite().all()
+    again = build_task(spec)
+    assert isinstance(again, StudentTask)
+    with pytest.raises(AtollError, match=r"ema-short\.safetensors"):
+        again._compute_block(24)
 
 
 def test_a_conditioned_router_is_also_trained_with_the_null_condition(trained_experts: Path) -> None:

@@ -229,6 +229,8 @@ class ExpertContent(NetworkContent):
     bridge: BridgeSpec = BridgeSpec()
     teachers: tuple[str, ...] | None = None
     """Of a student: the digests of the experts that it was distilled from."""
+    teacher_dtype: str | None = None
+    """Of a student: the precision in which the teachers computed its targets."""
 
 
 class RouterContent(NetworkContent):

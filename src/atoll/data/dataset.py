@@ -129,11 +129,11 @@ class Shards:
                 found[file.cluster] = range(first, end)
         return found
 
-    def latents(self, batch: Batch, *, seed: int, position: int) -> Tensor:
+    def latents(self, batch: Batch, *, seed: int, position: rng.Positions) -> Tensor:
         """Return x0 (N, C, H, W): normalized samples of the autoencoder's posterior.
 
         Each sample is a function of the seed and the position of its image in the stream, so it does not depend on the
-        batch size. `position` is that of the first image of the batch.
+        batch size. `position` is that of the first image of the batch, or an array (N,) of all positions.
         """
         latents = batch.mean.float()
         if batch.std is not None:

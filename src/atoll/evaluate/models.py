@@ -9,13 +9,14 @@ from typing import Any, cast
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Kind
 from atoll.core.config import Config
-from atoll.core.device import compute_dtype, dtype_name, parse_devices
+from atoll.core.device import compute_dtype, device, dtype_name, parse_devices
 from atoll.core.errors import AtollError, unknown
-from atoll.core.manifests import EXPERT, ROUTER, ComputeSpec, NetworkContent
+from atoll.core.manifests import EXPERT, ROUTER, ComputeSpec, ExpertContent, NetworkContent
 from atoll.ensemble import Sampler, Settings, load, parse
 from atoll.evaluate.results import ForwardCost, TrainingCost
-from atoll.train.cost import Cost, image_cost, training_bytes
+from atoll.train.cost import Cost, image_cost
 from atoll.train.data_shapes import DataShapes
+from atoll.train.memory import job_bytes
 from atoll.train.spec import job_settings
 
 KINDS = (*layout.MODELS, "singles")
@@ -80,11 +81,12 @@ class EvaluatedModel:
         # Images, parameters, FLOPs and seconds add up over the networks.
         totals = {key: sum(getattr(one, key) for one in spent) for key in ComputeSpec.model_fields}
         sizes = []
-        for name, one in self._costs().items():
-            settings = job_settings(config, cast(layout.JobKind, name if name in layout.OTHERS else "expert"))
-            micro_batch, half = settings.batch_size // settings.grad_accum_steps, settings.precision != "float32"
-            checkpointing = settings.activation_checkpointing
-            sizes.append(training_bytes(one, micro_batch, len(settings.ema), half=half, checkpointing=checkpointing))
+        for content in self._contents():
+            kind = cast(layout.JobKind, content.job if content.job in layout.OTHERS else "expert")
+            settings, shapes = job_settings(config, kind), DataShapes.of(content)
+            objective = content.objective if isinstance(content, ExpertContent) and kind != "student" else None
+            dtype = compute_dtype(device(), settings.precision)
+            sizes.append(job_bytes(content.network, shapes, settings, dtype=dtype, objective=objective))
         longest = max(one.seconds for one in spent)
         return TrainingCost(**totals, longest_job_seconds=longest, memory_bytes=max(sizes))
 

@@ -121,12 +121,12 @@ class Objective:
         check_prediction(self.prediction)
 
     def corrupt(
-        self, x0: Tensor, *, seed: int, step: int = 0, position: int | None = None, t: Tensor | None = None
+        self, x0: Tensor, *, seed: int, step: int = 0, position: rng.Positions | None = None, t: Tensor | None = None
     ) -> Noised:
         """Add noise to a batch x0 (batch, …) and return input, timestep and target.
 
-        Image i of step n has position n · batch + i, unless `position` of the first one is given. Times are drawn
-        from the distribution of the objective, or given by `t` (for validation at fixed times).
+        Image i of step n has position n · batch + i, unless `position` is given, of the first image or of each. Times
+        are drawn from the distribution of the objective, or given by `t` (for validation at fixed times).
         """
         if not x0.is_floating_point() or x0.ndim < 2:
             raise ValueError(f"x0 must be a floating point batch (batch, ...), got {x0.dtype} {tuple(x0.shape)}")

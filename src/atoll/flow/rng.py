@@ -4,12 +4,18 @@ The draw of an image depends on its position in the run, not on the batch size o
 anywhere: after a resume, on another number of processes, or in validation.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
 GOLDEN = 0.6180339887498949
 """Fractional part of the golden ratio, for golden-section search."""
+Positions = int | np.ndarray[Any, Any]
+"""The positions of a batch: that of its first image if they are consecutive, or an array (batch,) of all of them."""
 
 
 def key(seed: int, stream: int, position: int) -> int:
@@ -29,16 +35,23 @@ def generator(seed: int, stream: int, position: int) -> torch.Generator:
     return torch.Generator().manual_seed(key(seed, stream, position))
 
 
-def uniform(count: int, *, seed: int, stream: int, first: int) -> Tensor:
-    """Return numbers in [0, 1), shape (count,), for positions first, first + 1, and so on."""
+def uniform(count: int, *, seed: int, stream: int, first: Positions) -> Tensor:
+    """Return numbers in [0, 1), shape (count,), for positions first, first + 1, and so on, or for those given."""
     # The upper 24 bits: as many as the significand of float32 holds, so that 1 cannot occur by rounding.
-    draws = [key(seed, stream, first + i) >> 40 for i in range(count)]
+    draws = [key(seed, stream, position) >> 40 for position in _listed(first, count)]
     return torch.tensor(draws, dtype=torch.float32) / 2**24
 
 
-def normal(shape: tuple[int, ...], *, seed: int, stream: int, first: int) -> Tensor:
-    """Return standard normal numbers of shape (count, ...) for positions first, first + 1, and so on."""
+def normal(shape: tuple[int, ...], *, seed: int, stream: int, first: Positions) -> Tensor:
+    """Return standard normal numbers (count, ...) for positions first, first + 1, and so on, or for those given."""
     noise = torch.empty(shape)
-    for row in range(shape[0]):
-        torch.randn(shape[1:], generator=generator(seed, stream, first + row), out=noise[row])
+    for row, position in zip(noise, _listed(first, shape[0]), strict=True):
+        torch.randn(shape[1:], generator=generator(seed, stream, position), out=row)
     return noise
+
+
+def _listed(first: Positions, count: int) -> Sequence[int]:
+    positions = first.tolist() if isinstance(first, np.ndarray) else range(first, first + count)
+    if len(positions) != count:
+        raise ValueError(f"got {len(positions)} positions for {count} rows")
+    return positions

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from atoll.core.device import ASYNCHRONOUS
+from atoll.nets.adapters import DiffusersExpert
+from atoll.nets.dit import DiT
 
 
 def transformer_blocks(network: nn.Module) -> list[nn.Module]:
@@ -15,6 +17,14 @@ def transformer_blocks(network: nn.Module) -> list[nn.Module]:
         if isinstance(found := getattr(inner, name, None), nn.ModuleList):
             return list(found)
     return []
+
+
+def set_checkpointing(network: nn.Module, enabled: bool) -> None:
+    """Choose whether a network computes its activations again in the backward pass. A router cannot."""
+    if isinstance(network, DiT):
+        network.checkpointing = enabled
+    elif isinstance(network, DiffusersExpert) and enabled:
+        network.model.enable_gradient_checkpointing()
 
 
 def compile_blocks(network: nn.Module, *, dynamic: bool | None = None) -> None:

@@ -1,27 +1,45 @@
-"""The cost of training: FLOPs and memory of a network, counted by a forward pass on the meta device.
+"""The cost of training: parameters and FLOPs of a network, counted by a forward pass on the meta device.
 
 Tensors on the meta device have shapes but no values, so the pass costs neither memory nor arithmetic. A FLOP counter
-sums the matrix products, and a saved-tensors hook sees every activation that autograd keeps for the backward pass.
+sums the matrix products. `atoll.train.memory` estimates the memory.
 """
 
 import json
 import time
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.core.errors import AtollError, first_line
 from atoll.core.networks import DiffusersConfig, NetworkConfig, RouterConfig, read_network
 from atoll.nets import Condition, build
-from atoll.nets.blocks import transformer_blocks
 from atoll.train.data_shapes import DataShapes
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass: one matrix product for the inputs, one for the weights."""
+MEASURED_FLOPS = 2**36
+"""Largest product that is measured: about a second on two cores. More rows would not change the rate."""
+MEASURED_SECONDS = 0.2
+"""Time for which products are repeated: thousands of times the latency of a GPU, and short for a user who waits."""
+MEASURED_PRODUCTS = 100
+"""Largest number of products in that time."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """The shape of a matrix product: (rows, inputs) times (inputs, outputs)."""
+
+    rows: int
+    inputs: int
+    outputs: int
+
+    @property
+    def flops(self) -> int:
+        """One multiplication and one addition for each pair of an input and an output."""
+        return 2 * self.rows * self.inputs * self.outputs
 
 
 @dataclass(frozen=True)
@@ -30,9 +48,8 @@ class Cost:
 
     parameters: int
     forward_flops: int
-    activation_bytes: int
-    checkpointed_bytes: int
-    """Activations with checkpointing: the inputs of all blocks, and the activations of one block."""
+    largest_product: Product
+    """The linear layer with the most FLOPs: the first one of the MLP of a transformer."""
 
     def training_flops(self, checkpointing: bool = False) -> int:
         """Return the FLOPs of training on one image: forward, backward and, with checkpointing, another forward."""
@@ -57,71 +74,52 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
     with torch.device("meta"):
         network = build(config)
         x, at = torch.zeros(1, *shape), torch.zeros(1)
-        condition = _condition(config, text)
-    saved: dict[int, int] = {}
-    entering: dict[int, int] = {}
-    blocks = transformer_blocks(network)
-    for block in blocks:
-        block.register_forward_pre_hook(
-            lambda _, inputs, named: _note(entering, (*inputs, *named.values())), with_kwargs=True
-        )
-    # Saved weights are no activations. Views share a storage, which is counted once.
-    weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
+        condition = condition_like(config, text, 1)
+    products: list[Product] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in weights:
-            _note(saved, (tensor,))
-        return tensor
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, nn.Linear)
+        products.append(Product(inputs[0].numel() // layer.in_features, layer.in_features, layer.out_features))
 
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    for layer in network.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(note)
+    with FlopCounterMode(display=False) as counter:
         try:
             network(x, at, condition)
         except (RuntimeError, ValueError) as error:
             reason = first_line(error)
             raise AtollError(f"a {config.class_name} does not take latents of shape {shape}: {reason}") from error
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    activations = sum(saved.values())
-    checkpointed = sum(entering.values()) + activations // len(blocks) if blocks else activations
-    return Cost(parameters, counter.get_total_flops(), activations, checkpointed)
+    return Cost(parameters, counter.get_total_flops(), max(products, key=lambda product: product.flops))
 
 
-def _note(sizes: dict[int, int], values: tuple[Any, ...]) -> None:
-    """Record the bytes of the tensors among some values, by storage."""
-    for value in values:
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
-
-
-def _condition(config: NetworkConfig, text: tuple[int, int] | None) -> Condition:
-    """Return a condition of the right shapes for a network."""
+def condition_like(config: NetworkConfig, text: tuple[int, int] | None, rows: int) -> Condition:
+    """Return a condition of the right shapes for a network, on the default device."""
     takes_text = not isinstance(config, RouterConfig) and config.text_width
     classes = 0 if isinstance(config, DiffusersConfig) else config.num_classes
     return Condition(
-        text=torch.zeros(1, *text) if text and takes_text else None,
-        pooled=torch.zeros(1, config.pooled_width) if config.pooled_width else None,
-        label=torch.zeros(1, dtype=torch.long) if classes else None,
+        text=torch.zeros(rows, *text) if text and takes_text else None,
+        pooled=torch.zeros(rows, config.pooled_width) if config.pooled_width else None,
+        label=torch.zeros(rows, dtype=torch.long) if classes else None,
     )
 
 
-def training_bytes(
-    cost: Cost, batch_size: int, emas: int, *, half: bool, checkpointing: bool = False, parts: int = 1
-) -> int:
-    """Estimate the memory of one process with micro-batches of `batch_size`; FSDP2 divides the weights into `parts`.
-
-    Weights, gradients, two Adam moments and the EMAs are in float32; `half` halves the activations.
-    """
-    activations = cost.checkpointed_bytes if checkpointing else cost.activation_bytes
-    return 4 * cost.parameters * (4 + emas) // parts + activations * batch_size // (2 if half else 1)
-
-
-def measured_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
+def measured_rate(device: torch.device, dtype: torch.dtype, product: Product) -> float:
     """Measure the FLOPs per second of a matrix product on this device, an upper bound for networks."""
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    # The best of five: other processes can only slow a measurement down. Reading one value waits for the device.
-    best = float("inf")
-    for _ in range(5):
+    inputs, outputs = product.inputs, product.outputs
+    rows = max(1, min(product.rows, MEASURED_FLOPS // (2 * inputs * outputs)))
+    a = torch.randn(rows, inputs, device=device).to(dtype)
+    b = torch.randn(outputs, inputs, device=device).to(dtype).T  # as a linear layer stores its weight
+
+    def seconds(count: int) -> float:
         start = time.perf_counter()
-        float((a @ b)[0, 0])
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+        for _ in range(count):
+            last = a @ b
+        float(last[0, 0])  # waits for the device
+        return time.perf_counter() - start
+
+    seconds(1)  # loads the kernel
+    count = min(MEASURED_PRODUCTS, max(1, int(MEASURED_SECONDS / seconds(1))))
+    # The best of three: other processes can only slow a measurement down.
+    return Product(rows, inputs, outputs).flops * count / min(seconds(count) for _ in range(3))

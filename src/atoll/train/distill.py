@@ -2,18 +2,19 @@
 
 No router is needed: the teacher is chosen by the cluster label, and the bridge converts its output to a velocity.
 
-Batches mix all clusters, so a batch needs many teachers, but only one of them should be in memory beside the student.
-Targets are therefore computed in blocks of B = `student.block` consecutive positions of training, which span many
-batches. Each expert in turn is opened, evaluated on its images of the block, and closed. Its velocities are written to
-the targets (B, C, H, W), which stay on the CPU until the batches of the block were trained. With several processes each
-computes only the rows that it will train on; the others are NaN, so that a wrong assignment would stop training.
+Batches mix all clusters, so a batch needs many teachers, but only `TEACHERS` of them should be in memory beside the
+student. Targets are therefore computed in blocks of B = `student.block` consecutive positions of training, which span
+many batches. Each expert in turn is taken from the expert cache and evaluated on its images of the block. Its
+velocities are written to the targets (B, C, H, W), which stay on the CPU until the batches of the block were trained.
+With several processes each computes only the rows that it will train on; the others are NaN, so that a wrong assignment
+would stop training.
 
 Block k covers the positions k B … (k + 1) B - 1, whatever the batch size and wherever the job resumes. Order, noise and
 time of an image are functions of (seed, position), so a job that resumes inside a block computes the same targets.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.core import layout
-from atoll.core.device import ASYNCHRONOUS
+from atoll.core.device import ASYNCHRONOUS, compute_dtype, dtype_name, upload
 from atoll.core.manifests import ExpertContent, NetworkContent
-from atoll.data.dataset import Batch
-from atoll.experts.expert import DeviceOptions, OpenExpert, open_expert
+from atoll.experts.expert import DeviceOptions, OpenExpert
+from atoll.experts.expert_cache import ExpertCache
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import ALONE, Processes, condition_of, validate
 from atoll.train.inputs import TrainingInputs
@@ -36,6 +37,9 @@ from atoll.train.tasks import Forward, Losses, Task, as_expert
 
 TEACHER_BATCH = 64
 """Images of one forward pass of a teacher: the order of magnitude of a training batch, but without gradients."""
+TEACHERS = 1
+"""Teachers in memory beside the student, whose training needs most of it. A block opens each of them once, so more of
+them would save little time: the cache reads the next teacher ahead."""
 
 
 @dataclass
@@ -56,9 +60,12 @@ class StudentTask(Task):
     _current: _Block = field(default_factory=_Block)
 
     def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
-        """Return the mean squared error against the teacher's velocity for each image."""
+        """Return the mean squared error against the teacher's velocity for each image.
+
+        At the first position of a block it waits for the targets of the block.
+        """
         noised = inputs.noised
-        target = self._targets(inputs.position, len(inputs.index)).to(noised.input.device, non_blocking=True)
+        target = upload(self._targets(inputs.position, len(inputs.index)), noised.input.device)
         output = forward(noised.input, noised.timestep, inputs.condition)[:, : target.shape[1]]
         return Losses((output.float() - target).square().flatten(1).mean(1), noised.t, {})
 
@@ -77,10 +84,18 @@ class StudentTask(Task):
             **dict(content) | {"held_out_loss": error.mean, "loss_by_time": error.by_time},
             objective=flow.Objective().spec,
             teachers=tuple(teachers(self.run, tuple(self._experts()))),
+            teacher_dtype=dtype_name(compute_dtype(self.device)),
         )
 
     def _experts(self) -> range:
         return range(self.shards.content.clusters)
+
+    @cached_property
+    def _teachers(self) -> ExpertCache:
+        """The teachers by cluster. Their files are verified here, once."""
+        references = [expert_of_run(self.run, layout.expert_job(number), verify=True) for number in self._experts()]
+        options = DeviceOptions(self.device, compute_dtype(self.device))
+        return ExpertCache(references, self.shards.statistics, options, TEACHERS)
 
     def _targets(self, position: int, count: int) -> Tensor:
         """Return the targets (count, C, H, W) of the positions from `position` on, from one block or several."""
@@ -95,47 +110,44 @@ class StudentTask(Task):
             position, count = position + len(part), count - len(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _compute_block(self, first: int) -> Tensor:
         """Compute the targets (B, C, H, W) of a block for this process; the rows of other processes are NaN."""
         # A micro-batch is split evenly: rank r trains on the r-th part of its positions (see `Shards.stream`).
         rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        whose = (first + torch.arange(self.block)) % self.micro // (self.micro // processes)
-        numbers = self.shards.order(np.arange(first, first + self.block, dtype=np.uint64), self.seed)
-        clusters = self.shards.read(numbers).cluster
+        positions = np.arange(first, first + self.block, dtype=np.uint64)
+        mine = positions % self.micro // (self.micro // processes) == rank
+        numbers = self.shards.order(positions, self.seed)
+        rows = {
+            cluster: np.flatnonzero(mine & (numbers >= images.start) & (numbers < images.stop))
+            for cluster, images in self.shards.cluster_ranges().items()
+        }
         device = self.device
-        shape = (self.block, *self.shards.content.latents.shape)
-        targets = torch.full(shape, torch.nan, pin_memory=device.type in ASYNCHRONOUS)
-        for expert in self._experts():
-            mine = torch.nonzero((clusters == expert) & (whose == rank)).flatten()
-            if len(mine):
-                reference = expert_of_run(self.run, layout.expert_job(expert), verify=True)
-                teacher = open_expert(reference, self.shards.statistics, DeviceOptions(device))
-                for rows in torch.split(mine, TEACHER_BATCH):
-                    targets[rows] = self._teacher_velocities(teacher, first, rows, numbers=numbers, device=device)
+        queued = device.type in ASYNCHRONOUS
+        targets = torch.full((self.block, *self.shards.content.latents.shape), torch.nan, pin_memory=queued)
+        order = self._teachers.order([cluster for cluster, own in rows.items() if len(own)])
+        for cluster, following in zip(order, [*order[1:], None], strict=True):
+            teacher = self._teachers.get(cluster, following).expert
+            for start in range(0, len(rows[cluster]), TEACHER_BATCH):
+                part = rows[cluster][start : start + TEACHER_BATCH]
+                velocities = self._teacher_velocities(teacher, numbers[part], positions[part])
+                # The host draws the next batch while the device computes this one, and waits once, at the end.
+                for row, velocity in zip(part.tolist(), velocities, strict=True):
+                    targets[row].copy_(velocity, non_blocking=queued)
+        if queued:
+            torch.accelerator.current_stream(device).synchronize()
         return targets
 
     def _teacher_velocities(
-        self, teacher: OpenExpert, first: int, rows: Tensor, *, numbers: "np.ndarray[Any, Any]", device: torch.device
+        self, teacher: OpenExpert, numbers: "np.ndarray[Any, Any]", positions: "np.ndarray[Any, Any]"
     ) -> Tensor:
-        """Return one teacher's velocities (rows, C, H, W) for some rows of a block, noised as for the student."""
-        # Rows are not consecutive, so latents and noise are drawn one by one, each by its position.
-        inputs, times = [], []
-        batch = self.shards.read(numbers[rows.numpy()]).to(device)
-        for row, image in zip(rows.tolist(), _single(batch), strict=True):
-            x0 = self.shards.latents(image, seed=self.seed, position=first + row)
-            noised = self.objective.corrupt(x0, seed=self.seed, position=first + row)
-            inputs.append(noised.input)
-            times.append(noised.t)
-        with torch.autocast(device.type, enabled=False):  # the teacher's bridge was calibrated in full precision
-            velocity = teacher.velocity(torch.cat(inputs), torch.cat(times), condition_of(batch, teacher.conditioning))
-        return velocity.float().cpu()
-
-
-def _single(batch: Batch) -> Iterator[Batch]:
-    """Yield the images of a batch as batches of one."""
-    for i in range(len(batch.index)):
-        yield Batch(
-            *(part[i : i + 1] for part in (batch.index, batch.cluster, batch.label, batch.mean)),
-            *(None if part is None else part[i : i + 1] for part in (batch.std, batch.text, batch.mask, batch.pooled)),
+        """Return a teacher's velocities (batch, C, H, W) for images at some positions, noised as for the student."""
+        device, batch = self.device, self.shards.read(numbers)
+        x0 = self.shards.latents(batch, seed=self.seed, position=positions)
+        noised = self.objective.corrupt(x0, seed=self.seed, position=positions)
+        condition = condition_of(batch, teacher.conditioning).map(
+            lambda part: upload(part.to(teacher.dtype) if part.is_floating_point() else part, device)
         )
+        # The precision of a teacher is that of its weights, not that of the student's training (autocast).
+        with torch.autocast(device.type, enabled=False):
+            return teacher.velocity(upload(noised.input, device), upload(noised.t, device), condition).float()

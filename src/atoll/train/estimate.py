@@ -5,7 +5,7 @@ It needs only the configuration: before the data is prepared, its shapes are pre
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -13,10 +13,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from atoll.core import layout
+from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
-from atoll.core.device import device
+from atoll.core.device import compute_dtype, device
+from atoll.core.manifests import EXPERT
 from atoll.core.presets import PUBLISHED, Published
-from atoll.train.cost import image_cost, measured_rate, training_bytes
+from atoll.train.cost import image_cost, measured_rate, parameter_count
+from atoll.train.memory import job_bytes
 from atoll.train.spec import TrainSpec, resolve_job
 
 UTILIZATION = 0.5
@@ -43,8 +47,7 @@ class JobCosts:
     def of(cls, spec: TrainSpec, gpus: int | None = None) -> Self:
         """Count the costs of a job on some number of GPUs."""
         settings, cost, processes = spec.settings, image_cost(spec.network, spec.shapes), _processes(gpus)
-        checkpointing = settings.activation_checkpointing
-        flops = cost.training_flops(checkpointing)
+        flops = cost.training_flops(settings.activation_checkpointing)
         return cls(
             job=spec.job,
             parameters=cost.parameters,
@@ -53,13 +56,14 @@ class JobCosts:
             forward_flops_per_image=cost.forward_flops,
             flops_per_image=flops,
             flops=flops * settings.total_images,
-            bytes=training_bytes(
-                cost,
-                max(1, settings.batch_size // settings.grad_accum_steps // processes),
-                len(settings.ema),
-                half=settings.precision != "float32",
-                checkpointing=checkpointing,
-                parts=processes if settings.parallel == "fsdp2" else 1,
+            bytes=_teacher_bytes(spec)
+            + job_bytes(
+                spec.network,
+                spec.shapes,
+                settings,
+                dtype=_dtype(spec, gpus),
+                objective=spec.objective,
+                processes=processes,
             ),
         )
 
@@ -89,10 +93,29 @@ def _processes(gpus: int | None) -> int:
     return gpus or int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _dtype(spec: TrainSpec, gpus: int | None) -> torch.dtype:
+    """Return the training precision: that of this machine, or of the GPUs that the user plans with."""
+    precision: str = spec.settings.precision
+    return torch.bfloat16 if gpus and precision == "auto" else compute_dtype(device(), precision)
+
+
+def _teacher_bytes(spec: TrainSpec) -> int:
+    """Return the bytes of the largest teacher of a student, of which one is in memory; 0 for other jobs."""
+    if spec.kind != "student":
+        return 0
+    results = [Artifact(spec.run, layout.final(layout.expert_job(number))) for number in spec.clusters]
+    found = [result.read(EXPERT).network for result in results if result.manifest() is not None]
+    # Before the experts are trained, the student's own network is the best guess.
+    return compute_dtype(device()).itemsize * max(parameter_count(network) for network in found or [spec.network])
+
+
 def estimate(spec: TrainSpec, gpus: int | None = None) -> JobEstimate:
     """Estimate the costs of a job on this machine."""
-    costs = JobCosts.of(spec, gpus)
-    rate = measured_rate(device(), getattr(torch, spec.settings.precision))
+    costs, settings = JobCosts.of(spec, gpus), spec.settings
+    product = image_cost(spec.network, spec.shapes).largest_product
+    images = max(1, settings.batch_size // settings.grad_accum_steps // _processes(gpus))
+    product = replace(product, rows=product.rows * images)
+    rate = measured_rate(device(), compute_dtype(device(), settings.precision), product)
     return JobEstimate(
         **vars(costs),
         epochs=None if spec.data is None else costs.images / spec.data.images,
@@ -104,7 +127,7 @@ def estimate(spec: TrainSpec, gpus: int | None = None) -> JobEstimate:
 def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts:
     """Count the costs of all experts and the router of a run."""
     specs = [resolve_job(run, config, "expert", expert=number) for number in range(config.clusters.count)]
-    costs = [JobCosts.of(spec, gpus) for spec in (*specs, resolve_job(run, config, "router"))]
+    costs = [JobCosts.of(spec, _processes(gpus)) for spec in (*specs, resolve_job(run, config, "router"))]
     flops = sum(job.flops for job in costs)
     return RunCosts(
         jobs=costs,

@@ -24,8 +24,8 @@ from atoll.core.device import device as pick_device
 from atoll.core.manifests import EXPERT, ROUTER, SHARDS, ComputeSpec, DataSpec, NetworkContent
 from atoll.data.dataset import Shards
 from atoll.experts import density
-from atoll.nets import DiT, build, load_network, save_network
-from atoll.nets.adapters import DiffusersExpert
+from atoll.nets import build, load_network, save_network
+from atoll.nets.blocks import set_checkpointing
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.cost import image_cost
 from atoll.train.distill import StudentTask
@@ -41,10 +41,7 @@ def build_task(spec: TrainSpec) -> Task:
     network: nn.Module = build(spec.network)
     if spec.init_from is not None:
         network.load_state_dict(load_network(spec.init_from).state_dict())
-    if isinstance(network, DiT):
-        network.checkpointing = spec.settings.activation_checkpointing
-    elif isinstance(network, DiffusersExpert) and spec.settings.activation_checkpointing:
-        network.model.enable_gradient_checkpointing()
+    set_checkpointing(network, spec.settings.activation_checkpointing)
     shards, held_out = (Shards.open(spec.run, list(spec.clusters), split) for split in ("train", "held-out"))
     objective = flow.Objective() if spec.objective is None else flow.Objective.of(spec.objective)
     seed, dropout = spec.settings.seed, spec.settings.cfg_dropout
