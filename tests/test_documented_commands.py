@@ -198,6 +198,13 @@ EXAMPLES = {
     "sample-with-little-memory": ({}, "len(images) == 4"),
     "mix-objectives": ({}, "len(images) == 1 and len(both.references) == 6"),
     "export-to-diffusers": ({"seed=0)": "seed=0, num_inference_steps=2)"}, "image.size == (32, 32)"),
+    "gpus": (
+        {
+            'device_map="balanced"': 'device_map="cpu"',
+            "enable_model_cpu_offload()": 'enable_model_cpu_offload(device="cpu")',
+        },
+        "all(expert.offloaded for expert in pipe.experts)",
+    ),
     "images-from-folders-tars-parquet": ({}, "square.size == (256, 256)"),
     "evaluate": (
         {
@@ -210,7 +217,7 @@ EXAMPLES = {
     ),
 }
 """How-to pages with a Python example: what is replaced to make it small, and what is true afterwards."""
-SLOW_EXAMPLES = ("export-to-diffusers",)
+SLOW_EXAMPLES = ("export-to-diffusers", "gpus")
 """Examples that take more than a few seconds, here for the export and the pipelines of diffusers."""
 
 

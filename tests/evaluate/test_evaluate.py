@@ -21,8 +21,9 @@ from atoll.evaluate.cache import cached
 from atoll.evaluate.distances import Gaussian, frechet, kernel_distance
 from atoll.evaluate.features import generated_features, reference_features
 from atoll.evaluate.generated import generate, prompts_of
-from atoll.evaluate.models import EvaluatedModel, evaluated_models
+from atoll.evaluate.models import EvaluatedModel, LoadOptions, evaluated_models
 from atoll.evaluate.results import EvaluationResult, Spread
+from atoll.train.distributed import DistContext
 
 EXTRACTOR = "efficientnet-lite0"
 SMALL = ["--num-images", "12", "--steps", "3", "--num-real", "24", "--extractors", EXTRACTOR, "--diversity", "2", "2"]
@@ -145,11 +146,14 @@ def test_the_same_command_again_computes_nothing(
     assert "monolith" in capsys.readouterr().out
 
 
+ALONE: dict[str, Any] = {"load": LoadOptions(), "context": DistContext(0, 1, torch.device("cpu"))}
+
+
 def test_metrics_can_be_computed_again_from_the_stored_images(trained: Path, result: dict[str, Any]) -> None:
     config, model = configuration.load(trained), EvaluatedModel(trained, "experts", "top-1")
     prompts = prompts_of(trained, 3, 12)
     settings = Settings(routing="top-1", steps=3)
-    images = generate(model, prompts, settings, purpose="metrics", batch_size=64, max_loaded_experts=None)
+    images = generate(model, prompts, settings, purpose="metrics", batch_size=64, **ALONE)
     generated = generated_features(trained, images, EXTRACTOR)
     real = reference_features(trained, config, "train", num_real=24, vision=EXTRACTOR)
     found = result["models"][0]["metrics"][EXTRACTOR]
@@ -170,12 +174,12 @@ def test_an_interrupted_set_resumes_and_has_the_same_images(
     monkeypatch.setattr("atoll.evaluate.generated.CHUNK", 4)
     prompts, model = prompts_of(trained, 3, 10), EvaluatedModel(trained, "experts", "top-2")
     settings = Settings(routing="top-2", steps=2)
-    whole = generate(model, prompts, settings, purpose="whole", batch_size=64, max_loaded_experts=None)
+    whole = generate(model, prompts, settings, purpose="whole", batch_size=64, **ALONE)
     pixels = np.concatenate(list(whole.chunks()))
     shutil.copytree(whole.artifact.folder, tmp_path / "kept")
     (whole.artifact.folder / "manifest.json").unlink()
     (whole.artifact.folder / "000001.safetensors").unlink()
-    again = generate(model, prompts, settings, purpose="whole", batch_size=3, max_loaded_experts=None)
+    again = generate(model, prompts, settings, purpose="whole", batch_size=3, **ALONE)
     # The missing images were sampled with another batch size, whose rounding may change a pixel by one.
     assert np.abs(np.concatenate(list(again.chunks())).astype(int) - pixels.astype(int)).max() <= 1
     kept = "000002.safetensors"

@@ -154,3 +154,19 @@ def test_unsupported_options_are_errors(pipe: AtollPipeline, exported: Path, tmp
     text_expert = ExpertModel.from_pretrained(exported / "expert_0")
     with pytest.raises(AtollError, match="no text_encoder, but its experts need one"):
         AtollPipeline(expert_0=text_expert, scheduler=pipe.scheduler)("a red circle")
+
+
+def test_offloaded_networks_give_the_same_images(conditioned_export: Path, pipe: AtollPipeline) -> None:
+    """accelerate moves the networks when they run, here from the CPU to the CPU.
+
+    They run through their hooks, so conditions are not prepared ahead, which changes the rounding.
+    """
+    away = AtollPipeline.from_pretrained(conditioned_export)
+    away.enable_model_cpu_offload(device="cpu")
+    assert all(expert.offloaded for expert in away.experts)
+    how = {"num_inference_steps": 3, "routing": "top-2", "seed": 5, "output_type": "latent"}
+    expected = pipe(["a red circle", "a square"], **how).images
+    for _ in range(2):  # the second call after the hooks were set anew
+        torch.testing.assert_close(away(["a red circle", "a square"], **how).images, expected, rtol=1e-3, atol=1e-4)
+    with pytest.raises(AtollError, match=r"use enable_model_cpu_offload\(\)"):
+        away.enable_sequential_cpu_offload()

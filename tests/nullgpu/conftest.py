@@ -28,12 +28,15 @@ prepare(folder / "run", write_run(folder / "run", write_shapes(folder / "shapes"
 TRAIN = """
 import sys
 from pathlib import Path
-from atoll.core import config
+from atoll.core import config as configuration
 from atoll.train import resolve_job, train_job
 
 run = Path(sys.argv[1])
-for number in range(2):
-    train_job(resolve_job(run, config.load(run, {"train.total_images": "8"}), "expert", expert=number))
+config = configuration.load(run, {"train.total_images": "64", "router.total_images": "64", "experts.1": "ddpm"})
+for number in range(config.clusters.count):
+    train_job(resolve_job(run, config, "expert", expert=number))
+for kind in ("router", "monolith"):
+    train_job(resolve_job(run, config, kind))
 """
 
 
@@ -52,9 +55,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def taught(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run with two experts."""
-    folder = tmp_path_factory.mktemp("taught") / "run"
+def trained_run(run: Path) -> Path:
+    """A run with two experts of different objectives, a conditioned router and a monolith, all hardly trained."""
+    folder = run.parent / "trained"
     shutil.copytree(run, folder)
     run_on_cpu(TRAIN, str(folder))
     return folder

@@ -175,8 +175,14 @@ static void copied(const void *to, const void *from, size_t n, cudaStream_t stre
     if (stream) COUNT(SIDE_COPY);
     event(kind, n);
 }
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind, cudaStream_t stream) { copied(to, from, n, stream); memmove(to, from, n); OK; }
-cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind kind) { copied(to, from, n, 0); event(DEVICE_SYNC, 0); memmove(to, from, n); OK; }
+// NULL_CUDA_READ_ZEROS=1: what the host reads from a device is zero. Otherwise it is whatever the memory held, because
+// kernels compute nothing, and code that checks its results for NaN stops.
+static void move(void *to, const void *from, size_t n) {
+    if (environment("NULL_CUDA_READ_ZEROS", 0) && kind_of(to, 0) != DEVICE && kind_of(from, 0) == DEVICE) memset(to, 0, n);
+    else memmove(to, from, n);
+}
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind, cudaStream_t stream) { copied(to, from, n, stream); move(to, from, n); OK; }
+cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind kind) { copied(to, from, n, 0); event(DEVICE_SYNC, 0); move(to, from, n); OK; }
 cudaError_t cudaMemcpyPeerAsync(void *to, int device, const void *from, int source, size_t n, cudaStream_t stream) { copied(to, from, n, stream); memmove(to, from, n); OK; }
 cudaError_t cudaMemset(void *p, int value, size_t n) { COUNT(MEMSET); if (n < (1 << 20)) memset(p, value, n); OK; }
 cudaError_t cudaMemsetAsync(void *p, int value, size_t n, cudaStream_t stream) { return cudaMemset(p, value, n); }

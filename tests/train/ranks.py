@@ -20,6 +20,7 @@ Hook = Callable[[Path, int], None]
 
 
 def _work(run: Path, rank: int, port: int, arguments: list[str], hook: Hook) -> None:
+    """Run `atoll` with some arguments on one of two processes."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from atoll.cli import main
@@ -28,7 +29,7 @@ def _work(run: Path, rank: int, port: int, arguments: list[str], hook: Hook) -> 
     with log(run, rank).open("a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         try:
             hook(run, rank)
-            code = main(["train", str(run), *arguments])
+            code = main(arguments)
         except Exception:
             traceback.print_exc()
             code = 1
@@ -39,8 +40,10 @@ def log(run: Path, rank: int) -> Path:
     return run / f"log-{rank}.txt"
 
 
-def run_ranks(run: Path, *arguments: str, hook: Hook, together: bool = False, seconds: float = 120) -> list[int | None]:
-    """Run `atoll train RUN …` on two processes; return their exit codes, None for one that had to be killed.
+def run_ranks(
+    run: Path, *arguments: str, hook: Hook, verb: str = "train", together: bool = False, seconds: float = 120
+) -> list[int | None]:
+    """Run `atoll VERB RUN …` on two processes; return their exit codes, None for one that had to be killed.
 
     With `together`, a process that fails ends the other, as torchrun does.
     """
@@ -48,7 +51,7 @@ def run_ranks(run: Path, *arguments: str, hook: Hook, together: bool = False, se
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes: list[BaseProcess] = [
-        _context.Process(target=_work, args=(run, rank, port, list(arguments), hook)) for rank in range(2)
+        _context.Process(target=_work, args=(run, rank, port, [verb, str(run), *arguments], hook)) for rank in range(2)
     ]
     for process in processes:
         process.start()
@@ -73,31 +76,34 @@ def slow_hashing(run: Path, rank: int, *, phase: str) -> None:
     import torch.distributed as dist
 
     from atoll.core import artifacts
+    from atoll.core.artifacts import Artifact
     from atoll.train import job
     from atoll.train.checkpoints import Checkpoints
 
-    owner, name = {"save": (Checkpoints, "save"), "resume": (Checkpoints, "load_newest"), "end": (job, "_commit")}[
+    owner, name = {"save": (Checkpoints, "write"), "resume": (Checkpoints, "load_newest"), "end": (job, "_commit")}[
         phase
     ]
-    work, hash_file = getattr(owner, name), artifacts.sha256_of
-    hashed: list[Path] = []
+    # A checkpoint is hashed while it is written; otherwise files are read and hashed.
+    hashing, function = (Artifact, "write_parts") if phase == "save" else (artifacts, "sha256_of")
+    work, hash_file = getattr(owner, name), getattr(hashing, function)
+    slept: list[bool] = []
 
-    def hash_slowly(file: Path) -> str:
-        if not hashed:
+    def hash_slowly(*arguments):
+        if rank == 0 and not slept:
             time.sleep(2)
-        hashed.append(file)
-        return hash_file(file)
+        slept.append(True)
+        return hash_file(*arguments)
 
     @wraps(work)
     def with_short_timeout(*arguments, **options):
         before = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
-        artifacts.sha256_of = hash_slowly
+        setattr(hashing, function, hash_slowly)
         try:
             return work(*arguments, **options)
         finally:
             dist.distributed_c10d._set_pg_timeout(before)
-            artifacts.sha256_of = hash_file
+            setattr(hashing, function, hash_file)
 
     setattr(owner, name, with_short_timeout)
 

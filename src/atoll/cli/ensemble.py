@@ -1,16 +1,20 @@
 """Verbs that use trained experts: sample, export."""
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from atoll.cli.verb import MaxLoadedExperts, RunFolder
+from atoll.cli.verb import Devices, DType, MaxLoadedExperts, RunFolder
 from atoll.core import layout
 from atoll.core.names import SOLVERS
+
+if TYPE_CHECKING:
+    from atoll.experts.validation import Processes
 
 
 @dataclass
@@ -50,8 +54,10 @@ class Sample:
     batch_size: int = 64
     """Images per batch."""
     max_loaded_experts: MaxLoadedExperts = None
-    """Maximum number of experts in memory at once."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Maximum number of experts on each device at once."""
+    devices: Devices = None
+    """Devices to spread the experts over, such as cuda:0,cuda:1."""
+    dtype: DType = "auto"
     """Precision of the networks."""
     quantize: Annotated[Literal["int8"] | None, arg(metavar="int8", help_behavior_hint="(default: off)")] = None
     """Store the weights of linear layers as 8-bit integers."""
@@ -70,12 +76,25 @@ class Sample:
 
     def run(self) -> None:
         """Sample and save the images."""
+        if "RANK" not in os.environ:
+            self._sample(self.devices)
+            return
+        # Several processes under torchrun. The import takes a second, which others need not wait for.
+        from atoll.core.device import device
+        from atoll.train.distributed import init_distributed
+
+        with init_distributed(device()) as context:
+            self._sample(context.only_device(self.devices), context)
+
+    def _sample(self, devices: str | None, processes: "Processes | None" = None) -> None:
         from atoll.ensemble import load
         from atoll.ensemble.images import save
+        from atoll.experts.validation import ALONE
 
+        processes = processes or ALONE
         sampler = load(
             self.folder, self.model, max_loaded_experts=self.max_loaded_experts, dtype=self.dtype, strict=self.strict,
-            quantize=self.quantize, compile=self.compile,
+            devices=devices, quantize=self.quantize, compile=self.compile,
         )  # fmt: skip
         given = max(len(self.prompts), len(self.labels))
         count = self.num_images or max(given, len(self.clusters)) or 16
@@ -87,10 +106,13 @@ class Sample:
             return
         samples = sampler.generate(
             self.prompts or None, self.labels or None, count, clusters=self.clusters or None,
-            batch_size=self.batch_size, trace=self.save_routing, routing=self.routing, steps=self.steps,
+            batch_size=self.batch_size, trace=self.save_routing, processes=processes, routing=self.routing,
+            steps=self.steps,
             guidance_scale=self.guidance_scale, guidance_interval=self.guidance_interval, rescale=self.rescale,
             solver=self.solver, shift=self.shift, scheduler_times=self.scheduler_times, seed=self.seed,
         )  # fmt: skip
+        if processes.rank > 0:
+            return
         # An export may be a hub name or a shared folder, so its images go to the working directory.
         is_run = (self.folder / layout.CONFIG_FILE).is_file()
         files = save(samples, self.out or (self.folder / layout.SAMPLES if is_run else Path("samples")))

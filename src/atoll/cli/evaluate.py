@@ -2,13 +2,13 @@
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from atoll.cli.verb import MaxLoadedExperts, Overrides, RunFolder
+from atoll.cli.verb import Devices, DType, MaxLoadedExperts, Overrides, RunFolder
 from atoll.core import config as configuration
 from atoll.core.names import SOLVERS
 
@@ -58,7 +58,13 @@ class Evaluate:
     batch_size: int = 64
     """Images per batch."""
     max_loaded_experts: MaxLoadedExperts = None
-    """Maximum number of experts in memory at once."""
+    """Maximum number of experts on each device at once."""
+    devices: Devices = None
+    """Devices to spread the experts over, such as cuda:0,cuda:1."""
+    dtype: DType = "auto"
+    """Precision of the networks in sampling; diagnostics are always in float32."""
+    compile: bool = False
+    """Compile the networks with torch.compile."""
     allow_small: bool = False
     """Compute biased metrics from too few images; the real-vs-real baseline shows the bias."""
     json: bool = False
@@ -70,10 +76,13 @@ class Evaluate:
         from contextlib import redirect_stdout
 
         config = configuration.load(self.folder, self.overrides)
+        from atoll.core.device import device
         from atoll.ensemble import Settings
         from atoll.evaluate import Options, evaluate
+        from atoll.evaluate.models import LoadOptions
         from atoll.evaluate.results import plain
         from atoll.evaluate.table import show
+        from atoll.train.distributed import init_distributed
 
         options = Options(
             num_images=self.num_images,
@@ -90,13 +99,16 @@ class Evaluate:
             num_trajectories=self.num_trajectories,
             without=self.without,
             batch_size=self.batch_size,
-            max_loaded_experts=self.max_loaded_experts,
+            load=LoadOptions(self.max_loaded_experts, self.devices, self.dtype, self.compile),
             allow_small=self.allow_small,
             prompts=self.prompts,
         )
         # Standard output is only for the result, so that --json can be piped; progress goes to standard error.
-        with redirect_stdout(sys.stderr):
-            result = evaluate(self.folder, config, options)
+        with redirect_stdout(sys.stderr), init_distributed(device()) as context:
+            load = replace(options.load, devices=context.only_device(self.devices))
+            result = evaluate(self.folder, config, replace(options, load=load), context=context)
+        if result is None:
+            return  # the main process prints the metrics
         if self.json:
             print(json.dumps(plain(result)))
         else:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from atoll.cli.verb import MaxLoadedExperts, RunFolder
+from atoll.cli.verb import Devices, DType, MaxLoadedExperts, RunFolder
 from atoll.core.errors import AtollError
 
 TOKEN = "ATOLL_TOKEN"
@@ -32,11 +32,13 @@ class Serve:
     routing: str = "top-1"
     """Routing of requests that set none."""
     max_loaded_experts: MaxLoadedExperts = None
-    """Maximum number of experts in memory at once."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Maximum number of experts on each device at once."""
+    devices: Devices = None
+    """Devices to spread the experts over, such as cuda:0,cuda:1."""
+    dtype: DType = "auto"
     """Precision of the networks."""
-    device: Annotated[str | None, arg(metavar="DEVICE", help_behavior_hint="(default: accelerator, else cpu)")] = None
-    """Torch device."""
+    compile: bool = False
+    """Compile the networks with torch.compile."""
     quantize: Annotated[Literal["int8"] | None, arg(metavar="int8", help_behavior_hint="(default: off)")] = None
     """Store the weights of linear layers as 8-bit integers."""
     grace: float = 60.0
@@ -54,7 +56,13 @@ class Serve:
         from atoll.studio.registry import LoadOptions
 
         load_options = LoadOptions(
-            self.batch_size, self.max_loaded_experts, self.dtype, self.device, self.quantize, self.routing
+            batch_size=self.batch_size,
+            max_loaded_experts=self.max_loaded_experts,
+            devices=self.devices,
+            dtype=self.dtype,
+            quantize=self.quantize,
+            compile=self.compile,
+            routing=self.routing,
         )
         token = self.token if self.token is not None else os.environ.get(TOKEN)
         serve(str(self.folder), load_options, Options(self.host, self.port, token, self.queue, self.grace, self.json))

@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -121,6 +121,10 @@ def sha256_of(file: Path) -> str:
     """Return the SHA-256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _entry(file: Path) -> FileEntry:
+    return FileEntry(file.stat().st_size, sha256_of(file))
 
 
 @dataclass(frozen=True)
@@ -283,21 +287,36 @@ class Artifact:
         with self.writing(file) as path:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
-    def commit(self, content: Content | Mapping[str, Any], exclude: Collection[str] = ()) -> Manifest:
+    def write_parts(self, file: str, parts: Iterable[bytes | memoryview]) -> FileEntry:
+        """Write one file part by part, and hash it meanwhile; return its entry for `commit`."""
+        digest, size = hashlib.sha256(), 0
+        with self.writing(file) as path, path.open("wb") as stream:
+            for part in parts:
+                # Both release the GIL while they work on a large part, so other threads run.
+                digest.update(part)
+                size += stream.write(part)
+        return FileEntry(size, digest.hexdigest())
+
+    def commit(
+        self,
+        content: Content | Mapping[str, Any],
+        exclude: Collection[str] = (),
+        *,
+        hashed: Mapping[str, FileEntry] | None = None,
+    ) -> Manifest:
         """Hash every file and write the manifest.
 
         Two jobs may make the same artifact at the same time. The first one to write the manifest commits it; the
         other one checks that its manifest would be the same. Files in `exclude` may be in the folder, but do not
-        belong to the artifact.
+        belong to the artifact. Files in `hashed` were hashed while they were written, and are not read again.
         """
         plan = self._plan()
         if plan is None:
             raise ValueError(f"{self.folder}: commit without begin")
-        names = sorted(
-            path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if self._belongs(path)
-        )
-        names = [name for name in names if name not in exclude]
-        files = {name: FileEntry(self.path(name).stat().st_size, sha256_of(self.path(name))) for name in names}
+        known = hashed or {}
+        found = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if self._belongs(path)}
+        names = sorted((found | known.keys()) - set(exclude))
+        files = {name: known.get(name) or _entry(self.path(name)) for name in names}
         plain = content.model_dump(mode="json") if isinstance(content, Content) else content
         made = Manifest(plan.kind, plan.made_from, json.loads(to_json(plain)), files, plan.version)
         # The manifest must not reach the disk before the files whose hashes it lists.

@@ -159,7 +159,9 @@ class Train(Section):
     beta2: float = Field(0.99, gt=0, lt=1, description="beta2 of AdamW")
     weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
-    precision: Literal["float32", "bfloat16"] = Field("float32", description="compute precision; weights stay float32")
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="compute precision; auto is bfloat16 on GPUs that compute in it; weights stay float32"
+    )
     ema: HalfLives = Field(
         {"ema": 25_000.0}, description="EMAs of the weights, name: half-life in images; sampling uses the first"
     )
@@ -171,7 +173,9 @@ class Train(Section):
         None, description="folder of initial weights, or {default: FOLDER, 3: FOLDER} per expert; null is random"
     )
     activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
-    compile: bool = Field(False, description="compile the network with torch.compile")
+    compile: bool | Literal["auto"] = Field(
+        "auto", description="compile the blocks of the network with torch.compile; auto is true on GPUs"
+    )
     parallel: Literal["ddp", "fsdp2"] = Field("ddp", description="data parallelism under torchrun")
     save_every: int = Field(50_000, ge=1, description="images between two checkpoints")
     keep_last: int = Field(2, ge=1, description="number of checkpoints to keep")

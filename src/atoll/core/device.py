@@ -17,6 +17,7 @@ that the host decides must be read in one go (`download`), and everything that i
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -78,11 +79,13 @@ def _enable_tf32() -> None:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Compute float32 matrix products and convolutions in float32, without TF32; also usable as a decorator."""
+    """Compute matrix products and convolutions in float32, without autocast and TF32; also usable as a decorator."""
+    accelerator = torch.accelerator.current_accelerator()
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
-        yield
+        with torch.autocast("cpu", enabled=False), torch.autocast(getattr(accelerator, "type", "cpu"), enabled=False):
+            yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
@@ -111,10 +114,22 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device without waiting for the device."""
-    if device.type not in ASYNCHRONOUS:
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    """Copy a tensor from the CPU to a device without waiting for the device; one on a device is only moved."""
+    if device.type in ASYNCHRONOUS and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def constant(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """Return a vector of fixed values, such as channel means, in the dtype and on the device of a tensor."""
+    return _constant(values, like.dtype, like.device)
+
+
+# Copied to a device once, because every copy from the host would make it wait. Each expert has a few such vectors.
+@lru_cache(maxsize=1024)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # otherwise a vector that sampling made could not be used in training
+        return torch.tensor(values, dtype=dtype).to(device)
 
 
 def download(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -70,17 +70,28 @@ class LatentsContent(Content):
     """The latents (rows, channels, height, width) of all images, and their statistics over the training split."""
 
     rows: Count
+    """Number of images."""
     shape: tuple[int, ...]
+    """Channels, height and width of one latent."""
     statistics: ChannelStatistics
+    """Mean and standard deviation of each channel over the training split."""
+    precision: str = "float32"
+    """In which the autoencoder computed."""
 
 
 class TextContent(Content):
     """The token states (tokens, dimensions) and the pooled vector (pooled,) of every caption."""
 
     rows: Count
+    """Number of captions."""
     max_tokens: Positive
+    """Number of tokens to which a caption is truncated."""
     dimensions: Positive
+    """Width of the token states."""
     pooled: Positive
+    """Width of the pooled vector."""
+    precision: str = "float32"
+    """In which the text encoder computed."""
 
 
 class LatentSpec(Content):

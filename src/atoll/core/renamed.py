@@ -51,7 +51,12 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--skip": "--without",
     },
     "report": {"--guidance": "--guidance-scale"},
-    "serve": {"--batch": "--batch-size", "--resident": "--max-loaded-experts", "--quantise": "--quantize"},
+    "serve": {
+        "--batch": "--batch-size",
+        "--resident": "--max-loaded-experts",
+        "--quantise": "--quantize",
+        "--device": "--devices",
+    },
     "prepare": {"--shard": "--worker"},
     "launch": {"--shares": "--prepare-workers", "--at-once": "--max-parallel"},
     "export": {"--licence": "--license"},

@@ -5,32 +5,48 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
+import torch
+
+from atoll.core.device import compute_dtype
+from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError
 from atoll.core.manifests import LatentSpec, TextSpec
 from atoll.data.stages.latents import Codec, PixelCodec, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
 
+OpenCodec = Callable[[torch.device, torch.dtype], Codec | PixelCodec]
+OpenTextEncoder = Callable[[torch.device, torch.dtype], TextEncoder]
+"""Functions that load a network to a device, in a precision."""
+
 
 class Encoders:
     """The autoencoder (latents to images) and the text encoder (prompts to conditions) of a model."""
 
-    def __init__(self, autoencoder: Callable[[], Codec | PixelCodec], text_encoder: Callable[[], TextEncoder]) -> None:
-        self.autoencoder = cache(autoencoder)
-        self.text_encoder = cache(text_encoder)
+    def __init__(self, open_codec: OpenCodec, open_text_encoder: OpenTextEncoder) -> None:
+        """Use the default device and its default precision, until `place` is called."""
+        self.device = default_device()
+        self.dtype = compute_dtype(self.device)
+        self.autoencoder = cache(lambda: open_codec(self.device, self.dtype))
+        self.text_encoder = cache(lambda: open_text_encoder(self.device, self.dtype))
 
     @classmethod
     def of(cls, latents: LatentSpec, text: TextSpec | None, folder: Path | None = None) -> Self:
         """Return the encoders that a manifest names; with `folder`, those in the folder of an export or release."""
 
-        def autoencoder() -> Codec | PixelCodec:
-            name = latents.autoencoder
-            return open_codec(name if folder is None or name == "pixels" else str(folder / "vae"))
+        def autoencoder(device: torch.device, dtype: torch.dtype) -> Codec | PixelCodec:
+            name = latents.autoencoder if folder is None or latents.autoencoder == "pixels" else str(folder / "vae")
+            return open_codec(name, device=device, dtype=dtype)
 
-        def text_encoder() -> TextEncoder:
+        def text_encoder(device: torch.device, dtype: torch.dtype) -> TextEncoder:
             if text is None:
                 raise AtollError("these experts were trained without text, so they take no prompts; omit the prompts")
-            if folder is None:
-                return open_text_encoder(text.encoder, text.max_tokens)
-            return open_text_encoder(str(folder / "text_encoder"), text.max_tokens, folder / "tokenizer")
+            name, tokenizer = text.encoder, None
+            if folder is not None:
+                name, tokenizer = str(folder / "text_encoder"), folder / "tokenizer"
+            return open_text_encoder(name, text.max_tokens, tokenizer, device=device, dtype=dtype)
 
         return cls(autoencoder, text_encoder)
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Choose device and precision; call it before the first use."""
+        self.device, self.dtype = device, dtype

@@ -13,15 +13,23 @@ experts goes as follows. Under guidance, G of the images also need the velocity 
 Guidance combines mixtures, not experts: v_null + g (v - v_null), where v and v_null are weighted sums that may have
 different weights. With the exact weights p_t(k | x, c) and p_t(k | x) both sums are exact marginal velocities. A router
 that is not conditioned has the same weights for both, and then the order does not matter.
+
+On an accelerator the host must read the weights before it can launch the experts. It waits for the device once in an
+evaluation, when it reads the logits of the router (or the states, for `nearest`). Rules, weights, and the grouping of
+rows by expert are computed on the CPU from them, and go to the device as two small tensors. Times, clusters, guidance
+scales and condition rows are therefore kept on the CPU. Experts may be on several devices: states go to each expert's
+device and velocities come back, and the devices compute at the same time.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from atoll.core.device import download, upload
 from atoll.core.errors import AtollError
+from atoll.ensemble.batching import ExpertBatches, attention_kernels
 from atoll.ensemble.guidance import Guidance, guide, guided_rows
 from atoll.ensemble.routing import Routing, RoutingState, parse
 from atoll.experts.batch_conditions import BatchConditions
@@ -42,9 +50,13 @@ class Ensemble(nn.Module):
         *,
         device_options: DeviceOptions | None = None,
         max_loaded_experts: int | None = None,
+        expert_devices: Sequence[torch.device] = (),
         routing: str | Routing = "top-1",
     ) -> None:
-        """Keep at most `max_loaded_experts` experts in memory at once; None means all."""
+        """Keep at most `max_loaded_experts` experts on each device at once; None means all.
+
+        The experts are spread over the devices of the options, unless `expert_devices` names one for each.
+        """
         super().__init__()
         if not references:
             raise AtollError("an ensemble needs at least one expert")
@@ -59,9 +71,8 @@ class Ensemble(nn.Module):
         # The router has no rescaling, so its normalization is the common one; experts are converted to it.
         self.space = declared[-1 if router else 0].statistics
         """The common normalization of the latents."""
-        self.cache = ExpertCache(
-            self.references, self.space, self.device_options, max_loaded_experts or len(references)
-        )
+        limit = len(references) if max_loaded_experts is None else max_loaded_experts
+        self.cache = ExpertCache(self.references, self.space, self.device_options, limit, expert_devices)
         self.conditioning: frozenset[str] = frozenset().union(*(declaration.conditioning for declaration in declared))
         """What any of the experts, or the routing, is conditioned on: any of text, pooled and label."""
         if "text" in self.conditioning and any(
@@ -80,7 +91,7 @@ class Ensemble(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the experts."""
+        """The device of states, conditions and router."""
         return self.device_options.device
 
     @property
@@ -111,17 +122,18 @@ class Ensemble(nn.Module):
 
         Times t and `guidance_scale` are one number, or one for each image (batch,). Oracle routing needs `cluster`
         (batch,); drawn and sample-1 take `draw` (batch,), or else draw from `state`, which carries the routing from one
-        evaluation to the next. `rescale` is described in `guide`.
+        evaluation to the next. `rescale` is described in `guide`. All of them except x and the condition belong on the
+        CPU; on an accelerator, they cost further waits.
         """
         _check_batch(x, self.shape[0], guidance_scale=guidance_scale, cluster=cluster, draw=draw)
-        t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
+        t = _times(t, x)
         conditions = self._conditions(condition, x)
-        guided = guided_rows(guidance_scale, x, conditioned=conditions.conditioned and bool(self.conditioning))
+        guided = guided_rows(guidance_scale, len(x), conditioned=conditions.conditioned and bool(self.conditioning))
         weights = self.route(
             x, t, conditions, routing=routing, guided=guided, cluster=cluster, draw=draw, state=state
         )  # fmt: skip
         # Row i of the mixture is image images[i] with condition rows[i].
-        images = torch.cat([torch.arange(len(x), device=x.device), guided])
+        images = torch.cat([torch.arange(len(x)), guided])
         rows = torch.cat([conditions.rows, conditions.null[guided]])
         v = self._mixture(x, t, conditions, images=images, rows=rows, weights=weights)
         return guide(v, guided, guidance_scale, rescale=rescale) if len(guided) else v
@@ -140,7 +152,7 @@ class Ensemble(nn.Module):
     ) -> Tensor:
         """Return the weights (batch + guided, experts) of all images, then of the guided ones with the null condition.
 
-        `guided` (guided,) are the indices of the guided images. Weights are computed in three steps.
+        They are on the CPU, as `guided` (guided,), the indices of the guided images. They are computed in three steps.
 
         1. *Source.* The probabilities of the experts come from the router, from the densities of the clusters, or from
            the given clusters. If the source is conditioned and there is guidance, it gives two rows for each image,
@@ -150,14 +162,14 @@ class Ensemble(nn.Module):
            it; otherwise both velocities of the image have the same weights.
         """
         _check_batch(x, self.shape[0], cluster=cluster, draw=draw)
-        t = check_times(torch.as_tensor(t, dtype=torch.float32, device=x.device), x)[: torch.as_tensor(t).numel()]
+        t = _times(t, x)
         chosen, state = parse(routing or self.routing), state or RoutingState()
-        guided = torch.empty(0, dtype=torch.long, device=x.device) if guided is None else guided
+        guided = torch.empty(0, dtype=torch.long) if guided is None else guided
         if len(self.references) == 1:
-            weights = torch.ones(len(x), 1, device=x.device)
+            weights = torch.ones(len(x), 1)
             state.record(t, weights, weights)
         else:
-            self._update_sources(
+            t = self._update_sources(
                 x, t, self._conditions(condition, x), chosen=chosen, cluster=cluster, null=len(guided) > 0, state=state
             )
             weights = chosen.apply(t, state, draw=draw, count=len(x))
@@ -167,7 +179,7 @@ class Ensemble(nn.Module):
     def _conditions(self, condition: Condition | BatchConditions | None, x: Tensor) -> BatchConditions:
         if isinstance(condition, BatchConditions):
             return condition
-        return BatchConditions.of(condition, torch.arange(len(x), device=self.device))
+        return BatchConditions.of(condition and condition.to(self.device), torch.arange(len(x)))
 
     def _update_sources(
         self,
@@ -179,25 +191,37 @@ class Ensemble(nn.Module):
         cluster: Tensor | None,
         null: bool,
         state: RoutingState,
-    ) -> None:
-        """Compute the probabilities of every source that an active rule needs, and store them in `state`."""
-        fresh = set()
-        for rule in chosen.active(t):
+    ) -> Tensor:
+        """Compute the probabilities of every source that an active rule needs, and store them in `state`.
+
+        Return the times on the CPU.
+        """
+        needed = set()
+        # Times on an accelerator are not known yet: any rule may be active.
+        for rule in chosen.active(t) if t.is_cpu else chosen.rules:
             if rule.source == "given":
-                state.probabilities["given"] = self._given(cluster, x)
+                state.probabilities["given"] = self._given(cluster, len(x))
             elif (final_weights := chosen.final_weights(rule, state)) is not None:
                 # All images have drawn their expert. The last probabilities stay, for the trace; they decide nothing.
                 state.probabilities.setdefault(rule.source, final_weights)
-            elif rule.source not in fresh:
-                source = self._nearest if rule.source == "nearest" else self._routed
-                state.probabilities[rule.source] = source(x, t, conditions, null=null)
-                fresh.add(rule.source)
+            else:
+                needed.add(rule.source)
+        empty = x[:0]
+        logits = self._router_logits(x, t, conditions, null=null) if "router" in needed else empty
+        states, described = empty, Condition()
+        if "nearest" in needed:
+            states, described = x.detach(), replace(conditions.distinct, text=None, text_mask=None)
+        # The one wait of an evaluation.
+        logits, states, t, *parts = download(logits, states, t, *described.tensors())
+        described = described.with_tensors(parts)
+        if "router" in needed:
+            state.probabilities["router"] = logits[:, self._router_columns()].softmax(-1)
+        if "nearest" in needed:
+            state.probabilities["nearest"] = self._nearest(states, t, described, rows=conditions.rows, null=null)
+        return t
 
-    def _routed(self, x: Tensor, t: Tensor, conditions: BatchConditions, *, null: bool) -> Tensor:
-        """Return the router's probabilities (batch, experts), renormalized over the experts of this ensemble.
-
-        With `null`, a conditioned router also gives those with the null condition: (2 · batch, experts).
-        """
+    def _router_columns(self) -> list[int]:
+        """Return the column of each expert in the logits of the router."""
         if self.router is None:
             raise AtollError("this model has no router; train one, or use --routing nearest or oracle")
         column = {cluster: number for number, cluster in enumerate(self.router.declaration.clusters)}
@@ -206,21 +230,30 @@ class Ensemble(nn.Module):
             raise AtollError(
                 f"the router was trained without {', '.join(unknown)}; train it again, or use --routing nearest"
             )
-        if self.router.declaration.conditioning and conditions.conditioned:
-            rows, halves = (torch.cat([conditions.rows, conditions.null]), 2) if null else (conditions.rows, 1)
-            times = t if t.numel() == 1 else t.repeat(halves)
-            logits = self.router.logits(x.repeat(halves, 1, 1, 1), times, conditions.distinct[rows])
-        else:
-            logits = self.router.logits(x, t, Condition())
-        return logits[:, [column[expert.clusters[0]] for expert in self.experts]].softmax(-1)
+        return [column[expert.clusters[0]] for expert in self.experts]
 
-    def _nearest(self, x: Tensor, t: Tensor, conditions: BatchConditions, *, null: bool) -> Tensor:
+    def _router_logits(self, x: Tensor, t: Tensor, conditions: BatchConditions, *, null: bool) -> Tensor:
+        """Return the router's logits (batch, clusters) on its device.
+
+        With `null`, a conditioned router also gives those with the null condition: (2 · batch, clusters).
+        """
+        self._router_columns()  # raises an error if the router is missing, or was trained without an expert
+        assert self.router is not None
+        t = _to_device(t, x.device)
+        if not (self.router.declaration.conditioning and conditions.conditioned):
+            return self.router.logits(x, t, Condition())
+        rows, halves = (torch.cat([conditions.rows, conditions.null]), 2) if null else (conditions.rows, 1)
+        times = t if t.numel() == 1 else t.repeat(halves)
+        return self.router.logits(x.repeat(halves, 1, 1, 1), times, conditions.distinct[upload(rows, x.device)])
+
+    def _nearest(self, x: Tensor, t: Tensor, condition: Condition, *, rows: Tensor, null: bool) -> Tensor:
         """Return the posterior of the clusters (batch, experts) by their densities.
 
         With `null` and known conditions, the rows with the null condition follow: (2 · batch, experts). Each density is
-        evaluated in the normalization of its expert; `log_volume` makes the columns comparable.
+        evaluated in the normalization of its expert; `log_volume` makes the columns comparable. `rows` (batch,) are
+        those of the distinct conditions. Everything is on the CPU.
         """
-        columns, captions, t, states = [], [], t.cpu().expand(len(x)), x.detach().cpu()
+        columns, captions, t = [], [], t.expand(len(x))
         for reference in self.references:
             name = reference.declaration.name
             if reference.density is None:
@@ -229,24 +262,24 @@ class Ensemble(nn.Module):
                     "--routing nearest needs; train it again, or use a router"
                 )
             change = rescaling(self.space, reference.declaration.statistics, name)
-            own, own_t = (states, t) if change is None else change.state(states, t)
+            own, own_t = (x, t) if change is None else change.state(x, t)
             density = reference.density.log_density(own, own_t)
             columns.append(density if change is None else density + change.log_volume(t, x[0].numel()))
-            captions.append(reference.density.log_condition(conditions.distinct) if conditions.conditioned else None)
+            captions.append(reference.density.log_condition(condition))
         posterior = torch.stack(columns, 1)
         known = [caption for caption in captions if caption is not None]
         # Only if every expert has a density of its captions: otherwise the columns would not be comparable.
         if len(known) == len(captions):
-            conditioned = posterior + torch.stack(known, 1)[conditions.rows.cpu()]
+            conditioned = posterior + torch.stack(known, 1)[rows]
             posterior = torch.cat([conditioned, posterior]) if null else conditioned
-        return posterior.softmax(-1).to(x.device, x.dtype)
+        return posterior.softmax(-1).to(x.dtype)
 
-    def _given(self, cluster: Tensor | None, x: Tensor) -> Tensor:
+    def _given(self, cluster: Tensor | None, count: int) -> Tensor:
         """Put all weight on the expert of the given cluster."""
         if cluster is None:
             raise AtollError("oracle routing needs the cluster of every image")
-        clusters = torch.tensor([expert.clusters[0] for expert in self.experts], device=x.device)
-        given = cluster.to(x.device).reshape(-1).expand(len(x))
+        clusters = torch.tensor([expert.clusters[0] for expert in self.experts])
+        given = cluster.cpu().reshape(-1).expand(count)
         weights = (given[:, None] == clusters).float()
         if not bool(weights.any(-1).all()):
             absent = sorted(set(given.tolist()) - set(clusters.tolist()))
@@ -258,26 +291,43 @@ class Ensemble(nn.Module):
     ) -> Tensor:
         """Return the weighted sum (rows, C, H, W) of the experts' velocities; each expert runs at most once.
 
-        Row i of `weights` (rows, experts) belongs to image `images[i]` with condition `rows[i]` of `conditions`.
+        Row i of `weights` (rows, experts) belongs to image `images[i]` with condition `rows[i]` of `conditions`. All
+        three are on the CPU.
         """
-        # All pairs (expert, row) with a nonzero weight, sorted by expert: those of one expert are a contiguous span.
-        expert, row = torch.nonzero(weights.T).unbind(1)
-        borders = [0, *torch.bincount(expert, minlength=len(self.references)).cumsum(0).tolist()]
-        spans = {number: span for number, span in enumerate(pairwise(borders)) if span[0] < span[1]}
-        order = self.cache.order(list(spans))
+        device, single = x.device, t.numel() == 1
+        t = _to_device(t, device)
+        batches = ExpertBatches.of(weights, padded=device.type != "cpu")
+        # One copy for all indices: the row of the result, the image and the condition of every pair (expert, row).
+        indices = torch.stack([batches.row, images[batches.row], rows[batches.row]])
+        row, image, condition_row = upload(indices, device).unbind(0)
+        factor = upload(batches.weight.to(x.dtype), device)
+        order = self.cache.order(list(batches.spans))
         velocities: dict[int, Tensor] = {}
-        for number, following in zip(order, [*order[1:], None], strict=True):
-            loaded = self.cache.get(number, following)
-            mine = row[slice(*spans[number])]
-            which = images[mine]
-            condition = loaded.condition(conditions, rows[mine])
-            velocities[number] = loaded.expert.velocity(x[which], t if t.numel() == 1 else t[which], condition)
-            del loaded, condition  # otherwise the expert would stay in memory while the next one is loaded
+        with attention_kernels(device):
+            for number, following in zip(order, [*order[1:], None], strict=True):
+                loaded, span = self.cache.get(number, following), batches.spans[number]
+                condition = loaded.condition(conditions, indices[2, span], condition_row[span])
+                states, times = x[image[span]], t if single else t[image[span]]
+                # Copies between devices are queued on both of them; the host does not wait.
+                states, times = (part.to(loaded.device, non_blocking=True) for part in (states, times))
+                velocity = loaded.expert.velocity(states, times, condition)
+                velocities[number] = velocity.to(device, non_blocking=True)
+                del loaded, condition  # otherwise the expert would stay in memory while the next one is loaded
         # Terms are concatenated in the order of the experts, whatever order they ran in. The sum of two terms does not
         # depend on their order. That of three or more does, by rounding: on accelerators index_add has no fixed order.
-        parts = torch.cat([velocities[number] for number in spans])
-        parts = parts * broadcast(weights.T[expert, row].to(x.dtype), x)
-        return torch.zeros(len(rows), *x.shape[1:], dtype=x.dtype, device=x.device).index_add(0, row, parts)
+        parts = torch.cat([velocities[number] for number in batches.spans]) * broadcast(factor, x)
+        return torch.zeros(len(rows), *x.shape[1:], dtype=x.dtype, device=device).index_add(0, row, parts)
+
+
+def _times(t: Tensor | float, x: Tensor) -> Tensor:
+    """Return checked times (batch or 1,) in float32, where they are."""
+    t = torch.as_tensor(t, dtype=torch.float32)
+    return check_times(t, x)[: t.numel()]
+
+
+def _to_device(t: Tensor, device: torch.device) -> Tensor:
+    """Return times on a device. One time for all images is filled in there, which needs no copy."""
+    return torch.full_like(t, float(t), device=device) if t.is_cpu and t.numel() == 1 else upload(t, device)
 
 
 def _check_batch(x: Tensor, channels: int, **options: Tensor | float | None) -> None:

@@ -67,7 +67,7 @@ class Plan:
 def plan(ensemble: Ensemble, encoders: Encoders, *, batch_size: int, distinct: int, guided: bool) -> Plan:
     """Estimate the memory of batches with `distinct` conditions, with or without guidance."""
     device_options, references = ensemble.device_options, ensemble.references
-    sizes = sorted((expert_bytes(reference, device_options) for reference in references), reverse=True)
+    sizes = [expert_bytes(reference, device_options) for reference in references]
     limit = min(ensemble.cache.limit, len(references))
     # Every guided image has a second row with the null condition.
     rows = batch_size * (2 if guided and ensemble.conditioning else 1)
@@ -77,7 +77,7 @@ def plan(ensemble: Ensemble, encoders: Encoders, *, batch_size: int, distinct: i
     conditions = condition_bytes(network, largest.declaration, rows=distinct + 1 + rows, itemsize=itemsize)
     working = activation_bytes(network, largest.declaration.shape, rows=rows, itemsize=itemsize)
     parts = {
-        "experts": sum(sizes[:limit]),
+        **_experts_by_device(ensemble, sizes, limit),
         "prepared conditions": limit * conditions,
         "one evaluation of an expert": HEAP * working if device_options.device.type == "cpu" else working,
         "latents": LATENT_COPIES * rows * 4 * torch.Size(ensemble.shape).numel(),
@@ -92,6 +92,19 @@ def plan(ensemble: Ensemble, encoders: Encoders, *, batch_size: int, distinct: i
     if hasattr(codec, "network"):
         parts["autoencoder"] = weight_bytes(codec.network)
     return Plan(len(references), limit, batch_size, {name: int(size) for name, size in parts.items() if size})
+
+
+def _experts_by_device(ensemble: Ensemble, sizes: Sequence[int], limit: int) -> dict[str, int]:
+    """Return the bytes of the largest `limit` experts of each device."""
+    placed: dict[torch.device, list[int]] = {}
+    for device, size in zip(ensemble.cache.devices, sizes, strict=True):
+        placed.setdefault(device, []).append(size)
+    held = {device: sum(sorted(here, reverse=True)[:limit]) for device, here in placed.items()}
+    return (
+        {f"experts on {device}": size for device, size in held.items()}
+        if len(held) > 1
+        else {"experts": sum(held.values())}
+    )
 
 
 def expert_bytes(reference: ExpertReference, device_options: DeviceOptions) -> int:

@@ -17,15 +17,17 @@ from PIL import Image
 from torch import Tensor
 
 from atoll import flow
+from atoll.core.device import download, dtype_name, upload
 from atoll.core.errors import AtollError, unknown
 from atoll.core.progress import progress
 from atoll.data.encoders import Encoders
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.guidance import Guidance
 from atoll.ensemble.plan import Plan, plan
-from atoll.ensemble.routing import Decision, RoutingState, parse
-from atoll.ensemble.samples import Samples, Settings, Trace
+from atoll.ensemble.routing import RoutingState, parse
+from atoll.ensemble.samples import Gather, Samples, Settings, Trace
 from atoll.experts.batch_conditions import BatchConditions
+from atoll.experts.validation import ALONE, Processes
 from atoll.flow import rng
 from atoll.nets import Condition
 
@@ -78,6 +80,11 @@ class Sampler:
         self.scheduler: Any = None
         """A diffusers scheduler that replaces the solver of the settings."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the networks."""
+        return self.ensemble.device_options.dtype
+
     # From prompts to images
 
     def sample(self, prompts: Sequence[str] | None = None, **options: Any) -> list[Image.Image]:
@@ -94,12 +101,14 @@ class Sampler:
         clusters: Sequence[int] | None = None,
         batch_size: int = 64,
         trace: bool = False,
+        processes: Processes = ALONE,
         **settings: Any,
     ) -> Samples:
         """Return images with their latents and, with `trace`, every routing decision.
 
         The images cycle through prompts, labels and clusters (for oracle routing); the default is one image for each.
-        Further keyword arguments are the fields of `Settings`.
+        Several `processes` share the batches, and all of them return all images. Further keyword arguments are the
+        fields of `Settings`.
         """
         chosen = Settings(**{"routing": self.ensemble.routing.text, **settings})
         request = self._request(prompts, labels, num_images=num_images, clusters=clusters)
@@ -107,17 +116,22 @@ class Sampler:
             print(f"warning: {warning}", file=sys.stderr)
         self.encoders.autoencoder()  # raises an error before the work if it is missing
         count = len(request.prompts)
-        parts: list[Tensor] = []
-        decisions: list[list[Decision]] = []
-        with progress("sampling", -(-count // batch_size) * len(chosen.evaluated_at), unit="steps") as bar:
-            for first in range(0, count, batch_size):
-                state = self._begin(request, chosen, part=slice(first, min(first + batch_size, count)), trace=trace)
-                parts.append(self.run(state, chosen, on_velocity=lambda *_: bar.update(1)))
+        batches = [slice(first, min(first + batch_size, count)) for first in range(0, count, batch_size)]
+        mine = batches[processes.rank :: processes.size]
+        latents, images, decisions = [], [], []
+        with progress("sampling", len(mine) * len(chosen.evaluated_at), unit="steps") as bar:
+            for part in mine:
+                state = self._begin(request, chosen, part=part, trace=trace)
+                latents.append(self.run(state, chosen, on_velocity=lambda *_: bar.update(1)))
+                images.append(self._decoded(latents[-1]))
                 decisions.append(state.routing.trace or [])
-        latents = torch.cat(parts)
         names = tuple(expert.name for expert in self.ensemble.experts)
-        made = Trace.of(decisions, names) if trace else None
-        return Samples(latents, self.decode(latents), request.prompts, chosen, made)
+        made = Trace.of(decisions, names) if trace and mine else None
+        gather = Gather(batches, mine, processes)
+        return Samples(
+            gather.rows(latents), [Image.fromarray(pixels) for pixels in gather.rows(images).numpy()],
+            request.prompts, chosen, gather.trace(made, names) if trace else None, dtype_name(self.dtype),
+        )  # fmt: skip
 
     def encode(self, prompts: Sequence[str] | None = None, labels: Sequence[str | int] | None = None) -> Condition:
         """Return the condition of prompts, of classes (names or numbers), or of both, one row for each."""
@@ -128,15 +142,23 @@ class Sampler:
         if prompts is not None and conditioning & {"text", "pooled"}:
             text, mask, pooled = (part.to(device) for part in self.encoders.text_encoder()(list(prompts)))
         if labels is not None and "label" in conditioning:
-            label = torch.tensor([self.class_number(name) for name in labels]).to(device)
+            label = upload(torch.tensor([self.class_number(name) for name in labels]), device)
         return Condition(text, mask, pooled, label)
 
     def decode(self, latents: Tensor) -> list[Image.Image]:
-        """Return the images of normalized latents (images, C, H, W)."""
-        images: list[Image.Image] = []
-        for part in torch.split(self.ensemble.space.denormalize(latents.float()), DECODE_BATCH):
-            images += [Image.fromarray(pixels) for pixels in self.encoders.autoencoder().decode(part.cpu())]
-        return images
+        """Return the images of normalized latents (images, C, H, W); raise an error for latents that are not finite."""
+        return [Image.fromarray(pixels) for pixels in self._decoded(latents).numpy()]
+
+    def _decoded(self, latents: Tensor) -> Tensor:
+        """Return 8-bit pixels (images, H, W, 3) on the CPU."""
+        codec = self.encoders.autoencoder()
+        parts = torch.split(self.ensemble.space.denormalize(latents.float()), DECODE_BATCH)
+        finite, *decoded = download(latents.isfinite().all(), *(codec.decode_tensor(part) for part in parts))
+        if not bool(finite):
+            raise AtollError(
+                "the networks returned values that are not finite; lower the guidance scale, or use --dtype float32"
+            )
+        return torch.cat(decoded)
 
     def plan(self, batch_size: int = 64, distinct: int | None = None, guided: bool = True) -> Plan:
         """Estimate the memory of sampling; a batch has `distinct` prompts, by default one for each image."""
@@ -148,7 +170,7 @@ class Sampler:
     def noise(self, count: int, seed: int, first: int = 0) -> Tensor:
         """Return the noise (count, C, H, W) of the images from position `first` on."""
         shape = (count, *self.ensemble.shape)
-        return rng.normal(shape, seed=seed, stream=NOISE_STREAM, first=first).to(self.ensemble.device)
+        return upload(rng.normal(shape, seed=seed, stream=NOISE_STREAM, first=first), self.ensemble.device)
 
     def run(self, state: SamplerState, settings: Settings, *, on_velocity: OnVelocity | None = None) -> Tensor:
         """Integrate a batch from noise to latents (batch, C, H, W)."""
@@ -188,7 +210,7 @@ class Sampler:
     def velocity(
         self, state: SamplerState, x: Tensor, t: Tensor, *, settings: Settings, guidance_scale: Guidance
     ) -> Tensor:
-        """Return the ensemble's velocity at states x (batch, C, H, W) and times t (batch or 1,)."""
+        """Return the ensemble's velocity at states x (batch, C, H, W) and times t (batch or 1,) on the CPU."""
         return self.ensemble.velocity(
             x,
             t,
@@ -235,8 +257,8 @@ class Sampler:
 
     def _begin(self, request: Request, settings: Settings, *, part: slice, trace: bool) -> SamplerState:
         """Return the initial state of one batch: noise, and the distinct conditions of this batch only."""
-        used, rows = (rows.to(self.ensemble.device) for rows in torch.unique(request.rows[part], return_inverse=True))
-        condition = None if request.condition is None else request.condition[used]
+        used, rows = torch.unique(request.rows[part], return_inverse=True)
+        condition = None if request.condition is None else request.condition[upload(used, self.ensemble.device)]
         return SamplerState(
             self.noise(len(rows), settings.seed, part.start),
             BatchConditions.of(condition, rows, reused=True),

@@ -1,5 +1,6 @@
 """Sampling settings, routing traces and sampled images."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from atoll import flow
 from atoll.core.errors import AtollError, unknown
 from atoll.ensemble.routing import Decision, parse
+from atoll.experts.validation import Processes
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,50 @@ class Trace:
         )
 
 
+ROW_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+"""Types of rows that processes exchange."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Joins the results of batches that several processes share."""
+
+    batches: Sequence[slice]
+    """The images of all batches."""
+    mine: Sequence[slice]
+    """Those of this process."""
+    processes: Processes
+
+    def rows(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the rows (images, …) of all processes from those of each batch of this one, in the order of images.
+
+        Every image is computed by one process and zero in the others, so the sum over the processes is exact.
+        """
+        if self.processes.size == 1:
+            return torch.cat(list(parts))
+        # A process without a batch has no tensor to take shape and dtype from; batches are dealt out from process 0 on.
+        form = torch.zeros(8, dtype=torch.int64)
+        if self.processes.rank == 0:
+            form[0], form[1] = parts[0].ndim - 1, ROW_TYPES.index(parts[0].dtype)
+            form[2 : 1 + parts[0].ndim] = torch.tensor(parts[0].shape[1:])
+        ndim, dtype, *sizes = self.processes.sum(form).tolist()
+        rows = torch.zeros(self.batches[-1].stop, *sizes[:ndim], dtype=ROW_TYPES[dtype])
+        for images, part in zip(self.mine, parts, strict=True):
+            rows[images] = part.cpu()
+        return self.processes.sum(rows)
+
+    def trace(self, trace: Trace | None, names: tuple[str, ...]) -> Trace:
+        """Return the trace of all images from that of this process; None if it has no batch."""
+        if self.processes.size == 1:
+            assert trace is not None
+            return trace
+        sizes = [part.stop - part.start for part in self.mine]
+        columns = [] if trace is None else [trace.probabilities.transpose(0, 1), trace.weights.transpose(0, 1)]
+        both = self.rows(torch.split(torch.stack(columns, 1), sizes) if columns else [])  # (images, 2, evaluations, …)
+        t = self.processes.sum(trace.t.clone() if trace and self.processes.rank == 0 else torch.zeros(both.shape[2]))
+        return Trace(t, both[:, 0].transpose(0, 1), both[:, 1].transpose(0, 1), names)
+
+
 @dataclass(frozen=True, eq=False)
 class Samples:
     """Sampled images with their latents, prompts and settings."""
@@ -89,11 +135,13 @@ class Samples:
     """Prompt or class of each image."""
     settings: Settings
     trace: Trace | None = None
+    dtype: str = "float32"
+    """Precision of the networks."""
 
     def to_dict(self) -> dict[str, object]:
         """Return prompts and settings as plain values."""
-        return {"prompts": self.prompts, "settings": asdict(self.settings)}
+        return {"prompts": self.prompts, "settings": asdict(self.settings), "dtype": self.dtype}
 
     def metadata(self, number: int) -> dict[str, object]:
         """Return everything that is needed to reproduce one of the images."""
-        return {"prompt": self.prompts[number], "number": number, **asdict(self.settings)}
+        return {"prompt": self.prompts[number], "number": number, **asdict(self.settings), "dtype": self.dtype}

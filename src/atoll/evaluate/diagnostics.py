@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from atoll.core.device import full_float32
 from atoll.core.progress import progress
 from atoll.data.dataset import Batch, Shards
 from atoll.ensemble import Ensemble
@@ -44,7 +45,7 @@ class NoisyBatch:
     target: Tensor
     """The velocity eps - x0 (rows, C, H, W)."""
     draw: Tensor
-    """A uniform random number in [0, 1) for each row, for routings that draw an expert."""
+    """A uniform random number in [0, 1) for each row, on the CPU, for routings that draw an expert."""
 
     def condition(self, conditioning: frozenset[str]) -> Condition:
         """Return the condition of a network with this conditioning."""
@@ -56,7 +57,7 @@ def noisy_batches(shards: Shards, limit: int, seed: int, *, device: torch.device
     for part in ValidationSet(shards, seed, limit).batches(device):
         noised = part.noised
         draw = rng.uniform(len(noised.t), seed=seed, stream=DRAW_STREAM, first=part.first)
-        yield NoisyBatch(part.batch, noised.input, noised.t, noised.target, draw.to(device))
+        yield NoisyBatch(part.batch, noised.input, noised.t, noised.target, draw)
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Measurements:
 
 
 @torch.no_grad()
+@full_float32()
 def measure(model: Ensemble, shards: Shards, routings: Sequence[str], *, limit: int, seed: int) -> Measurements:
     """Run every expert and the router on the held-out images."""
     parts: list[dict[str, Tensor]] = []
@@ -93,7 +95,7 @@ def measure(model: Ensemble, shards: Shards, routings: Sequence[str], *, limit: 
         for noisy in noisy_batches(shards, limit, seed, device=model.device):
             parts.append(_measure_batch(model, noisy, routings))
             bar.update(len(noisy.t))
-    joined = {key: torch.cat([part[key] for part in parts]).cpu() for key in parts[0]}
+    joined = {key: torch.cat([part[key].cpu() for part in parts]) for key in parts[0]}
     own = torch.tensor([expert.clusters[0] for expert in model.experts])
     matches = joined["cluster"][:, None] == own
     column = torch.where(matches.any(1), matches.int().argmax(1), -1)
@@ -126,14 +128,14 @@ def _measure_batch(model: Ensemble, noisy: NoisyBatch, routings: Sequence[str]) 
     if model.router is not None and experts > 1:
         p = model.route(noisy.x, noisy.t, condition, routing="full")
         found["probabilities"] = p
-        top_2 = p.topk(2).indices[..., None, None, None].expand(-1, -1, *velocities.shape[2:])
+        top_2 = p.topk(2).indices[..., None, None, None].expand(-1, -1, *velocities.shape[2:]).to(velocities.device)
         found["top_2_angles"] = mean_angle(velocities.gather(1, top_2))
     if experts > 1 and all(reference.density is not None for reference in model.references):
         found["nearest"] = model.route(noisy.x, noisy.t, condition, routing="nearest:full")
     for routing in routings:
         cluster, draw = noisy.batch.cluster, noisy.draw
         weights = model.route(noisy.x, noisy.t, condition, routing=routing, cluster=cluster, draw=draw)
-        mixed = torch.einsum("bk,bk...->b...", weights, velocities)
+        mixed = torch.einsum("bk,bk...->b...", weights.to(velocities.device), velocities)
         found[f"routed {routing}"] = velocity_errors(mixed, noisy.target)
     return found
 
@@ -141,18 +143,18 @@ def _measure_batch(model: Ensemble, noisy: NoisyBatch, routings: Sequence[str]) 
 def expert_velocity(model: Ensemble, number: int, noisy: NoisyBatch, *, condition: Condition) -> Tensor:
     """Return the velocity of one expert alone (rows, C, H, W)."""
     # The oracle routing with this expert's cluster for every row runs this expert and no other.
-    cluster = torch.full_like(noisy.batch.cluster, model.experts[number].clusters[0])
+    cluster = torch.full((len(noisy.x),), model.experts[number].clusters[0])
     return model.velocity(noisy.x, noisy.t, condition, routing="oracle", cluster=cluster)
 
 
 def mean_angle(velocities: Tensor) -> Tensor:
     """Return the mean angle in degrees over all pairs of experts: (rows, experts, …) to (rows,); 0 for one expert."""
-    # In float64: near 0 degrees arccos turns a rounding error of 1e-7 in the cosine into 0.03 degrees.
-    flat = torch.nn.functional.normalize(velocities.flatten(2).double(), dim=-1)
+    # In float64, on the CPU: near 0 degrees arccos turns a rounding error of 1e-7 in the cosine into 0.03 degrees.
+    flat = torch.nn.functional.normalize(velocities.flatten(2).cpu().double(), dim=-1)
     cosines = flat @ flat.transpose(1, 2)
     first, second = torch.triu_indices(flat.shape[1], flat.shape[1], 1)
     if not len(first):
-        return torch.zeros(len(flat), dtype=flat.dtype, device=flat.device)
+        return torch.zeros(len(flat), dtype=flat.dtype)
     return torch.rad2deg(torch.arccos(cosines[:, first, second].clamp(-1, 1))).mean(1)
 
 

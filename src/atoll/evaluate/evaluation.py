@@ -12,6 +12,7 @@ from pathlib import Path
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.config import Config
+from atoll.core.device import device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import SHARDS
 from atoll.ensemble import Settings
@@ -20,7 +21,7 @@ from atoll.evaluate.cache import cached
 from atoll.evaluate.extractors import open_alignment
 from atoll.evaluate.features import Reference, reference_features
 from atoll.evaluate.generated import GeneratedSet, Prompts, generate, prompts_of
-from atoll.evaluate.models import EvaluatedModel, evaluated_models
+from atoll.evaluate.models import EvaluatedModel, LoadOptions, evaluated_models
 from atoll.evaluate.results import (
     Diagnostics,
     DiagnosticsProtocol,
@@ -35,6 +36,7 @@ from atoll.evaluate.results import (
     plain,
 )
 from atoll.experts.validation import IMAGES, TIME_BINS, Summary, ValidationSet
+from atoll.train.distributed import DistContext
 
 PARTS = ("metrics", "diversity", "diagnostics", "trajectories")
 
@@ -66,7 +68,8 @@ class Options:
     """Number of images that are sampled with N and with 2 N steps."""
     without: tuple[str, ...] = ()
     batch_size: int = 64
-    max_loaded_experts: int | None = None
+    load: LoadOptions = LoadOptions()  # noqa: RUF009 - it is frozen
+    """Devices and precision of sampling. Diagnostics are in float32 in any case."""
     allow_small: bool = False
     prompts: Split = "held-out"
     """The split whose captions or classes are the prompts."""
@@ -89,10 +92,22 @@ class Options:
         return part not in self.without
 
 
-def evaluate(run: Path, config: Config, options: Options) -> EvaluationResult:
-    """Evaluate the models of a run. Results that exist already are not computed again."""
-    evaluation = Evaluation(run, config, options)
+def evaluate(
+    run: Path, config: Config, options: Options, *, context: DistContext | None = None
+) -> EvaluationResult | None:
+    """Evaluate the models of a run. Results that exist already are not computed again.
+
+    Several processes generate the images together; then the main process computes the metrics, and the others return
+    None.
+    """
+    context = context or DistContext(0, 1, device())
+    evaluation = Evaluation(run, config, options, context)
     models = evaluated_models(run, options.models, options.routings if config.clusters.count > 1 else ("top-1",))
+    if context.size > 1:
+        evaluation.generate_all(models)
+        if not context.is_main:
+            return None
+        evaluation = Evaluation(run, config, options, DistContext(0, 1, context.device))
     references = evaluation.references() if options.does("metrics") else {}
     if options.does("metrics") and not options.allow_small:
         for reference in references.values():
@@ -114,6 +129,24 @@ class Evaluation:
     run: Path
     config: Config
     options: Options
+    context: DistContext
+    """The processes that generate images together."""
+
+    def generate_all(self, models: Sequence[EvaluatedModel]) -> None:
+        """Generate the images of all models."""
+        for model in models:
+            for purpose, prompts in self._purposes().items():
+                self._generate(model, prompts, purpose)
+
+    def _purposes(self) -> dict[str, Prompts]:
+        """Return the prompts of each set of generated images that the options need."""
+        options, (prompts, seeds) = self.options, self.options.diversity
+        found = {}
+        if options.does("metrics"):
+            found["metrics"] = self.prompts(options.num_images)
+        if options.does("diversity"):
+            found["diversity"] = self.prompts(prompts).repeated(prompts, seeds)
+        return found
 
     def references(self) -> dict[str, Reference]:
         """Return the features of the real images, by feature network."""
@@ -133,19 +166,18 @@ class Evaluation:
 
     def model(self, model: EvaluatedModel, references: dict[str, Reference]) -> ModelResult:
         """Evaluate one model."""
-        options, images, repeated = self.options, None, None
+        options = self.options
         compared, aligned, spread = {}, None, None
-        if options.does("metrics"):
-            images = self._generate(model, self.prompts(options.num_images), "metrics")
+        sets = {purpose: self._generate(model, prompts, purpose) for purpose, prompts in self._purposes().items()}
+        if images := sets.get("metrics"):
             compared = {
                 name: metrics.against_reference(self.run, images, reference, vision=name)
                 for name, reference in references.items()
             }
             if options.clip is not None:
                 aligned = metrics.alignment(self.run, images, _opened_alignment(options.clip))
-        if options.does("diversity"):
-            prompts, seeds = options.diversity
-            repeated = self._generate(model, self.prompts(prompts).repeated(prompts, seeds), "diversity")
+        if repeated := sets.get("diversity"):
+            seeds = options.diversity[1]
             spread = metrics.diversity(self.run, repeated, seeds, vision=options.extractors[0], lpips=options.lpips)
         generated = images or repeated
         use, cost = self._use(model, generated) if generated else (None, None)
@@ -169,7 +201,8 @@ class Evaluation:
             self.settings(model),
             purpose=purpose,
             batch_size=self.options.batch_size,
-            max_loaded_experts=self.options.max_loaded_experts,
+            load=self.options.load,
+            context=self.context,
         )
 
     def _use(self, model: EvaluatedModel, images: GeneratedSet) -> tuple[ExpertUse | None, SamplingCost]:
@@ -185,11 +218,12 @@ class Evaluation:
             "networks": model.digests(),
             "batch_size": batch_size,
             "guided": guided,
-            "max_loaded_experts": self.options.max_loaded_experts,
+            "max_loaded_experts": self.options.load.max_loaded_experts,
+            "dtype": self.options.load.precision,
         }
 
         def compute() -> MemoryPlan:
-            plan = model.open(self.options.max_loaded_experts).plan(batch_size, guided=guided)
+            plan = model.open(self.options.load).plan(batch_size, guided=guided)
             return MemoryPlan(memory_bytes=plan.total)
 
         return cached(self.run, "plans", model.model, made_from=made_from, result=MemoryPlan, compute=compute)
@@ -197,7 +231,7 @@ class Evaluation:
     def _trajectory(self, model: EvaluatedModel) -> Trajectory:
         settings, prompts = self.settings(model), self.prompts(self.options.num_trajectories)
         made_from = {
-            "settings": asdict(settings),
+            "settings": {**asdict(settings), "dtype": self.options.load.precision},
             "prompts": asdict(prompts),
             "networks": model.digests(),
             "data": Artifact(self.run, layout.shards(0)).read(SHARDS).fingerprint,
@@ -205,7 +239,7 @@ class Evaluation:
 
         def compute() -> Trajectory:
             clusters = trajectories.cluster_latents(self.run, self.config.clusters.count)
-            sampler = model.open(self.options.max_loaded_experts)
+            sampler = model.open(self.options.load)
             return trajectories.follow(sampler, prompts, settings, clusters=clusters, label=model.label)
 
         return cached(self.run, "trajectories", model.label, made_from=made_from, result=Trajectory, compute=compute)
@@ -233,7 +267,7 @@ class Evaluation:
             digests += [router.digest] if router and router.digest not in digests else []
 
             def compute_experts() -> ExpertDiagnostics:
-                opened = ensemble.open(options.max_loaded_experts).ensemble
+                opened = ensemble.open(options.load.in_float32()).ensemble
                 return diagnostics.summarize(diagnostics.measure(opened, shards, routings, limit=limit, seed=seed))
 
             experts = cached(
@@ -247,7 +281,7 @@ class Evaluation:
 
         def dense(model: EvaluatedModel) -> Summary:
             def compute() -> Summary:
-                opened = model.open().ensemble
+                opened = model.open(options.load.in_float32()).ensemble
                 return diagnostics.dense_error(opened, shards, limit, seed=seed, name=model.model)
 
             key = {**made_from, "networks": model.digests()}

@@ -27,9 +27,10 @@ from atoll.data.shuffle import shuffled
 from atoll.data.stages.ingest import Pixels
 from atoll.ensemble import Sampler, Samples, Settings
 from atoll.evaluate.cache import keyed
-from atoll.evaluate.models import EvaluatedModel
+from atoll.evaluate.models import EvaluatedModel, LoadOptions
 from atoll.evaluate.results import SampleProtocol, Split
 from atoll.flow import rng
+from atoll.train.distributed import DistContext
 
 
 class GeneratedContent(Content):
@@ -169,27 +170,47 @@ def generate(
     *,
     purpose: str,
     batch_size: int,
-    max_loaded_experts: int | None,
+    load: LoadOptions,
+    context: DistContext,
 ) -> GeneratedSet:
-    """Generate a set of images, or open it if it exists. If interrupted, it resumes with the next missing chunk."""
+    """Generate a set of images, or open it if it exists. If interrupted, it resumes with the next missing chunks.
+
+    Several processes share the chunks. A chunk has its own noise, so its images do not depend on the process.
+    """
     plain = {key: value for key, value in asdict(settings).items() if key != "routing" or model.routing}
+    plain["dtype"] = load.precision
     made_from = {"model": model.model, "networks": model.digests(), "settings": plain, "prompts": asdict(prompts)}
     artifact = keyed(model.run, "generated", f"{model.label} {purpose}", made_from=made_from)
     # The manifest names the file instead of repeating thousands of prompts. The folder name has the hash of all.
     short = {**made_from, "prompts": f"{len(prompts)} in prompts.json"}
-    if artifact.begin(GENERATED, short) is None:
+    chunks = Chunks(artifact, len(prompts), CHUNK)
+
+    def begin() -> list[int]:
+        if artifact.begin(GENERATED, short) is not None:
+            return []
         artifact.write("prompts.json", to_json(asdict(prompts)))
-        chunks, sampler = Chunks(artifact, len(prompts), CHUNK), model.open(max_loaded_experts)
+        return chunks.missing()
+
+    def generate_share() -> None:
+        mine = missing[context.rank :: context.size]
+        sampler = model.open(load)
         # Load the experts and run one step before timing, so that `seconds` excludes opening and warming up.
-        for number in range(len(sampler.ensemble.references)) if max_loaded_experts is None else ():
+        for number in range(len(sampler.ensemble.references)) if load.max_loaded_experts is None else ():
             sampler.ensemble.cache.get(number)
         _sample(sampler, prompts.part(slice(0, 1)), replace(settings, steps=1), batch_size=batch_size)
-        for chunk in chunks.missing():
+        for chunk in mine:
             print(f"{model.label}: generating images for {purpose}, {chunk * CHUNK:,} of {len(prompts):,}", flush=True)
             artifact.write_tensors(
                 chunks.file(chunk), _chunk(sampler, prompts, settings, chunk=chunk, batch_size=batch_size)
             )
-        artifact.commit(_finish(artifact, chunks))
+
+    def commit() -> None:
+        if artifact.manifest() is None:
+            artifact.commit(_finish(artifact, chunks))
+
+    if missing := context.on_main(begin):
+        context.on_all(generate_share)
+    context.on_main(commit)
     return GeneratedSet(model.label, artifact, prompts)
 
 

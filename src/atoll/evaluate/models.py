@@ -1,7 +1,7 @@
 """The models that are evaluated (experts with a routing, monolith, student, single experts), and their cost."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -9,7 +9,7 @@ from typing import Any, cast
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Kind
 from atoll.core.config import Config
-from atoll.core.device import compute_dtype, device
+from atoll.core.device import compute_dtype, device, dtype_name, parse_devices
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import EXPERT, ROUTER, ComputeSpec, ExpertContent, NetworkContent
 from atoll.ensemble import Sampler, Settings, load, parse
@@ -20,6 +20,25 @@ from atoll.train.memory import job_bytes
 from atoll.train.spec import job_settings
 
 KINDS = (*layout.MODELS, "singles")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How models are opened for sampling."""
+
+    max_loaded_experts: int | None = None
+    devices: str | None = None
+    dtype: str = "auto"
+    compile: bool = False
+
+    @property
+    def precision(self) -> str:
+        """The precision that the networks get."""
+        return dtype_name(compute_dtype(parse_devices(self.devices)[0], self.dtype))
+
+    def in_float32(self) -> "LoadOptions":
+        """Return the options of validation, which is in float32 on every device."""
+        return replace(self, dtype="float32", compile=False)
 
 
 @dataclass(frozen=True)
@@ -50,13 +69,11 @@ class EvaluatedModel:
         """Return the digests of its networks."""
         return [part.open(_kind(part)).digest for part in self.parts()]
 
-    def open(self, max_loaded_experts: int | None = None) -> Sampler:
+    def open(self, options: LoadOptions) -> Sampler:
         """Open the model. All routings of the experts share one sampler."""
         # The digests are part of the cache key: a network that was trained again is opened again.
         router = Artifact(self.run, layout.final(layout.ROUTER)).manifest()
-        return _opened(
-            self.run, self.model, max_loaded_experts, _networks=frozenset({*self.digests(), router and router.digest})
-        )
+        return _opened(self.run, self.model, options, _networks=frozenset({*self.digests(), router and router.digest}))
 
     def training(self, config: Config) -> TrainingCost:
         """Return the training cost of its networks from their manifests, with an estimate of the memory."""
@@ -110,8 +127,8 @@ class EvaluatedModel:
 
 # One model at a time: the next one may need the memory.
 @lru_cache(maxsize=1)
-def _opened(run: Path, model: str, max_loaded_experts: int | None, *, _networks: frozenset[str | None]) -> Sampler:
-    return load(run, model, max_loaded_experts=max_loaded_experts)
+def _opened(run: Path, model: str, options: LoadOptions, *, _networks: frozenset[str | None]) -> Sampler:
+    return load(run, model, **vars(options))
 
 
 def _kind(part: Artifact) -> Kind[Any]:

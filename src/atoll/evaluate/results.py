@@ -53,6 +53,8 @@ class SampleProtocol(Content):
     shift: float
     scheduler_times: bool
     seed: int
+    dtype: str = "float32"
+    """Precision of the networks."""
 
 
 class VisionProtocol(Content):

@@ -97,7 +97,7 @@ def _solve(
 ) -> Tensor:
     ensemble = sampler.ensemble
     condition = sampler.encode(prompts.captions, prompts.labels if "label" in ensemble.conditioning else None)
-    rows = torch.arange(len(prompts), device=ensemble.device)
+    rows = torch.arange(len(prompts))
     decisions: list[Decision] = []
     state = SamplerState(
         noise,

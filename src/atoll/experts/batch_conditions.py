@@ -4,7 +4,8 @@ Images of one prompt share one condition, and under guidance all images share th
 holds the D distinct conditions, with the null condition appended as row D:
 
     distinct   text (D + 1, tokens, width), pooled (D + 1, width), label (D + 1,), as far as the data has them
-    rows       (batch,) with values 0 … D: the row of `distinct` that conditions each image
+    rows       (batch,) with values 0 … D: the row of `distinct` that conditions each image; always on the CPU, so that
+               the host can group images by row without waiting for an accelerator
 
 Each expert prepares the distinct conditions once (keys and values of the text, label embeddings) and gathers
 `prepared[rows]` at every sampling step, so the text is not projected again. On a server images arrive and leave between
@@ -27,7 +28,7 @@ class BatchConditions:
 
     distinct: Condition
     rows: Tensor
-    """Row of `distinct` for each image, (batch,)."""
+    """Row of `distinct` for each image, (batch,), on the CPU."""
     count: int
     """Number of distinct conditions without the null condition; 0 for unconditional images."""
     reused: bool
@@ -37,12 +38,11 @@ class BatchConditions:
 
     @classmethod
     def of(cls, condition: Condition | None, rows: Tensor, reused: bool = False) -> "BatchConditions":
-        """Append the null condition to distinct conditions; `rows` (batch,) selects one for each image."""
+        """Append the null condition to distinct conditions; `rows` (batch,), on the CPU, selects one for each image."""
         parts = [] if condition is None else [condition.text, condition.pooled, condition.label]
         given = next((part for part in parts if part is not None), None)
         if given is None or condition is None:
             return cls(Condition(), torch.zeros_like(rows), 0, reused)
-        condition = condition.to(rows.device)
         return cls(concatenate([condition, condition[:1].unconditional()]), rows, len(given), reused)
 
     @property
@@ -76,7 +76,7 @@ class ConditionSlots:
             if part is not None:
                 part[slot] = given[0]
         assert self.distinct.dropped is not None
-        self.distinct.dropped[slot] = False
+        self.distinct.dropped[slot].fill_(False)  # on the device; an assignment would copy False to it
         self.versions[slot] += 1
 
     def batch(self, rows: Tensor) -> BatchConditions:

@@ -25,6 +25,7 @@ from atoll.data.stages.latents import Statistics
 from atoll.experts.density import Density
 from atoll.experts.rescaling import Rescaling, rescaling
 from atoll.nets import Condition, PreparedCondition, Router
+from atoll.nets.blocks import compile_blocks
 
 CPU = torch.device("cpu")
 
@@ -86,17 +87,24 @@ class DeviceOptions:
     """Device, precision, quantization and compilation of networks."""
 
     device: torch.device = CPU
+    """The device of states, router and encoders, and of all experts unless `devices` has more."""
     dtype: torch.dtype = torch.float32
     quantize: str | None = None
     compile: bool = False
+    devices: tuple[torch.device, ...] = ()
+    """Devices to spread the experts over; empty means `device`."""
 
     def put(self, network: nn.Module) -> nn.Module:
         """Move a network to the device and prepare it for inference."""
-        placed = network.to(self.device, self.dtype).eval().requires_grad_(False)
+        return self.prepare(network).to(self.device)
+
+    def prepare(self, network: nn.Module) -> nn.Module:
+        """Prepare a network for inference where it is: precision, compilation, no gradients."""
+        prepared = network.to(self.dtype).eval().requires_grad_(False)
         if self.compile:
             # Batch sizes change from step to step with the routing; static shapes would recompile for each.
-            placed.compile(dynamic=True)
-        return placed
+            compile_blocks(prepared, dynamic=True)
+        return prepared
 
 
 def select_parts(condition: Condition, conditioning: frozenset[str]) -> Condition:

@@ -1,13 +1,22 @@
-"""The expert cache: a least-recently-used cache of at most `limit` experts in memory.
+"""The expert cache: a least-recently-used cache of at most `limit` experts in the memory of each device.
 
 An ensemble has K experts, but sampling with top-1 or top-2 routing needs few of them at a time. An expert is opened
-when it is first needed; if the cache is full, the least recently used one is dropped first, so at most `limit` networks
-are in memory at any moment. Weights are memory-mapped from their safetensors files, so reopening an expert usually
-reads the page cache of the system, not the disk.
+when it is first needed; if its device is full, the least recently used one is dropped first, so at most `limit`
+networks are on a device at any moment. While one expert computes, the next one of the same evaluation is fetched.
+Experts in memory run first. None of this changes the results, because the velocities are summed in the order of the
+experts.
 
-While one expert computes, the next one of the same evaluation is fetched: on an accelerator a thread copies it to the
-device if the limit allows two experts; otherwise the operating system reads its file ahead. Experts in memory run
-first. None of this changes the results, because the velocities are summed in the order of the experts.
+On a CPU, weights are memory-mapped from their safetensors files, so reopening an expert usually reads the page cache of
+the system, not the disk. To fetch the next expert means that the system reads its file ahead.
+
+On an accelerator an expert goes from its file to pinned host memory in compute precision, and from there to the device
+on a side stream, so that the copy overlaps with the kernels of other experts:
+
+    file --thread: read, cast, pin--> host copy --side stream--> device
+
+The thread does both steps if the device has room for two experts. With room for one it prepares the host copy, and the
+copy to the device starts when the expert before it is dropped. Host copies are kept as far as memory allows, so that an
+expert is read and cast once. The host never waits for a copy; the device does, at the first kernel that needs it.
 
 Each loaded expert also keeps the conditions that it prepared (`BatchConditions`); they are dropped with it.
 """
@@ -22,16 +31,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.core.device import ASYNCHRONOUS, upload
 from atoll.core.errors import AtollError
 from atoll.data.stages.latents import Statistics
 from atoll.experts.batch_conditions import BatchConditions, replace_rows
 from atoll.experts.expert import DeviceOptions, ExpertReference, OpenExpert, open_expert, select_parts
+from atoll.experts.placement import spread_experts
 from atoll.experts.quantize import quantize
 from atoll.experts.rescaling import rescaling
 from atoll.nets import Condition, DiT, PreparedCondition
 
 PROBES = 4
 """States on which the error of quantized weights is measured: four times from 0.1 to 0.9, in two forward passes."""
+HOST_SHARE = 0.5
+"""Share of the machine's memory that host copies of experts may take. Pinned memory cannot be swapped out, so the other
+half stays for everything else; a choice."""
 
 
 @dataclass(eq=False)
@@ -39,6 +53,9 @@ class LoadedExpert:
     """An expert in memory, with the conditions that it prepared last."""
 
     expert: OpenExpert
+    device: torch.device
+    copied: torch.Event | None = None
+    """Recorded on the side stream after the weights; None if nothing needs to wait for them any more."""
     # `_prepared` belongs to `_distinct` at `_versions`. `_taken` is `_prepared[_rows]`, kept because the rows of an
     # expert often stay the same from one step to the next, and gathering keys and values copies a lot of memory.
     _distinct: Condition | None = None
@@ -47,17 +64,29 @@ class LoadedExpert:
     _rows: Tensor | None = None
     _taken: PreparedCondition | None = None
 
-    def condition(self, conditions: BatchConditions, rows: Tensor) -> Condition | PreparedCondition:
-        """Return the conditions of these rows (images,), prepared if the network can and later steps use them again."""
-        network = self.expert.network
+    def wait_for_copy(self) -> None:
+        """Let the current stream wait for the weights, and keep their memory until it has used them."""
+        if self.copied is not None:
+            stream = torch.accelerator.current_stream(self.device)
+            stream.wait_event(self.copied)
+            for tensor in (*self.expert.network.parameters(), *self.expert.network.buffers()):
+                tensor.record_stream(stream)
+            self.copied = None
+
+    def condition(self, conditions: BatchConditions, rows: Tensor, index: Tensor) -> Condition | PreparedCondition:
+        """Return the conditions of these rows (images,), prepared if the network can and later steps use them again.
+
+        `rows` is on the CPU, and `index` the same on a device.
+        """
+        network, index = self.expert.network, index.to(self.device, non_blocking=True)
         if not (conditions.reused and isinstance(network, DiT)):
             mine = self._select(conditions)
             unconditioned = mine.text is None and mine.pooled is None and mine.label is None
-            return mine if unconditioned else mine[rows]
+            return mine if unconditioned else mine[index]
         self._prepare(network, conditions, rows)
         assert self._prepared is not None
         if self._rows is None or self._taken is None or not torch.equal(self._rows, rows):
-            self._rows, self._taken = rows, self._prepared[rows]
+            self._rows, self._taken = rows, self._prepared[index]
         return self._taken
 
     def _prepare(self, network: DiT, conditions: BatchConditions, rows: Tensor) -> None:
@@ -70,33 +99,67 @@ class LoadedExpert:
             changed = [row for row in sorted(set(rows.tolist())) if self._versions[row] != versions[row]]
             if changed:
                 assert self._prepared is not None
-                slots = torch.tensor(changed, device=rows.device)
+                slots = upload(torch.tensor(changed), self.device)
                 replace_rows(self._prepared, slots, network.prepare(self._select(conditions)[slots]))
                 self._rows = None
                 for row in changed:
                     self._versions[row] = versions[row]
 
     def _select(self, conditions: BatchConditions) -> Condition:
-        """Return the parts that this network is conditioned on, in its precision."""
-        mine, dtype = select_parts(conditions.distinct, self.expert.conditioning), self.expert.dtype
+        """Return the parts that this network is conditioned on, on its device and in its precision."""
+        mine = select_parts(conditions.distinct, self.expert.conditioning)
+        if mine.dropped is not None and mine.dropped.device != self.device:
+            mine = mine.map(lambda part: part.to(self.device, non_blocking=True))
         parts = {name: getattr(mine, name) for name in ("text", "pooled")}
-        return replace(mine, **{name: part.to(dtype) for name, part in parts.items() if part is not None})
+        return replace(mine, **{name: part.to(self.expert.dtype) for name, part in parts.items() if part is not None})
+
+
+@dataclass(eq=False)
+class PinnedNetwork:
+    """A network that is ready for inference, with its weights in pinned host memory, from which devices read."""
+
+    network: nn.Module
+    weights: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Move the weights to pinned memory."""
+
+        def pin(tensor: Tensor) -> Tensor:
+            self.weights.append(tensor.pin_memory())
+            return self.weights[-1]
+
+        self.network._apply(pin)  # type: ignore[no-untyped-call]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weights."""
+        return sum(tensor.nbytes for tensor in self.weights)
+
+    def restore(self) -> None:
+        """Give the network its host weights back, which frees those on the device."""
+        # Module._apply visits parameters and buffers always in the same order.
+        weights = iter(self.weights)
+        self.network._apply(lambda _: next(weights))  # type: ignore[no-untyped-call]
 
 
 @dataclass(eq=False)
 class ExpertCache:
-    """The experts of an ensemble, of which at most `limit` are in memory."""
+    """The experts of an ensemble, of which at most `limit` are in the memory of each device."""
 
     references: Sequence[ExpertReference]
     space: Statistics
     device_options: DeviceOptions
     limit: int
+    devices: Sequence[torch.device] = ()
+    """The device of each expert; by default they are spread over those of the options."""
     loads: int = 0
-    """Number of times that an expert was opened."""
+    """Number of times that an expert was brought to its device."""
     quantization_error: dict[str, float] = field(default_factory=dict)
     """Relative change of the velocity by quantized weights, for each expert that was opened."""
     _loaded: "OrderedDict[int, LoadedExpert]" = field(default_factory=OrderedDict)
-    _prefetched: dict[int, "Future[LoadedExpert]"] = field(default_factory=dict)
+    _host: "OrderedDict[int, PinnedNetwork]" = field(default_factory=OrderedDict)
+    _fetching: "tuple[int, Future[LoadedExpert | None]] | None" = None
+    _streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
     _thread: ThreadPoolExecutor | None = None
 
     def __post_init__(self) -> None:
@@ -105,6 +168,8 @@ class ExpertCache:
             raise AtollError(f"max_loaded_experts is {self.limit}; at least one expert must be in memory")
         for reference in self.references:
             rescaling(self.space, reference.declaration.statistics, reference.declaration.name)
+        options = self.device_options
+        self.devices = tuple(self.devices) or spread_experts(self.references, options.devices or (options.device,))
 
     def order(self, needed: Sequence[int]) -> list[int]:
         """Return the needed experts with those in memory first, so that none is dropped before it was used."""
@@ -112,49 +177,107 @@ class ExpertCache:
 
     def put(self, number: int, expert: OpenExpert) -> None:
         """Add an expert that is already open."""
-        self._loaded[number] = LoadedExpert(expert)
+        self._loaded[number] = LoadedExpert(expert, self.devices[number])
 
     def get(self, number: int, following: int | None = None) -> LoadedExpert:
         """Return an expert, opened if needed, and start to fetch the one that follows."""
-        # Popping and inserting moves the expert to the end of the ordered dictionary: the most recently used position.
-        loaded = self._loaded.pop(number, None)
-        if loaded is None and (prefetched := self._prefetched.pop(number, None)) is not None:
-            loaded = prefetched.result()
-        elif loaded is None:
-            self._make_room()
-            loaded = self._load(number)
-        self._loaded[number] = loaded
+        if number not in self._loaded:
+            self._finish_fetching()  # of this expert, or of one that is not needed after all
+        if number not in self._loaded:
+            self._make_room(number)
+            self._loaded[number] = self._load(number)
+        loaded = self._loaded[number]
+        self._loaded.move_to_end(number)  # the position of the most recently used
+        loaded.wait_for_copy()
         if following is not None and following not in self._loaded:
             self._prefetch(following)
         return loaded
 
     def _prefetch(self, number: int) -> None:
         file = self.references[number].file
-        if self.device_options.device.type == "cpu" or self.limit == 1:
+        if not self._copies_ahead(number):
             if file is not None and hasattr(os, "posix_fadvise"):
                 with file.open("rb") as stream:
                     os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
             return
-        # One at a time: a prefetched expert counts against the limit.
-        if not self._prefetched:
-            self._make_room()
-            self._thread = self._thread or ThreadPoolExecutor(1)
-            self._prefetched[number] = self._thread.submit(self._load, number)
+        if self._fetching is not None:  # one at a time
+            return
+        self._thread = self._thread or ThreadPoolExecutor(1, "atoll-experts")
+        if self.limit > 1 or not self._on_device(number):
+            self._make_room(number)
+            self._fetching = number, self._thread.submit(self._load, number)
+        else:
+            self._fetching = number, self._thread.submit(self._host_copy_only, number)
 
-    def _make_room(self) -> None:
-        while len(self._loaded) + len(self._prefetched) >= self.limit:
-            self._loaded.popitem(last=False)
+    def _finish_fetching(self) -> None:
+        if self._fetching is not None:
+            number, future = self._fetching
+            self._fetching = None
+            if (loaded := future.result()) is not None:
+                self._loaded[number] = loaded
+
+    def _on_device(self, number: int) -> list[int]:
+        """Return the experts on the device of an expert, the least recently used first."""
+        return [other for other in self._loaded if self.devices[other] == self.devices[number]]
+
+    def _make_room(self, number: int) -> None:
+        """Drop experts from the device of an expert until it fits."""
+        for dropped in self._on_device(number)[: max(0, len(self._on_device(number)) + 1 - self.limit)]:
+            del self._loaded[dropped]
+            if dropped in self._host:
+                self._host[dropped].restore()
+
+    def _copies_ahead(self, number: int) -> bool:
+        """Return whether an expert goes to its device through pinned memory."""
+        # Quantized weights are made, and their error is measured, on the device.
+        return self.devices[number].type in ASYNCHRONOUS and not self.device_options.quantize
 
     def _load(self, number: int) -> LoadedExpert:
-        reference = self.references[number]
+        reference, device = self.references[number], self.devices[number]
+        options = replace(self.device_options, device=device)
         self.loads += 1
-        expert = open_expert(reference, self.space, self.device_options)
-        if self.device_options.quantize:
-            name = reference.declaration.name
-            self.quantization_error[name] = _quantize_and_measure(
-                expert, self.device_options.quantize, self.device_options.device
-            )
-        return LoadedExpert(expert)
+        if not self._copies_ahead(number):
+            expert = open_expert(reference, self.space, options)
+            if options.quantize:
+                error = _quantize_and_measure(expert, options.quantize, device)
+                self.quantization_error[reference.declaration.name] = error
+            return LoadedExpert(expert, device)
+        network, copied = self._host_copy(number), None
+        if next(network.parameters()).device != device:
+            side = self._streams.setdefault(device, torch.Stream(device=device))
+            with side:
+                network.to(device, non_blocking=True)
+                copied = torch.Event(device)
+                copied.record(side)
+        change = rescaling(self.space, reference.declaration.statistics, reference.declaration.name)
+        return LoadedExpert(OpenExpert(reference.declaration, network, options.dtype, change), device, copied)
+
+    def _host_copy_only(self, number: int) -> None:
+        self._host_copy(number)
+
+    def _host_copy(self, number: int) -> nn.Module:
+        """Return an expert's network, read and pinned unless that was done before."""
+        if number in self._host:
+            self._host.move_to_end(number)
+            return self._host[number].network
+        network = self.device_options.prepare(self.references[number].open())
+        if next(network.parameters()).device.type != "cpu":
+            return network  # a component of a pipeline, which is on its device already
+        self._host[number] = PinnedNetwork(network)
+        # If all experts fit on the devices, host copies are only needed until they are there. They are dropped when the
+        # next one is read, because the copy of this one may still be going on.
+        budget = HOST_SHARE * _physical_memory() if self._evicts() else 0
+        while len(self._host) > 1 and sum(copy.size for copy in self._host.values()) > budget:
+            self._host.popitem(last=False)
+        return network
+
+    def _evicts(self) -> bool:
+        """Return whether any device has more experts than it can hold at once."""
+        return any(list(self.devices).count(device) > self.limit for device in set(self.devices))
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import LatentSpec, TextSpec
 from atoll.core.untrusted import Foreign
 from atoll.data.encoders import Encoders
-from atoll.data.stages.latents import AutoencoderConfig, Statistics, open_codec
+from atoll.data.stages.latents import AutoencoderConfig, Codec, PixelCodec, Statistics, open_codec
 from atoll.data.stages.text import TextEncoder, open_text_encoder
 from atoll.experts.expert import Declaration, ExpertReference
 from atoll.experts.source import ModelReference
@@ -79,7 +79,7 @@ class Paris:
                 f"{self.folder} has experts {found}; expected consecutive numbers from expert_0, one for each cluster"
             )
         encoders = self._encoders()
-        null_text = cache(lambda: encoders.text_encoder()([""])[0][0])  # the empty caption (tokens, width)
+        null_text = cache(lambda: encoders.text_encoder()([""])[0][0].cpu())  # the empty caption (tokens, width)
         experts = [self._reference(number, null_text) for number in found]
         opened = ModelReference(experts, None, encoders).choose(model, self.folder)
         return opened if len(opened.experts) == 1 else replace(opened, router=self._router(len(experts)))
@@ -88,12 +88,16 @@ class Paris:
         """Return CLIP with full-length captions, and the autoencoder."""
         text = _TextConfig.read(self._file("text_encoder"))
 
-        def text_encoder() -> TextEncoder:
-            folder, tokenizer = self.folder / "text_encoder", self.folder / "tokenizer"
-            opened = open_text_encoder(str(folder), text.max_position_embeddings, tokenizer)
-            return WholeCaptions(opened.network, opened.tokenizer, opened.max_tokens)
+        def text_encoder(device: torch.device, dtype: torch.dtype) -> TextEncoder:
+            folder, tokenizer = str(self.folder / "text_encoder"), self.folder / "tokenizer"
+            tokens = text.max_position_embeddings
+            opened = open_text_encoder(folder, tokens, tokenizer, device=device, dtype=dtype)
+            return WholeCaptions(opened.network, opened.tokenizer, tokens, device=device, dtype=dtype)
 
-        return Encoders(lambda: open_codec(str(self.folder / "vae")), text_encoder)
+        def autoencoder(device: torch.device, dtype: torch.dtype) -> Codec | PixelCodec:
+            return open_codec(str(self.folder / "vae"), device=device, dtype=dtype)
+
+        return Encoders(autoencoder, text_encoder)
 
     def _router(self, experts: int) -> ExpertReference:
         known, file = layout("paris-router"), weights_file(self.folder / "router", ROUTER_FILES)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atoll.core.device import constant
 from atoll.core.errors import AtollError
 from atoll.data.stages.latents import Statistics
 from atoll.flow.schedules import broadcast
@@ -47,8 +48,7 @@ class Rescaling:
         return dimensions * torch.log(self.scale / (1 - t + self.scale * t))
 
     def _channels(self, x: Tensor) -> Tensor:
-        shift = torch.tensor(self.shift, dtype=x.dtype, device=x.device)
-        return shift.view(-1, *[1] * (x.ndim - 2))
+        return constant(self.shift, x).view(-1, *[1] * (x.ndim - 2))
 
 
 def rescaling(common: Statistics, own: Statistics, name: str) -> Rescaling | None:

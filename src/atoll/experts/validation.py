@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from atoll import flow
+from atoll.core.device import full_float32
 from atoll.core.manifests import ByTime
 from atoll.data.dataset import Batch, Shards
 from atoll.flow import rng
@@ -167,10 +168,11 @@ class Summary:
     @classmethod
     def of(cls, values: Tensor, t: Tensor) -> Self:
         """Summarize the values (rows,) at the times (rows,)."""
-        return cls(values.double().mean().item(), by_time(values, t))
+        return cls(values.cpu().double().mean().item(), by_time(values, t))
 
 
 @torch.no_grad()
+@full_float32()
 def validate(
     velocity: Callable[..., Tensor],
     shards: Shards,
@@ -205,8 +207,9 @@ def velocity_errors(velocity: Tensor, target: Tensor) -> Tensor:
 
 def by_time(values: Tensor, t: Tensor) -> ByTime:
     """Return the mean of the values (rows,) in each of the ten time bins; None for an empty bin."""
+    values, t = values.cpu(), t.cpu()
     bins = (t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
-    sums = torch.zeros(TIME_BINS, dtype=torch.float64, device=t.device).index_add_(0, bins, values.double())
+    sums = torch.zeros(TIME_BINS, dtype=torch.float64).index_add_(0, bins, values.double())
     counts = torch.bincount(bins, minlength=TIME_BINS)
     return tuple(s / n if n else None for s, n in zip(sums.tolist(), counts.tolist(), strict=True))
 

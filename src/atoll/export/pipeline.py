@@ -3,14 +3,16 @@
     pipe = AtollPipeline.from_pretrained("emoji-export")  # a folder written by atoll export, or its name on the Hub
     images = pipe("a red apple", num_inference_steps=50, guidance_scale=4.0, routing="top-2", seed=0).images
 
-Experts and router are ordinary components. The pipeline holds all experts in memory. To hold fewer, open the same
-folder with `atoll.load(folder, max_loaded_experts=1)`.
+Experts and router are ordinary components, so the placement of diffusers works, with accelerate (the extra `offload`):
+`from_pretrained(…, device_map="balanced")` spreads the experts over all GPUs, and `enable_model_cpu_offload()` keeps
+them in the memory of the host. `atoll.load(folder, max_loaded_experts=1)` saves as much memory and is faster: it copies
+the next expert while the one before it computes.
 """
 
 import inspect
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -30,12 +32,13 @@ from atoll.ensemble.sampler import Sampler
 from atoll.ensemble.samples import Samples
 from atoll.experts import stored
 from atoll.experts.density import Density
-from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference, OpenRouter
+from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference, OpenExpert, OpenRouter
 from atoll.experts.expert_cache import weight_bytes
 from atoll.experts.folder import COMPONENTS, PIPELINE_CLASS, ModelIndex, fetch, remove_source_paths, unsupported_folder
 from atoll.experts.folder import verify as verify_folder
+from atoll.experts.rescaling import rescaling
 from atoll.export.model_card import CARD_FILE
-from atoll.nets import Condition, Router
+from atoll.nets import Condition, Router, build
 
 __all__ = ["AtollPipeline", "ExpertModel", "RouterModel"]
 
@@ -75,13 +78,37 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
         subfolder: str | None = None,
         dtype: torch.dtype | None = None,
         torch_dtype: torch.dtype | None = None,
+        device_map: str | dict[str, Any] | None = None,
         **_: Any,
     ) -> "_Declared":
         """Load a network that `save_pretrained` wrote."""
         # diffusers passes `dtype` in some places and `torch_dtype` in others.
         folder = Path(pretrained_model_name_or_path) / (subfolder or "")
         found = stored.StoredNetwork.open(folder)
-        return cls(found.network().to(dtype or torch_dtype or torch.float32), found.content, found.reference().density)
+        network = found.network().to(dtype or torch_dtype or torch.float32)
+        # A dictionary comes from a pipeline that is spread over devices, which moves the network itself.
+        network = network.to(device_map) if isinstance(device_map, str) else network
+        return cls(network, found.content, found.reference().density)
+
+    # diffusers builds an empty model from these two, to measure its size for device_map="balanced".
+
+    @classmethod
+    def load_config(
+        cls, pretrained_model_name_or_path: str | Path, **_: Any
+    ) -> tuple[dict[str, str], dict[str, Any], None]:
+        """Return the folder, which has the declaration; no options are left over, and there is no commit."""
+        return {"folder": str(pretrained_model_name_or_path)}, {}, None
+
+    @classmethod
+    def from_config(cls, config: dict[str, str], **_: Any) -> "_Declared":
+        """Build the network of a folder without its weights."""
+        content = stored.StoredNetwork.open(Path(config["folder"])).content
+        return cls(build(content.network), content)
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether accelerate keeps the weights on the CPU, and moves them when `forward` is called."""
+        return hasattr(self, "_hf_hook") and self.device.type in ("cpu", "meta")
 
 
 class ExpertModel(_Declared):
@@ -89,17 +116,32 @@ class ExpertModel(_Declared):
 
     def reference(self) -> ExpertReference:
         """Return the expert as a reference for an ensemble; its network is already in memory."""
-        return ExpertReference(self.declaration(), lambda: self.network, weight_bytes(self.network), None, self.density)
+        # An offloaded network runs through this module, because the hooks of accelerate are on it.
+        network = self if self.offloaded else self.network
+        return ExpertReference(self.declaration(), lambda: network, weight_bytes(self.network), None, self.density)
 
 
 class RouterModel(_Declared):
     """The router."""
 
+    def forward(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
+        """Return the calibrated logits (batch, clusters)."""
+        return self._router.logits(x, time, condition)
+
+    def logits(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
+        """Return `forward`, with the hooks of accelerate."""
+        logits: Tensor = self(x, time, condition)
+        return logits
+
     def opened(self, dtype: torch.dtype) -> OpenRouter:
         """Return the router for an ensemble."""
+        return OpenRouter(self.declaration(), cast(Router, self) if self.offloaded else self._router, dtype)
+
+    @property
+    def _router(self) -> Router:
         if not isinstance(self.network, Router):
             raise AtollError(f"the component router holds a {type(self.network).__name__}, not a router")
-        return OpenRouter(self.declaration(), self.network, dtype)
+        return self.network
 
 
 class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
@@ -153,6 +195,10 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         remove_source_paths(folder)
         artifact.commit(PipelineContent(experts=len(self.experts)), exclude=[CARD_FILE])
 
+    def enable_sequential_cpu_offload(self, *_: Any, **__: Any) -> None:
+        """Raise an error: the blocks share conditions that single layers cannot compute."""
+        raise AtollError("the experts cannot be offloaded layer by layer; use enable_model_cpu_offload()")
+
     @property
     def experts(self) -> list[ExpertModel]:
         """The experts, in the order of their numbers."""
@@ -161,19 +207,42 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     def sampler(self) -> Sampler:
         """Return a sampler with the components of this pipeline, like that of `atoll.load`."""
         # Not cached: components of a diffusers pipeline can be replaced at any time.
-        references = [expert.reference() for expert in self.experts]
-        options = DeviceOptions(self.expert_0.device, self.expert_0.dtype)
-        router = self.router.opened(options.dtype) if self.router is not None and len(references) > 1 else None
-        return Sampler(Ensemble(references, router, device_options=options), Encoders(self._codec, self._texts))
+        experts = self.experts
+        router = self.router if self.router is not None and len(experts) > 1 else None
+        # The states are where the router is. With a device map every component has its own device.
+        first = router or experts[0]
+        device = self._execution_device if first.offloaded else first.device
+        devices = [device if expert.offloaded else expert.device for expert in experts]
+        ensemble = Ensemble(
+            [expert.reference() for expert in experts],
+            None if router is None else router.opened(experts[0].dtype),
+            device_options=DeviceOptions(device, experts[0].dtype),
+            expert_devices=devices,
+        )
+        for number, expert in enumerate(experts):
+            if expert.offloaded:  # the cache must not move it
+                change = rescaling(ensemble.space, expert.declaration().statistics, f"expert_{number}")
+                ensemble.cache.put(number, OpenExpert(expert.declaration(), expert, expert.dtype, change))
+        return Sampler(ensemble, self._encoders())
+
+    def _encoders(self) -> Encoders:
+        return Encoders(lambda *_: self._codec(), lambda *_: self._texts())
 
     def _codec(self) -> Codec | PixelCodec:
         pixels = self.expert_0.content.latents.autoencoder == "pixels"
-        return PixelCodec() if pixels else Codec(self._needed("vae"), self.vae.device)
+        return PixelCodec() if pixels else Codec(self._needed("vae"), self._device_of(self.vae), self.vae.dtype)
 
     def _texts(self) -> TextEncoder:
         text, encoder = self.expert_0.content.text, self._needed("text_encoder")
         assert text is not None
-        return TextEncoder(encoder, self.tokenizer, text.max_tokens, device=encoder.device)
+        device = self._device_of(encoder)
+        return TextEncoder(encoder, self.tokenizer, text.max_tokens, device=device, dtype=encoder.dtype)
+
+    def _device_of(self, component: Any) -> torch.device:
+        """Return the device on which a component computes."""
+        away = hasattr(component, "_hf_hook") and component.device.type in ("cpu", "meta")
+        device: torch.device = self._execution_device if away else component.device
+        return device
 
     @torch.no_grad()
     def __call__(
@@ -215,6 +284,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         prompts, labels, clusters = inputs
         count = max([len(values) for values in inputs if values is not None], default=num_images_per_prompt)
         samples = sampler.generate(prompts, labels, count, clusters=clusters, batch_size=batch_size, **settings)
+        self.maybe_free_model_hooks()
         images = _converted(samples, output_type)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
@@ -251,12 +321,14 @@ def _sized(count: int) -> type[AtollPipeline]:
     def __init__(self: AtollPipeline, **components: Any) -> None:  # noqa: N807
         AtollPipeline.__init__(self, **components)
 
+    order = "->".join(["text_encoder", "router", *_names(count), "vae"])
     kind = inspect.Parameter.KEYWORD_ONLY
     parts = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     parts += [inspect.Parameter(name, kind) for name in (*_names(count), "scheduler")]
     parts += [inspect.Parameter(name, kind, default=None) for name in _OPTIONAL]
     __init__.__signature__ = inspect.Signature(parts)  # type: ignore[attr-defined]
-    return type(PIPELINE_CLASS, (AtollPipeline,), {"__init__": __init__, "_experts": count, "__module__": COMPONENTS})
+    parts_of_class = {"__init__": __init__, "_experts": count, "__module__": COMPONENTS, "model_cpu_offload_seq": order}
+    return type(PIPELINE_CLASS, (AtollPipeline,), parts_of_class)
 
 
 def _only_safetensors(safe_serialization: bool) -> None:

@@ -52,6 +52,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from atoll.core.device import constant
 from atoll.core.errors import unknown
 from atoll.core.names import BridgeMode, Prediction
 from atoll.flow.predictions import Pair, check_prediction, from_pair, pair_weights
@@ -194,8 +195,8 @@ class Bridge:
             return values
         if x.ndim < 2 or len(values) != x.shape[1]:
             raise ValueError(f"the data mean and std have {len(values)} channels, got states {tuple(x.shape)}")
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return torch.tensor(values, dtype=dtype, device=x.device).view(-1, *[1] * (x.ndim - 2))
+        vector = constant(values, x if x.dtype == torch.float64 else x[:0].float())
+        return vector.view(-1, *[1] * (x.ndim - 2))
 
     def _x0_factor(self, t: Tensor, x: Tensor) -> Tensor:
         """Return the factor of x0 in the prediction, which is linear in (x0, eps)."""

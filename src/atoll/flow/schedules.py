@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from atoll.core.device import constant
 from atoll.core.errors import unknown
 from atoll.core.manifests import ScheduleSpec
 
@@ -177,7 +178,10 @@ class DiscreteSchedule(Schedule):
     alphas_cumprod: tuple[float, ...]
     made_from: ScheduleSpec | None = field(default=None, compare=False)
     """The name and options that the table was built from, if any."""
-    _log_snr: Tensor = field(init=False, repr=False, compare=False)
+    _log_snr: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _tables: dict[tuple[torch.device, torch.dtype], Tensor] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         """Check the table and compute its log-SNR in double precision."""
@@ -199,7 +203,7 @@ class DiscreteSchedule(Schedule):
                 f"after {table[step - 1].item():g}"
             )
         object.__setattr__(self, "alphas_cumprod", tuple(table.tolist()))
-        object.__setattr__(self, "_log_snr", table.log() - torch.log1p(-table))
+        object.__setattr__(self, "_log_snr", tuple((table.log() - torch.log1p(-table)).tolist()))
 
     @classmethod
     def from_betas(cls, betas: Tensor, made_from: ScheduleSpec | None = None) -> "DiscreteSchedule":
@@ -259,7 +263,11 @@ class DiscreteSchedule(Schedule):
         return slopes[(t * (self.steps - 1)).floor().long().clamp(0, self.steps - 2)]
 
     def _table(self, like: Tensor) -> Tensor:
-        return self._log_snr.to(like.device, like.dtype)
+        # Copied to a device once. Looked up here and not in `constant`, which would hash a thousand numbers every time.
+        kept = self._tables.get((like.device, like.dtype))
+        if kept is None:
+            kept = self._tables[like.device, like.dtype] = constant(self._log_snr, like)
+        return kept
 
 
 @dataclass(frozen=True)

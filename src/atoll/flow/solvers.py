@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from atoll.core.device import upload
 from atoll.core.errors import unknown
 from atoll.core.names import SOLVERS
 from atoll.flow.schedules import TIMESTEP_SCALE, broadcast
 
 OWN_SOLVERS = ("euler", "heun")
 VelocityField = Callable[[Tensor, Tensor], Tensor]
-"""velocity(x, t) with t of shape (batch,)."""
+"""velocity(x, t) with times t (batch,) on the CPU, whatever the device of x: the host needs them for its decisions, and
+would wait for an accelerator to read them back."""
 
 
 def solver_times(steps: int, shift: float = 1.0) -> list[float]:
@@ -66,13 +68,13 @@ def step(velocity: VelocityField, x: Tensor, t: Sequence[float], *, to: Sequence
     # Differences of times are computed in double precision and rounded once. So a state moves to the same bits whether
     # its time is given alone or with those of others.
     spans = [after - before for before, after in zip(t, to, strict=True)]
-    span: float | Tensor = spans[0] if len(spans) == 1 else broadcast(_times(spans, x), x)
+    span: float | Tensor = spans[0] if len(spans) == 1 else broadcast(upload(_times(spans, x), x.device), x)
     first = velocity(x, _times(t, x))
     v = first
     if solver == "heun" and max(to) > 0:
         v = (v + velocity(x + span * v, _times(to, x))) / 2
         if min(to) == 0:
-            v = torch.where(broadcast(_times(to, x), x) > 0, v, first)
+            v = torch.where(broadcast(upload(_times(to, x), x.device), x) > 0, v, first)
     return Step(x + span * v, first)
 
 
@@ -104,7 +106,7 @@ def run_scheduler(
         scheduler.sigma_min = (
             1 / steps
         )  # the constructor has shifted its sigma_min, and set_timesteps would shift it again
-    scheduler.set_timesteps(steps, device=x.device)
+    scheduler.set_timesteps(steps, device="cpu")  # as scalars of the host, timesteps need no copy to the device
     if hasattr(scheduler, "set_begin_index"):
         # Without it, the index is searched by the first timestep, which is ambiguous if two integers are equal.
         scheduler.set_begin_index(0)
@@ -135,7 +137,5 @@ def _exact_times(scheduler: Any) -> list[float]:
 
 
 def _times(t: Sequence[float], x: Tensor) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    if len(t) == 1:  # filled on the device: a copy from the host would stall it
-        return torch.full((x.shape[0],), t[0], device=x.device, dtype=dtype)
-    return torch.tensor(t, dtype=dtype).to(x.device, non_blocking=True)
+    """Return times (batch,) on the CPU, in at least float32."""
+    return torch.tensor(t, dtype=torch.promote_types(x.dtype, torch.float32)).expand(x.shape[0])

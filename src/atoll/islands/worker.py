@@ -18,6 +18,7 @@ from atoll.core import config as configuration
 from atoll.core import layout, renamed
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
+from atoll.core.device import compute_dtype, device, dtype_name
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import CHECKPOINT, EXPERT, SHARDS
@@ -136,6 +137,9 @@ class Worker:
         """Return the contributor's settings as dotted overrides for this expert."""
         chosen = {f"experts.{expert}": self.objective, f"networks.{expert}": self.network}
         overrides = {key: value for key, value in chosen.items() if value is not None} | self.overrides
+        if overrides.get("train.precision", self.config.train.precision) == "auto":
+            # Resolved here, so that another worker resumes in the same precision on another kind of device.
+            overrides["train.precision"] = dtype_name(compute_dtype(device()))
         check_overrides(overrides)
         return overrides
 

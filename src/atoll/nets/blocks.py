@@ -1,7 +1,11 @@
 """The transformer blocks of a network: the units of compilation, of FSDP2 and of activation checkpointing."""
 
+from importlib.util import find_spec
+
+import torch
 from torch import nn
 
+from atoll.core.device import ASYNCHRONOUS
 from atoll.nets.adapters import DiffusersExpert
 from atoll.nets.dit import DiT
 
@@ -31,3 +35,8 @@ def compile_blocks(network: nn.Module, *, dynamic: bool | None = None) -> None:
     """
     for part in transformer_blocks(network) or [network]:
         part.compile(dynamic=dynamic)
+
+
+def compiles_by_default(device: torch.device) -> bool:
+    """Return whether `compile: auto` compiles networks on this device: on GPUs, for which torch needs Triton."""
+    return device.type in ASYNCHRONOUS and find_spec("triton") is not None

@@ -63,6 +63,14 @@ class Condition:
         """Return the condition with `function` applied to each part."""
         return Condition(**{name: None if part is None else function(part) for name, part in self._parts().items()})
 
+    def tensors(self) -> list[Tensor]:
+        """Return the parts that are given, in a fixed order."""
+        return [part for part in self._parts().values() if part is not None]
+
+    def with_tensors(self, parts: Sequence[Tensor]) -> "Condition":
+        """Return a condition with other tensors for the parts that are given, in the order of `tensors`."""
+        return Condition(**dict(zip((n for n, part in self._parts().items() if part is not None), parts, strict=True)))
+
     def to(self, device: torch.device | str) -> "Condition":
         """Return the condition on another device."""
         return self.map(lambda part: part.to(device))

@@ -22,7 +22,7 @@ from atoll.data.stages.latents import open_codec
 from atoll.ensemble import Settings, parse
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.generated import Prompts
-from atoll.evaluate.models import EvaluatedModel
+from atoll.evaluate.models import EvaluatedModel, LoadOptions
 from atoll.evaluate.results import Split
 
 GALLERY = Kind("gallery", Content)
@@ -134,7 +134,7 @@ class Gallery:
             number = int(model.model.removeprefix("expert:"))
             model, settings = EvaluatedModel(model.run, "experts", "oracle"), replace(settings, routing="oracle")
             clusters = [number] * len(prompts)
-        sampler, rules = model.open(), parse(settings.routing).rules
+        sampler, rules = model.open(LoadOptions()), parse(settings.routing).rules
         conditioning = sampler.ensemble.conditioning
         labels = prompts.labels if "label" in conditioning else None
         captions = prompts.captions if conditioning & {"text", "pooled"} else None

@@ -103,7 +103,7 @@ class ConditionCache:
 
     def batch(self, slots: Sequence[Slot]) -> BatchConditions:
         """Return the conditions of a batch of images whose slots are in one pool."""
-        rows = torch.tensor([slot.row for slot in slots], device=self._ensemble.device)
+        rows = torch.tensor([slot.row for slot in slots])
         pool = slots[0].pool
         return BatchConditions(self._unconditional, rows, 0, True) if pool is None else pool.rows.batch(rows)
 

@@ -40,9 +40,10 @@ class LoadOptions:
 
     batch_size: int = 32
     max_loaded_experts: int | None = None
-    dtype: str = "float32"
-    device: str | None = None
+    devices: str | None = None
+    dtype: str = "auto"
     quantize: str | None = None
+    compile: bool = False
     routing: str = "top-1"
 
 
@@ -178,9 +179,10 @@ class ModelRegistry:
             self.source,
             name,
             max_loaded_experts=options.max_loaded_experts,
+            devices=options.devices,
             dtype=options.dtype,
-            device=options.device,
             quantize=options.quantize,
+            compile=options.compile,
         )
         # Models with the same latents and text share one autoencoder and one text encoder, which saves their memory.
         for other in self._loaded.values():

@@ -10,6 +10,7 @@ from uuid import uuid4
 from PIL import Image
 from torch import Tensor
 
+from atoll.core.device import dtype_name
 from atoll.ensemble import Settings
 from atoll.flow.solvers import solver_times
 from atoll.studio.condition_cache import Slot
@@ -178,7 +179,7 @@ class RequestState:
         generation = self.generation
         return ImageSettings(
             prompt=generation.prompt, label=generation.label, number=number, model=self.model.name,
-            cluster=generation.cluster, **asdict(generation.settings),
+            cluster=generation.cluster, dtype=dtype_name(self.model.sampler.dtype), **asdict(generation.settings),
         )  # fmt: skip
 
 

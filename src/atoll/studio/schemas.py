@@ -289,6 +289,8 @@ class ImageSettings(ResponseSchema):
     shift: float
     scheduler_times: bool
     seed: int
+    dtype: str
+    """Precision of the networks."""
 
 
 class GeneratedImage(ResponseSchema):

@@ -1,14 +1,18 @@
-"""Checkpoints for resuming: torch.distributed.checkpoint (DCP) in safetensors, with a manifest.
+"""Checkpoints for resuming: safetensors files that torch.distributed.checkpoint (DCP) loads, with a manifest.
 
 A checkpoint is the artifact `JOB/checkpoints/IMAGES`, named by the images seen. For every parameter of shape S it holds
-four or more float32 tensors of shape S: weight, both Adam moments, and one for each EMA. DCP saves a dictionary of
-tensors by name. Under FSDP2 these are DTensors: each process writes the shards that it holds, and the metadata records
-their offsets, so another number of processes can load them and each reads only its shards. The process group of these
-calls is the control group (see `distributed`), which tolerates long waits.
+four or more float32 tensors of shape S: weight, both Adam moments, and one for each EMA. Each process writes one file,
+with the shards that it holds under FSDP2, or else its share of the tensors. The files record the offsets of shards, so
+another number of processes can load them and each reads only its shards.
 
-Saving has three phases: the main process removes leftovers and begins the artifact, all processes write, and after a
-barrier the main process commits. The manifest is written last and holds the hash of every file. A job that is killed
-while saving leaves a folder without manifest, which is ignored, and the newest checkpoint is the newest that verifies.
+Training does not wait while a checkpoint is written (`CheckpointSaver`). The state is copied to host memory, which
+costs one state of host memory. A thread then writes the copy, hashes it meanwhile, and commits the checkpoint in three
+phases: the main process removes leftovers and begins the artifact, all processes write, and the main process collects
+the hashes and commits. The threads of all processes use the saving group (see `distributed`), which tolerates long
+waits. At most one checkpoint is in the making: the next one waits for it.
+
+The manifest is written last and holds the hash of every file. A job that is killed while saving leaves a folder without
+manifest, which is ignored, and the newest checkpoint is the newest that verifies.
 
 Nothing else needs saving: order of images, noise, times and dropout are functions of (seed, position), the learning
 rate is a function of the images seen, and Adam's step count is images / batch size.
@@ -16,29 +20,27 @@ rate is a function of the images seen, and Adam's step count is images / batch s
 
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact
+from atoll.core.artifacts import Artifact, FileEntry
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import CHECKPOINT, CheckpointContent
 from atoll.train.distributed import DistContext
 from atoll.train.ema import EMA
-
-FILE_BYTES = 64 << 20
-"""Approximate size of one file. DCP assembles a file in memory before writing it, so small files need little memory; at
-64 MB the overhead per file is still negligible."""
+from atoll.train.host_copy import HostCopy
 
 
 @dataclass(frozen=True)
@@ -91,25 +93,29 @@ class Checkpoints:
         """The folder of the checkpoints."""
         return self.run / layout.checkpoints(self.job)
 
-    def save(self, state: TrainState, images: int, seconds: float) -> Artifact:
-        """Write a checkpoint on all processes; it is valid once the main process has committed it."""
-        artifact = self._artifact(images)
+    def write(self, copy: HostCopy, images: int, seconds: float) -> Artifact:
+        """Write a checkpoint on all processes; it is valid once the main process has committed it.
+
+        It may run in another thread than training.
+        """
+        artifact, threads = self._artifact(images), replace(self.context, control=self.context.saving)
 
         def begin() -> None:
             shutil.rmtree(artifact.folder, ignore_errors=True)
             artifact.begin(CHECKPOINT, self.made_from)
 
+        def write() -> dict[str, Any]:
+            return asdict(artifact.write_parts(file_of(self.context.rank), copy.parts()))
+
+        threads.on_main(begin)
+        entries = threads.on_all(write)
+
         def commit() -> None:
-            artifact.commit(CheckpointContent(images=images, seconds=seconds))
+            hashed = {file_of(rank): FileEntry(**entry) for rank, entry in enumerate(entries)}
+            artifact.commit(CheckpointContent(images=images, seconds=seconds), hashed=hashed)
             self._delete_old()
 
-        self.context.on_main(begin)
-        tensors = state.tensors()
-        writer = HuggingFaceStorageWriter(str(artifact.folder), files_of(tensors), save_distributed=True)
-        with _quiet():
-            save(tensors, storage_writer=writer, process_group=self.context.control, no_dist=self.context.size == 1)
-        self.context.barrier()
-        self.context.on_main(commit)
+        threads.on_main(commit)
         return artifact
 
     def load_newest(self, state: TrainState) -> tuple[int, float]:
@@ -170,13 +176,61 @@ class Checkpoints:
             shutil.rmtree(self._artifact(images).folder)
 
 
-def files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Assign each tensor to a file of about `FILE_BYTES`, numbered from 1."""
-    files, size = {}, 0
-    for name, tensor in tensors.items():
-        files[name] = 1 + size // FILE_BYTES
-        size += tensor.numel() * tensor.element_size()
-    return files
+def file_of(rank: int) -> str:
+    """Return the name of the file that a process writes."""
+    return f"state-{rank:05d}.safetensors"
+
+
+class CheckpointSaver:
+    """Saves checkpoints in a thread, one at a time. All methods are called by the training thread.
+
+    `on_commit` is called there too, once a checkpoint is committed. An error of the thread is raised by the next `save`
+    or `wait`, which all processes call in the same step.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, on_commit: Callable[[Artifact], None]) -> None:
+        self._checkpoints, self._on_commit = checkpoints, on_commit
+        self._copy = HostCopy(checkpoints.context)
+        self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._pending: futures.Future[Artifact] | None = None
+
+    def __enter__(self) -> Self:
+        """Return the saver."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the pending checkpoint; raise its error unless training failed already."""
+        self._thread.shutdown()
+        if error is None:
+            self.wait()
+
+    def save(self, state: TrainState, images: int, seconds: float) -> None:
+        """Copy the state, and begin to write it; wait for the checkpoint before."""
+        self.wait()
+        self._copy.take(state.tensors())
+        self._pending = self._thread.submit(self._checkpoints.write, self._copy, images, seconds)
+
+    def poll(self) -> bool:
+        """Call `on_commit` if the pending checkpoint is committed; return whether it failed."""
+        if self._pending is None or not self._pending.done():
+            return False
+        if self._pending.exception() is not None:
+            return True
+        self.wait()
+        return False
+
+    def wait(self) -> None:
+        """Wait for the pending checkpoint and call `on_commit`."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._on_commit(pending.result())
+
+    def newest(self) -> str:
+        """Return the folder of the newest committed checkpoint, or "none"; wait for the pending one."""
+        futures.wait([] if self._pending is None else [self._pending])
+        return self._checkpoints.newest()
 
 
 def _quiet() -> AbstractContextManager[object]:

@@ -1,10 +1,13 @@
 """The processes of one training job: a single one, or several under torchrun with DDP or FSDP2.
 
-There are two process groups. The default group (NCCL on GPUs) carries the tensors of training, and its timeout detects
-a process that hangs within a step. While the main process works alone, hashing and writing a checkpoint or the result,
-the others must not wait in that group: they would run into its timeout, and the job would never end. They wait in the
-control group, over gloo on the CPU, which may take hours. If a process dies, its connections in that group close, so
-the others end at once; a wait on the rendezvous store would only end at its timeout.
+There are three process groups. The default group (NCCL on GPUs) carries the tensors of training, and its timeout
+detects a process that hangs within a step. While the main process works alone, verifying a checkpoint or writing the
+result, the others must not wait in that group: they would run into its timeout, and the job would never end. They wait
+in the control group, over gloo on the CPU, which may take hours. If a process dies, its connections in that group
+close, so the others end at once; a wait on the rendezvous store would only end at its timeout.
+
+The saving group is a second one of this kind, for the threads that write checkpoints. Collectives of one group must be
+called in the same order on all processes, and two threads have no common order.
 """
 
 import json
@@ -18,9 +21,6 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.core.errors import AtollError
@@ -33,9 +33,9 @@ STEP_TIMEOUT = timedelta(minutes=30)
 and one process may compile the network or read shards over a slow network while the others wait. NCCL's default of 10
 minutes is short for that; 30 minutes is gloo's default."""
 WAIT_TIMEOUT = timedelta(hours=4)
-"""Timeout of the control group, in which processes wait for the main process and for each other's share of the
-validation. Verifying and hashing two checkpoints of 3 B parameters (60 GB each) at 50 MB/s takes 40 minutes. A short
-timeout could lose a finished job; a long one only matters if a machine vanishes without closing its connections."""
+"""Timeout of the control and saving groups, in which processes wait for the main process and for each other's share of
+the validation. Verifying two checkpoints of 3 B parameters (60 GB each) at 50 MB/s takes 40 minutes. A short timeout
+could lose a finished job; a long one only matters if a machine vanishes without closing its connections."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,28 @@ class DistContext:
     device: torch.device
     control: dist.ProcessGroup | None = None
     """The control group; None is the default group."""
+    saving: dist.ProcessGroup | None = None
+    """The group of the threads that write checkpoints."""
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes files and messages."""
         return self.rank == 0
 
+    def only_device(self, devices: str | None) -> str | None:
+        """Return the device of this process if there are several, else the requested ones."""
+        if self.size > 1 and devices is not None:
+            raise AtollError("leave --devices out under torchrun: every process has its own device")
+        return str(self.device) if self.size > 1 else devices
+
     def wrap(self, network: nn.Module, parallel: Parallel, precision: torch.dtype) -> nn.Module:
         """Wrap a network in DDP or FSDP2 if there are several processes; its parameters stay those of `network`."""
         network = network.to(self.device)
         if parallel == "fsdp2" and self.size > 1:
+            # Importing it takes most of a second, which sampling and single processes need not wait for.
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
             # Inputs are not cast: bfloat16 has 8 significant bits, which would round timesteps. Autocast does the rest.
             policy = MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
             mesh = init_device_mesh(self.device.type, (self.size,))
@@ -71,8 +83,8 @@ class DistContext:
     @contextmanager
     def sync_gradients(self, network: nn.Module, last: bool) -> Iterator[None]:
         """Exchange gradients only in the last micro-batch of a step; before that, they accumulate locally."""
-        if isinstance(network, FSDPModule):
-            network.set_requires_gradient_sync(last)
+        if callable(choose := getattr(network, "set_requires_gradient_sync", None)):  # FSDP2
+            choose(last)
         if isinstance(network, DistributedDataParallel) and not last:
             with network.no_sync():
                 yield
@@ -132,10 +144,32 @@ class DistContext:
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=self.control)
         return buffer.decode()
 
-    def barrier(self) -> None:
-        """Wait until all processes have arrived, in the control group."""
-        if self.size > 1:
-            dist.barrier(group=self.control)
+    def on_all(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on all processes; return the results (JSON values) of all on each, in the order of ranks.
+
+        If it fails on one process, all fail: that one with its exception, the others with an error that quotes it.
+        """
+        if self.size == 1:
+            return [work()]
+        failure: Exception | None = None
+        try:
+            message: dict[str, object] = {"result": work()}
+        except Exception as error:
+            failure, message = error, {"error": f"{type(error).__name__}: {error}"}
+        encoded = json.dumps(message).encode()
+        lengths = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(encoded)]), group=self.control)
+        longest = max(int(length) for length in lengths)
+        padded = torch.frombuffer(bytearray(encoded.ljust(longest)), dtype=torch.uint8)  # JSON may end in spaces
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, padded, group=self.control)
+        if failure is not None:
+            raise failure
+        received = [json.loads(bytes(text.tolist())) for text in texts]
+        for rank, found in enumerate(received):
+            if "error" in found:
+                raise AtollError(f"process {self.rank} ends because process {rank} failed: {found['error']}")
+        return [cast(T, found["result"]) for found in received]
 
 
 @contextmanager
@@ -149,8 +183,8 @@ def init_distributed(device: torch.device) -> Iterator[DistContext]:
         torch.accelerator.set_device_index(device.index)
     dist.init_process_group(**group_options(device))
     try:
-        control = dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT)
-        yield DistContext(dist.get_rank(), dist.get_world_size(), device, control)
+        control, saving = (dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT) for _ in range(2))
+        yield DistContext(dist.get_rank(), dist.get_world_size(), device, control, saving)
     finally:
         dist.destroy_process_group()
 
@@ -168,4 +202,4 @@ def group_options(device: torch.device) -> dict[str, Any]:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor, gathered from all processes if FSDP2 has sharded it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

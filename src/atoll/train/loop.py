@@ -16,7 +16,7 @@ after which they stop (`any_rank`), save, and raise `Requeue`. A kill loses the 
 
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from atoll.core.artifacts import Artifact
 from atoll.core.config_sections import Train
-from atoll.core.device import ASYNCHRONOUS
+from atoll.core.device import ASYNCHRONOUS, compute_dtype
 from atoll.core.errors import AtollError
-from atoll.train.checkpoints import Checkpoints, TrainState
+from atoll.nets.blocks import compile_blocks, compiles_by_default
+from atoll.train.checkpoints import Checkpoints, CheckpointSaver, TrainState
 from atoll.train.distributed import DistContext, full_tensor
 from atoll.train.ema import EMA
 from atoll.train.inputs import copy_ahead
@@ -54,13 +55,13 @@ class Outcome:
 
 
 class TrainCallback(Protocol):
-    """Hooks into training, called on the main process."""
+    """Hooks into training, called on the main process by the training thread."""
 
     def on_step(self, images: int) -> bool:
         """Handle the end of a step; return whether the job should save and stop."""
 
     def on_checkpoint(self, checkpoint: Artifact) -> None:
-        """Handle a committed checkpoint."""
+        """Handle a committed checkpoint. It is called at the end of a later step, since a thread writes checkpoints."""
 
 
 def train(
@@ -72,9 +73,10 @@ def train(
     callback: TrainCallback | None = None,
 ) -> Outcome:
     """Train up to `settings.total_images`, from the newest checkpoint if there is one."""
-    precision = getattr(torch, settings.precision)
+    precision = compute_dtype(context.device, settings.precision)
+    if settings.compile is True or (settings.compile == "auto" and compiles_by_default(context.device)):
+        compile_blocks(task.network)
     wrapped = context.wrap(task.network, settings.parallel, precision)
-    forward = torch.compile(wrapped) if settings.compile else wrapped
     state = TrainState(task.network, EMA(task.network, settings.ema), make_optimizer(task.network, settings))
     images, seconds = checkpoints.load_newest(state)
     # The batch size is among the inputs that a checkpoint must agree with, so the step count follows from the images.
@@ -85,7 +87,10 @@ def train(
         pin=context.device.type in ASYNCHRONOUS,
     )  # fmt: skip
     batches = copy_ahead(stream, context.device)
-    check = StepCheck(task, checkpoints)
+    saver = CheckpointSaver(
+        checkpoints, lambda made: callback.on_checkpoint(made) if callback and context.is_main else None
+    )
+    check = StepCheck(task, saver.newest)
     logger = MetricsLogger(
         checkpoints.run / task.name,
         task.name,
@@ -96,7 +101,7 @@ def train(
         seconds=seconds,
     )
     autocast = torch.autocast(context.device.type, precision, enabled=precision != torch.float32)
-    with logger, stop_signals() as stop:
+    with logger, stop_signals() as stop, saver:
         while images < settings.total_images:
             lr = learning_rate(images, settings)
             step: list[tuple[Tensor, Tensor]] = []
@@ -105,7 +110,7 @@ def train(
                 inputs = next(batches)
                 with context.sync_gradients(wrapped, last=part == settings.grad_accum_steps - 1):
                     with autocast:
-                        losses = task.losses(forward, inputs)
+                        losses = task.losses(wrapped, inputs)
                     torch.autograd.backward(losses.loss.mean() / settings.grad_accum_steps)
                 logger.add(losses)
                 step.append((losses.loss.detach(), inputs.index))
@@ -122,8 +127,10 @@ def train(
 
             logger.advance(images, settings.batch_size)
             stop_requested = callback is not None and context.is_main and callback.on_step(images)
-            # A signal may reach only some of the processes, and one step earlier or later.
-            done, stopped = images >= settings.total_images, context.any_rank(bool(stop) or stop_requested)
+            # A signal may reach only some of the processes, and one step earlier or later. If the last checkpoint
+            # failed, the next one raises its error on all processes.
+            stopped = context.any_rank(saver.poll() or bool(stop) or stop_requested)
+            done = images >= settings.total_images
             if done or stopped or due(images, settings.log_every, settings.batch_size):
                 logger.write(images // settings.batch_size, lr, check.read())
             if settings.sample_every and (done or due(images, settings.sample_every, settings.batch_size)):
@@ -131,9 +138,9 @@ def train(
                     save_preview(task, state.ema, logger, settings=settings)
             if done or stopped or due(images, settings.save_every, settings.batch_size):
                 check.read()
-                checkpoint = checkpoints.save(state, images, logger.seconds)
-                if callback is not None and context.is_main:
-                    callback.on_checkpoint(checkpoint)
+                saver.save(state, images, logger.seconds)
+            if done or stopped:
+                saver.wait()
             if stopped and not done:
                 raise Requeue(
                     f"{task.name}: interrupted and saved at {images:,} images; run the command again to resume"
@@ -185,8 +192,8 @@ class StepCheck:
     nothing to wait for, and `begin` reads at once.
     """
 
-    def __init__(self, task: Task, checkpoints: Checkpoints) -> None:
-        self._task, self._checkpoints = task, checkpoints
+    def __init__(self, task: Task, newest_checkpoint: Callable[[], str]) -> None:
+        self._task, self._newest_checkpoint = task, newest_checkpoint
         self._index = torch.empty(0, dtype=torch.long)
         self._values: Tensor | None = None
         self._copied: torch.Event | None = None
@@ -223,7 +230,7 @@ class StepCheck:
             shown = ", ".join(ids[:16]) + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")
             raise AtollError(
                 f"{self._task.name}: the {what} is not finite on images {shown}. This step was not applied; the newest "
-                f"checkpoint is {self._checkpoints.newest()}. Lower train.lr or train.max_grad_norm, or inspect these "
+                f"checkpoint is {self._newest_checkpoint()}. Lower train.lr or train.max_grad_norm, or inspect these "
                 "images"
             )
         self._norm = float(values[-1])

@@ -37,10 +37,12 @@ def save_preview(task: Task, ema: EMA, logger: MetricsLogger, *, settings: Train
             # Conditions are not prepared once for all steps: FSDP2 gathers a sharded network in its forward pass only.
             how, parts = Settings(steps=PREVIEW_STEPS, guidance_scale=settings.sample_guidance_scale), []
             # In two batches: guidance doubles the rows, and the optimizer's state is in memory too.
-            for part in torch.arange(count, device=task.device).chunk(2):
-                state = SamplerState(noise.to(task.device)[part], BatchConditions.of(condition, part), RoutingState())
+            for part in torch.arange(count).chunk(2):
+                x = noise[part].to(task.device)
+                state = SamplerState(x, BatchConditions.of(condition, part), RoutingState())
                 parts.append(sampler.run(state, how))
             latents = torch.cat(parts)
     task.network.train(training)
     if expert is not None:
-        logger.save_grid(np.stack([np.asarray(image) for image in sampler.decode(latents)]))
+        # A preview of a network that diverges must not end its training; the loss check does that.
+        logger.save_grid(np.stack([np.asarray(image) for image in sampler.decode(latents.nan_to_num())]))

@@ -18,6 +18,7 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config import Config
 from atoll.core.config_sections import NetworkChoice, Train
+from atoll.core.device import compute_dtype, device, dtype_name
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, SHARDS, ObjectiveSpec, ShardsContent
 from atoll.core.networks import (
@@ -77,7 +78,7 @@ class TrainSpec:
     objective: ObjectiveSpec | None
     """None for a router and a student."""
     settings: Train
-    """The `train` section, overridden by the job's section, with total_images rounded up to full steps."""
+    """The `train` section, overridden by the job's section: total_images rounded up to full steps, a precision."""
     teacher_block: int
     """Number of images for which a student computes the teachers' velocities at a time."""
 
@@ -192,11 +193,12 @@ def _read_data(run: Path, clusters: tuple[int, ...]) -> PreparedData | None:
 
 
 def job_settings(config: Config, kind: layout.JobKind) -> Train:
-    """Return the `train` section, overridden by the section of the job."""
+    """Return the `train` section, overridden by the section of the job, with the precision of this machine for auto."""
     own = {"router": config.router, "monolith": config.monolith, "student": config.student}.get(kind)
     changes = own.model_dump(include=set(Train.model_fields) - {"conditioning"}, exclude_none=True) if own else {}
     if kind == "router":
         changes["activation_checkpointing"] = False  # the router is small
+    changes["precision"] = dtype_name(compute_dtype(device(), config.train.precision))
     return config.train.model_copy(update=changes)
 
 

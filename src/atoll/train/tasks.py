@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll import flow
+from atoll.core.device import full_float32
 from atoll.core.manifests import BridgeSpec, ExpertContent, NetworkContent, RouterContent
 from atoll.data.chunks import prefetch
 from atoll.data.dataset import Batch, Shards
@@ -56,7 +57,7 @@ class Losses(NamedTuple):
 
 
 Forward = Callable[..., Tensor]
-"""The network as it is trained: plain, wrapped for several processes, or compiled."""
+"""The network as it is trained: plain, or wrapped for several processes."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ class ExpertTask(Task):
         )
 
     @torch.no_grad()
+    @full_float32()
     def finish(self, content: NetworkContent, processes: Processes = ALONE) -> ExpertContent:
         """Calibrate the bridge, then measure the held-out error of the velocity."""
         bridge = self.calibrated(CALIBRATION_IMAGES, processes)
@@ -207,6 +209,7 @@ class RouterTask(Task):
         return Losses(loss, noised.t, {"accuracy": correct})
 
     @torch.no_grad()
+    @full_float32()
     def finish(self, content: NetworkContent, processes: Processes = ALONE) -> RouterContent:
         """Calibrate the temperature on held-out images, then measure loss and accuracy.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config import Config
+from atoll.core.device import compute_dtype, constant, download, dtype_name, upload
 from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import LATENTS, ChannelStatistics, LatentsContent
@@ -79,7 +80,7 @@ class Statistics:
 
     @staticmethod
     def _channel(values: tuple[float, ...], like: Tensor) -> Tensor:
-        return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
+        return constant(values, like).view(-1, 1, 1)
 
     @classmethod
     def of(cls, declared: ChannelStatistics) -> "Statistics":
@@ -109,24 +110,32 @@ class AutoencoderConfig(Foreign):
 class Codec:
     """An autoencoder, from 8-bit images to the posterior of their latents, and from latents to images."""
 
-    def __init__(self, network: Any, device: torch.device | None = None) -> None:
+    def __init__(self, network: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         self.device = device or default_device()
-        self.network = network.to(self.device).eval()
+        self.dtype = compute_dtype(self.device, dtype)
+        # With a hook, accelerate moves the network when it runs.
+        moved = network if hasattr(network, "_hf_hook") else network.to(self.device, self.dtype)
+        self.network = moved.eval()
 
     def encode(self, pixels: Pixels) -> dict[str, Tensor]:
         """Return `mean` and, if there is a posterior, `std` (N, C, H, W) of images (N, side, side, 3)."""
-        x = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
+        x = upload(torch.from_numpy(pixels), self.device).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
         with deterministic_inference():
-            output = self.network.encode(x)
+            output = self.network.encode(x.to(self.dtype))
         # AutoencoderKL returns a Gaussian posterior, AutoencoderTiny only latents.
         if hasattr(output, "latent_dist"):
-            return {"mean": output.latent_dist.mean.cpu(), "std": output.latent_dist.std.cpu()}
-        return {"mean": output.latents.cpu()}
+            mean, std = download(output.latent_dist.mean.float(), output.latent_dist.std.float())
+            return {"mean": mean, "std": std}
+        return {"mean": output.latents.float().cpu()}
 
     def decode(self, latents: Tensor) -> Pixels:
         """Return images (N, side, side, 3) of latents that are not normalized, as from `encode`."""
+        return self.decode_tensor(latents).cpu().numpy()
+
+    def decode_tensor(self, latents: Tensor) -> Tensor:
+        """Return the images of `decode` as an 8-bit tensor on the device of the autoencoder."""
         with deterministic_inference():
-            x = self.network.decode(latents.to(self.device, self.network.dtype)).sample
+            x = self.network.decode(latents.to(self.device, self.dtype, non_blocking=True)).sample
         return _eight_bits(x)
 
 
@@ -139,17 +148,22 @@ class PixelCodec:
 
     def decode(self, latents: Tensor) -> Pixels:
         """Return images (N, side, side, 3)."""
+        return self.decode_tensor(latents).cpu().numpy()
+
+    def decode_tensor(self, latents: Tensor) -> Tensor:
+        """Return the images of `decode` as an 8-bit tensor on the device of the latents."""
         return _eight_bits(latents)
 
 
-def _eight_bits(x: Tensor) -> Pixels:
+def _eight_bits(x: Tensor) -> Tensor:
     scaled = x.float().add(1).mul(127.5).round().clamp(0, 255)
-    pixels: Pixels = scaled.to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-    return pixels
+    return scaled.to(torch.uint8).permute(0, 2, 3, 1)
 
 
-def open_codec(autoencoder: str) -> Codec | PixelCodec:
-    """Open the autoencoder that the configuration names."""
+def open_codec(
+    autoencoder: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> Codec | PixelCodec:
+    """Open the autoencoder that the configuration names; by default, on the accelerator in its default precision."""
     if autoencoder == "pixels":
         return PixelCodec()
     folder = _folder(autoencoder)
@@ -157,7 +171,8 @@ def open_codec(autoencoder: str) -> Codec | PixelCodec:
     import diffusers
 
     options = {"use_safetensors": True, "low_cpu_mem_usage": False}
-    return Codec(getattr(diffusers, str(name)).from_pretrained(folder, **options, trust_remote_code=False))
+    network = getattr(diffusers, str(name)).from_pretrained(folder, **options, trust_remote_code=False)
+    return Codec(network, device, dtype)
 
 
 def scale_of(autoencoder: str) -> LatentScale:
@@ -212,10 +227,15 @@ def _run(job: Job, artifact: Artifact, worker: Worker) -> LatentsContent | None:
             for chunk, pixels in images
         )
         chunks.fill("latents", missing, encoded)
-    return None if chunks.missing() else _measure(chunks, index)
+    return None if chunks.missing() else _measure(chunks, index, precision_of(config.autoencoder))
 
 
-def _measure(chunks: Chunks, index: Index) -> LatentsContent:
+def precision_of(autoencoder: str) -> str:
+    """Return the precision in which an autoencoder computes on this machine."""
+    return "float32" if autoencoder == "pixels" else dtype_name(compute_dtype(default_device()))
+
+
+def _measure(chunks: Chunks, index: Index, precision: str) -> LatentsContent:
     """Return shape and statistics of the latents over the training split."""
     # Training samples z = mean + std·noise of the posterior, so each channel has the second moment E[mean² + std²],
     # over images and pixels. Sums are in float64: float32 would lose digits over millions of images.
@@ -240,7 +260,7 @@ def _measure(chunks: Chunks, index: Index) -> LatentsContent:
             "check the images, or use another latents.autoencoder"
         )
     statistics = ChannelStatistics(mean=tuple(channel_mean.tolist()), std=tuple(std.tolist()))
-    return LatentsContent(rows=index.rows, shape=tuple(shape), statistics=statistics)
+    return LatentsContent(rows=index.rows, shape=tuple(shape), statistics=statistics, precision=precision)
 
 
 def note(config: Config) -> str | None:

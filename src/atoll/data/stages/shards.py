@@ -162,7 +162,9 @@ class _Writer:
         encoded = Artifact(self.run, layout.TEXT)
         made_from, shapes = encoded.open(TEXT).made_from, encoded.read(TEXT)
         return TextSpec(
-            encoder=made_from["encoder"], weights=made_from["weights"], **shapes.model_dump(exclude={"rows"})
+            encoder=made_from["encoder"],
+            weights=made_from["weights"],
+            **shapes.model_dump(exclude={"rows", "precision"}),
         )
 
 

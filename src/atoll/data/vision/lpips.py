@@ -33,7 +33,7 @@ class Perceptual:
 
     def __call__(self, pixels: Pixels) -> Tensor:
         """Return distances (N, N) on the CPU, between images (N, H, W, 3)."""
-        return self.matrix(to_pixels(pixels)).double().cpu()
+        return self.matrix(to_pixels(pixels)).cpu().double()
 
 
 def open_perceptual(vision: Vision, lpips: Path | None = None) -> Perceptual:
@@ -61,7 +61,8 @@ def unit(maps: Tensor) -> Tensor:
 def squared(maps: Tensor) -> Tensor:
     """Return |a - b|², summed over channels and averaged over pixels, for every pair of N maps: (N, N)."""
     # |a - b|² = |a|² + |b|² - 2 a·b needs one matrix product, and no tensor of shape (N, N, C, H, W).
-    flat = maps.flatten(1).double()
+    # In float64, on the CPU, since the terms nearly cancel for similar images.
+    flat = maps.flatten(1).cpu().double()
     products = flat @ flat.T / (maps.shape[-1] * maps.shape[-2])
     norms = products.diagonal()
     distances = (norms[:, None] + norms[None] - 2 * products).clamp(min=0)

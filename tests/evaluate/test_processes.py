@@ -1,0 +1,57 @@
+"""Sampling and evaluation on two processes give the bits of one process."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from atoll import cli
+from atoll.evaluate import features, generated
+from evaluate.test_evaluate import SMALL
+from train.ranks import log, run_ranks
+
+SAMPLE = ["a red circle", "a blue square", "--num-images", "10", "--batch-size", "4", "--steps", "3", "--save-routing"]
+"""Three batches: two for the first process, one for the second."""
+EVALUATE = [*SMALL, "--models", "experts", "--without", "diagnostics", "trajectories"]
+
+
+def sample_in_chunks(run: Path, rank: int) -> None:
+    """Sample first, in the same processes; the sets of the evaluation have three chunks instead of one."""
+    del rank
+    generated.CHUNK = features.CHUNK = 4
+    assert cli.main(["sample", str(run), *SAMPLE]) == 0
+
+
+def images(run: Path) -> dict[str, np.ndarray]:
+    return {path.name: np.asarray(Image.open(path)) for path in (run / "samples").glob("*.png")}
+
+
+def test_two_processes_give_the_images_of_one(trained: Path, tmp_path: Path) -> None:
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    for run in (alone, both):
+        shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluation", "samples"))
+    assert run_ranks(both, *EVALUATE, verb="evaluate", hook=sample_in_chunks) == [0, 0], log(both, 0).read_text()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the two processes: kernels divide sums by the number of threads
+    chunk = generated.CHUNK
+    try:
+        sample_in_chunks(alone, 0)
+        assert cli.main(["evaluate", str(alone), *EVALUATE]) == 0
+    finally:
+        torch.set_num_threads(threads)
+        generated.CHUNK = features.CHUNK = chunk
+    expected = images(alone)
+    assert len(expected) == 12
+    assert expected.keys() == images(both).keys()
+    for name, pixels in images(both).items():
+        assert np.array_equal(pixels, expected[name]), name
+    sets = [sorted((run / "evaluation" / "generated").rglob("0*.safetensors")) for run in (alone, both)]
+    assert len(sets[0]) == len(sets[1]) >= 3
+    for one, two in zip(*sets, strict=True):
+        assert one.relative_to(alone) == two.relative_to(both)
+        assert torch.equal(*(load_file(file)["images"] for file in (one, two)))
+    latest = [(run / "evaluation" / "latest.json").is_file() for run in (alone, both)]
+    assert latest == [True, True]
