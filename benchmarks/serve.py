@@ -117,6 +117,7 @@ def server(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
         "--batch-size",
         str(BATCH_SIZE),
         "--json",
+        "--no-token",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
