@@ -64,9 +64,10 @@ def open_page(browser: Browser, finished: Server) -> Iterator[Any]:
     def open_view(view: str = "", size: dict[str, int] = DESK, script: str = "") -> Page:
         context = browser.new_context(viewport=size, reduced_motion="reduce")
         context.grant_permissions(["clipboard-read", "clipboard-write"])
-        finished.sign_in(context)
         if script:
             context.add_init_script(script)
+        else:
+            finished.sign_in(context)
         page = context.new_page()
         monitors.append(PageMonitor(page, finished.url))
         page.goto(f"{finished.url}/{view}")
@@ -276,9 +277,12 @@ def test_a_generation_is_cancelled(open_page: Any, finished: Server) -> None:
     assert len(done["images"]) == 1
 
 
-def test_the_page_works_with_blocked_storage(open_page: Any) -> None:
+def test_the_page_works_with_blocked_storage(open_page: Any, finished: Server) -> None:
     script = "for (const name of ['localStorage', 'sessionStorage']) Object.defineProperty(window, name, "
-    page: Page = open_page(link(), script=script + "{get() { throw new DOMException('no', 'SecurityError') }})")
+    script += "{get() { throw new DOMException('no', 'SecurityError') }})"
+    page: Page = open_page(f"#token={finished.token}", script=script)
+    expect(page.get_by_role("button", name="Generate", exact=True)).to_be_visible()
+    page.goto(f"{finished.url}/{link()}")
     expect(status(page)).to_have_text(re.compile("Done in"))
     page.get_by_role("link", name="Gallery").click()
     expect(page.get_by_text("This browser blocks storage")).to_be_visible()
