@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from atoll.cli.verb import MaxLoadedExperts, RunFolder
+from atoll.cli.verb import MaxLoadedExperts, ModelName, RunFolder
 from atoll.core import layout
 from atoll.core.names import SOLVERS
 
@@ -17,8 +17,8 @@ from atoll.core.names import SOLVERS
 class Sample:
     """Generate images with the experts, the monolith or the student."""
 
-    folder: RunFolder
-    """Folder of the run, folder of an export, or hub name of an export."""
+    folder: ModelName
+    """Folder of the run, folder of an export (`./NAME`), or hub name of an export (`OWNER/NAME`)."""
     prompts: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT", help_behavior_hint="")] = ()
     """Text prompts. Omit them for unconditional samples."""
     labels: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: none)")] = ()
@@ -92,8 +92,8 @@ class Sample:
             solver=self.solver, shift=self.shift, scheduler_times=self.scheduler_times, seed=self.seed,
         )  # fmt: skip
         # An export may be a hub name or a shared folder, so its images go to the working directory.
-        is_run = (self.folder / layout.CONFIG_FILE).is_file()
-        files = save(samples, self.out or (self.folder / layout.SAMPLES if is_run else Path("samples")))
+        is_run = (Path(self.folder) / layout.CONFIG_FILE).is_file()
+        files = save(samples, self.out or (Path(self.folder) / layout.SAMPLES if is_run else Path("samples")))
         quantized = sampler.ensemble.cache.quantization_error
         for name, error in quantized.items():
             print(f"{name}: int8 weights change its velocity by {error:.2%}", file=sys.stderr)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from atoll.cli.verb import MaxLoadedExperts, RunFolder
+from atoll.cli.verb import MaxLoadedExperts, ModelName
 from atoll.core.errors import AtollError
 
 TOKEN = "ATOLL_TOKEN"
@@ -17,8 +17,8 @@ TOKEN = "ATOLL_TOKEN"
 class Serve:
     """Serve a run as a web page and an HTTP API, also in training."""
 
-    folder: RunFolder
-    """Folder of the run, folder of an export, or hub name of an export."""
+    folder: ModelName
+    """Folder of the run, folder of an export (`./NAME`), or hub name of an export (`OWNER/NAME`)."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8400
@@ -62,4 +62,4 @@ class Serve:
         options = Options(
             self.host, self.port, token, self.no_token, queue=self.queue, grace=self.grace, json=self.json
         )
-        serve(str(self.folder), load_options, options)
+        serve(self.folder, load_options, options)

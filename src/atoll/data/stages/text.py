@@ -95,6 +95,11 @@ def open_text_encoder(encoder: str, max_tokens: int, tokenizer: Path | None = No
     return TextEncoder(network, load_pretrained(AutoTokenizer, tokenizer or folder), max_tokens)
 
 
+def weights_of(encoder: str) -> str:
+    """Return the fingerprint of a text encoder."""
+    return fingerprint(_folder(encoder))
+
+
 def unneeded(job: Job) -> str | None:
     """Return why a run has no text embeddings: no encoder or no captions; None if it has them."""
     if job.config.text.encoder == "none":
@@ -105,7 +110,7 @@ def unneeded(job: Job) -> str | None:
 
 def _made_from(job: Job) -> Inputs:
     config, ingested = job.config.text, Index.open(job.run).manifest.digest
-    return {"ingest": ingested, **config.model_dump(), "weights": fingerprint(_folder(config.encoder))}
+    return {"ingest": ingested, **config.model_dump(), "weights": weights_of(config.encoder)}
 
 
 def _run(job: Job, artifact: Artifact, worker: Worker) -> TextContent | None:
