@@ -85,8 +85,8 @@ def _kind_of_folder(folder: Path) -> Kind:
         found = found or ("webdataset" if ".tar" in suffixes else "parquet" if ".parquet" in suffixes else None)
     if found:
         return found
-    hint = f" Links out of the folder are not followed: {', '.join(links[:3])}." if links else ""
-    raise AtollError(f"{folder} has no images, tars or parquet files.{hint} {_EXPECTED.capitalize()}")
+    skipped = f"; links out of the folder are not followed: {', '.join(links[:3])}" if links else ""
+    raise AtollError(f"{folder} has no images, tars or parquet files{skipped}; {_EXPECTED}")
 
 
 def _existing(spec: str) -> Path:

@@ -86,14 +86,18 @@ def _pages(content: mmap.mmap, column: Any) -> list[tuple[int, int]]:
     while position < end:
         header = _Header(content, position, min(end, position + _MAX_HEADER))
         fields = header.struct()
-        size, stored = fields.get(_UNCOMPRESSED), fields.get(_COMPRESSED)
         kinds = [fields.get(kind) for kind in (_DATA, _DICTIONARY, _DATA_V2)]
-        counts = [kind.get(_NUM_VALUES, 0) for kind in kinds if isinstance(kind, dict)]
-        if not all(isinstance(number, int) and number >= 0 for number in (size, stored, *counts)):
-            raise OSError("a page header has no sizes, or negative ones")
+        counts = [_size(kind.get(_NUM_VALUES)) for kind in kinds if isinstance(kind, dict)]
+        size, stored = _size(fields.get(_UNCOMPRESSED)), _size(fields.get(_COMPRESSED))
         pages.append((size, max(counts, default=0)))
         position = header.position + stored
     return pages
+
+
+def _size(value: object) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise OSError("a page header lacks a size, or has a negative one")
+    return value
 
 
 @dataclass
@@ -123,7 +127,8 @@ class _Header:
         if kind == _STRUCT:
             return self.struct(depth + 1)
         if kind in (*_BOOLEANS, _BYTE, _DOUBLE, _BINARY):  # the value of a boolean is part of its type
-            self.position += self._unsigned() if kind == _BINARY else {_BYTE: 1, _DOUBLE: 8}.get(kind, 0)
+            length = self._unsigned() if kind == _BINARY else {_BYTE: 1, _DOUBLE: 8}.get(kind, 0)
+            self.position += length
             return None
         # Page headers have no lists and maps.
         raise OSError(f"a page header has a field of type {kind}")
