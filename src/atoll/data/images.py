@@ -90,8 +90,8 @@ def decode(
         pixels = max(width * height, int(tags.get(_TILE_WIDTH, 0)) * int(tags.get(_TILE_LENGTH, 0)))
         if pixels > decoded:
             raise BadImage(f"{pixels:,} pixels to decode are more than the limit of {decoded:,}; make it smaller")
-        upright = ImageOps.exif_transpose(image)
-        return _on_white(_center(upright)).resize((resolution, resolution), Image.Resampling.LANCZOS)
+        ImageOps.exif_transpose(image, in_place=True)
+        return _on_white(_center(image)).resize((resolution, resolution), Image.Resampling.LANCZOS)
     except _DAMAGE as error:
         raise BadImage(f"damaged {image.format} data: {error}") from error
 
