@@ -176,13 +176,13 @@ def test_a_footer_that_lies_about_sizes_is_no_defense(tmp_path: Path) -> None:
     metadata = pq.read_metadata(tmp_path / "t.parquet")
 
     class Column:
-        total_uncompressed_size, num_values, path_in_schema = 1, 1, "image"
+        total_uncompressed_size, num_values, path_in_schema = 1, 1, "other"
 
         def __getattr__(self, name: str) -> Any:
             return getattr(metadata.row_group(0).column(0), name)
 
     class Lying:
-        num_columns, num_rows = 1, 1
+        num_columns, num_rows, schema = 1, 1, metadata.schema
 
         def row_group(self, _: int) -> "Lying":
             return self
@@ -371,3 +371,15 @@ def test_weights_outside_the_folder_are_refused(shard: str, tmp_path: Path) -> N
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"x": shard}}))
     with pytest.raises(AtollError, match=f"index.json names the file '{shard}', which is not beside it"):
         latents.open_codec(str(tmp_path / "vae"))
+
+
+def test_a_text_that_is_not_utf8_rejects_its_row_only(tmp_path: Path) -> None:
+    raw = pa.array([b"fine", b"caf\xe9", None])
+    texts = pa.StringArray.from_buffers(3, *raw.buffers()[1:], raw.buffers()[0])
+    pq.write_table(
+        pa.table({"image": [hostile.png()] * 3, "id": ["a", "b", "c"], "text": texts}), tmp_path / "t.parquet"
+    )
+    fine, bad, none = open_source(tmp_path).images()
+    assert (fine.caption, none.caption) == ("fine", None)
+    assert fine.read() == none.read() == hostile.png()
+    assert reason(bad).startswith("its caption is not UTF-8")

@@ -25,8 +25,8 @@ from atoll.data.sources.base import Options, SourceImage, digest, unreadable_ima
 from atoll.data.sources.fields import IDS, Ids, Row, fingerprint_of, key_of, make_image, pick_column
 from atoll.data.sources.parquet_pages import check_group
 
-# What pyarrow raises on damaged files.
-_DAMAGE = (OSError, pa.ArrowException)
+# What pyarrow raises on damaged files, found by mutating them.
+_DAMAGE = (OSError, pa.ArrowException, UnicodeDecodeError, IndexError)
 # Usual names of image columns, by priority.
 IMAGES = ("image", "img", "image_bytes", "jpg", "jpeg", "png", "webp", "bytes")
 
@@ -107,12 +107,25 @@ def table_image(values: Row, columns: Columns, ids: Ids, *, read: Callable[[], b
 
 def table_rows(table: pa.Table, columns: Columns) -> Iterator[Row]:
     """Yield rows with the image's path, if it has one, instead of the image."""
-    rows = table.select(columns.others).to_pylist() if columns.others else [{}] * len(table)
+    rows: list[Row] = [{}] * len(table)
+    if columns.others:
+        values = [_values(table.column(name)) for name in columns.others]
+        rows = [dict(zip(columns.others, row, strict=True)) for row in zip(*values, strict=True)]
     paths: list[Any] = [None] * len(table)
     if columns.image in table.column_names and _has_path(table.schema.field(columns.image).type):
-        paths = pc.struct_field(table.column(columns.image), "path").to_pylist()
+        paths = _values(pc.struct_field(table.column(columns.image), "path"))
     for row, path in zip(rows, paths, strict=True):
         yield {**row, columns.image: path}
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """Return the values of a column; bytes of a text that are not UTF-8 become surrogates, as in file names."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        raw = column.cast(pa.large_binary()).to_pylist()  # an error for a list of texts
+        values = [None if value is None else value.decode("utf-8", "surrogateescape") for value in raw]
+    return values
 
 
 def _row_hash(row: Row, read: Callable[[], bytes]) -> str:
@@ -175,7 +188,8 @@ class ParquetSource:
                             read = partial(_read_cell, str(file), self.columns.image, group, row=number)
                             yield table_image(values, self.columns, ids, read=read, options=self.options)
                             number += 1
-                except BadImage as bad:
+                except (BadImage, pa.ArrowException) as error:
+                    bad = error if isinstance(error, BadImage) else BadImage(f"it is damaged: {first_line(error)}")
                     shown = f"{file.relative_to(self.root).as_posix()}:{group}"
                     yield unreadable_image(ids.unique(shown, "parquet"), bad.reason)
 
@@ -188,7 +202,9 @@ class ParquetSource:
 
 def _open(file: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(file, memory_map=True)
+        table = pq.ParquetFile(file, memory_map=True)
+        table.schema_arrow.to_string(show_schema_metadata=False)  # fails here, and not later, if a name is not UTF-8
+        return table
     except _DAMAGE as error:
         raise AtollError(f"{file}: not a parquet file, or damaged: {first_line(error)}") from error
 

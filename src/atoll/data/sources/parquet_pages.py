@@ -8,6 +8,7 @@ them in the compact protocol of Thrift; the field numbers are those of `parquet.
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,11 @@ def check_group(file: str | Path, metadata: Any, group: int, *, columns: Sequenc
     """
     stored = metadata.row_group(group)
     parts = [stored.column(number) for number in range(stored.num_columns)]
+    # The names of the schema, by which the reader finds columns, and not the names that a row group repeats.
+    paths = [metadata.schema.column(number).path for number in range(stored.num_columns)]
     with open(file, "rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        wanted = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{name}.") for name in columns)]
+        needed = [any(f"{path}.".startswith(f"{name}.") for name in columns) for path in paths]
+        wanted = list(compress(parts, needed))
         pages = [page for part in wanted for page in _pages(content, part)]
         # The footer may claim that columns overlap, so that their sum exceeds the file.
         in_file = min(len(content), sum(max(0, part.total_compressed_size) for part in parts))
