@@ -113,7 +113,7 @@ def test_fragments_of_links_lead_to_a_heading(page: Path) -> None:
 
 def test_there_are_fragments_to_check() -> None:
     assert "what-the-demo-measures" in anchors(ROOT / "docs/tutorials/first-run.md")
-    assert "policyjson" in anchors(ROOT / "docs/reference/formats.md")
+    assert "the-root" in anchors(ROOT / "docs/reference/formats.md")
     assert "#what-the-demo-measures" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -175,7 +175,7 @@ def test_generated_tables_have_a_meaning_in_each_row_and_no_unknown_marker(
         rows = [line for line in page.splitlines() if line.startswith("|")]
         assert rows
         assert [row for row in rows if row.endswith("– |")] == []
-    for name in ("metrics", "lease", "policy"):
+    for name in ("metrics", "lease", "root", "policy", "snapshot", "signature"):
         assert tables[name].splitlines()[0].endswith("| meaning |")
     markers = [m for page in GUIDES for m in re.findall(r"<!-- generated: (\w+) -->", page.read_text(encoding="utf-8"))]
     assert set(markers) == set(reference.TABLES)

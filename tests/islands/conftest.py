@@ -14,10 +14,18 @@ from atoll.islands.store import Store
 from atoll.train import resolve_job, train_job
 from islands.ceph import ceph, missing_requirement
 from islands.servers import CREDENTIALS, moto, new_bucket
+from islands.shared import POLICY, publishers, share
 from train.conftest import merge, new_run
 from train.workers import TINY
 
 __all__ = ["new_run"]
+
+
+@pytest.fixture(autouse=True)
+def own_settings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every test a configuration folder of its own: the key, and the runs that the user has seen."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+    monkeypatch.delenv("ATOLL_KEY", raising=False)
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +76,29 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def store(store_url: str) -> Store:
     return Store.open(store_url)
+
+
+@pytest.fixture(scope="session")
+def pushed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The objects of a shared run without networks, in which ann may publish every expert."""
+    folder = tmp_path_factory.mktemp("pushed")
+    run, store = folder / "run", Store.open(folder / "store")
+    shutil.copytree(prepared / "data" / "shards", run / "data" / "shards")
+    values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
+    (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        share(run, store, publishers=publishers("ann"), policy=POLICY)
+    return {entry.key: store.read(entry.key, 1 << 30) or b"" for entry in store.entries("")}
+
+
+@pytest.fixture
+def shared(pushed: dict[str, bytes]) -> Store:
+    """A store with that run."""
+    store = Store.open(f"memory://{uuid4().hex}")
+    for name, data in pushed.items():
+        store.write(name, data)
+    return store
 
 
 @pytest.fixture(scope="session")

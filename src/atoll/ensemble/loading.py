@@ -34,7 +34,7 @@ def load(
     `model` is `experts` (all experts with the router), one of them (`expert:3`), the `monolith` or the `student`.
     At most `max_loaded_experts` experts are in memory at once; None means all. Experts that are not finished are listed
     in `.missing`, and the model works without them; with `strict` they are an error. `verify` checks the hash of every
-    file; a run with a policy always checks hashes and signatures.
+    file; a copy of a shared run is always checked against its signed snapshot.
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise AtollError(unknown("dtype", dtype, DTYPES))

@@ -3,12 +3,12 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from atoll.core.errors import AtollError, first_line
@@ -100,13 +100,16 @@ def save_network(network: DiT | Router | DiffusersExpert, folder: str | Path) ->
     (folder / CONFIG_FILE).write_text(json.dumps(network.config.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
-def load_network(folder: str | Path) -> DiT | Router | DiffusersExpert:
-    """Load a network that `save_network` wrote; raise an error if a tensor does not fit."""
+def load_network(folder: str | Path, read: Callable[[str], bytes] | None = None) -> DiT | Router | DiffusersExpert:
+    """Load a network that `save_network` wrote; raise an error if a tensor does not fit.
+
+    `read` returns the content of a file by name, such as `VerifiedFiles.read`; by default the files are memory-mapped.
+    """
     file = Path(folder) / CONFIG_FILE
     if not file.is_file():
         raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    config = read_network(json.loads(file.read_text(encoding="utf-8")))
-    state = without_retired(read_weights(Path(folder) / WEIGHTS_FILE))
+    config = read_network(json.loads(read(CONFIG_FILE) if read else file.read_bytes()))
+    state = without_retired(load(read(WEIGHTS_FILE)) if read else read_weights(Path(folder) / WEIGHTS_FILE))
     native = not isinstance(config, DiffusersConfig)
     # DiT and router store all their buffers, so initialization can be skipped on the meta device. Diffusers models have
     # buffers that are not saved.
