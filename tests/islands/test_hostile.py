@@ -35,22 +35,6 @@ HOSTILE = FILES | CLAIMS
 JOB = "experts/001"
 
 
-@pytest.fixture
-def opened(shared: Store) -> RemoteRun:
-    """The shared run, as its owner opens it."""
-    return remote(shared, by="owner")
-
-
-@pytest.fixture
-def offer(reference: Path) -> Offer:
-    """A valid contribution."""
-    artifact = Artifact(reference, NAME)
-    manifest = artifact.open(EXPERT)
-    files = {name: artifact.path(name).read_bytes() for name in manifest.files}
-    plain = json.loads(manifest.to_json())
-    return Offer(files, "expert", plain["made_from"], plain["content"])
-
-
 assert len(HOSTILE) >= 25
 
 

@@ -211,7 +211,7 @@ class Trust:
     ] = "show"
     """show, add, withdraw, rotate, set, renew or sign. All but show and sign make the next version of the root."""
     words: Annotated[Positional[tuple[str, ...]], arg(metavar="WORDS", help_behavior_hint="(default: none)")] = ()
-    """add publisher|admitter|owner NAME KEY; withdraw network JOB; withdraw key NAME; rotate NAME KEY; set FIELD VALUE"""
+    """add publisher|admitter|owner NAME KEY; withdraw network JOB or key NAME; rotate NAME KEY; set FIELD VALUE."""
     experts: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: all)")] = ()
     """With add publisher: numbers of the experts that this key may publish."""
     key: KeyFile = None

@@ -156,23 +156,28 @@ def _check_density(file: Path, train: Shards) -> None:
 
 
 def difference(a: Density, b: Density) -> float:
-    """Return the largest relative difference of two densities: of mean, covariance and count; infinite if invalid.
+    """Return the largest relative difference of two densities: of mean, variances, count and the space of directions.
 
-    Principal directions may be rotated among equal variances. So the covariances U diag(l) U^T + r I are compared, by
-    their squared Frobenius norm, which needs only the matrix U_a^T U_b of (rank, rank).
+    It is infinite if directions are not orthonormal. Directions may be rotated among equal variances. So the matrices
+    U diag(l) U^T are compared, by their squared Frobenius norm, which needs only U_a^T U_b of shape (rank, rank).
     """
+    if a.variances.shape != b.variances.shape:
+        return math.inf
     for one in (a, b):
         gram = one.directions.double() @ one.directions.double().T
         if not torch.allclose(gram, torch.eye(len(gram), dtype=torch.float64), atol=1e-4):
             return math.inf
     overlap = (a.directions.double() @ b.directions.double().T).square()
     la, lb = a.variances.double(), b.variances.double()
-    scale = lb.square().sum() + b.rest.double().square() * b.mean.numel()
-    covariance = la.square().sum() + lb.square().sum() - 2 * (la[:, None] * overlap * lb).sum()
-    rest = (a.rest.double() - b.rest.double()).square() * b.mean.numel()
-    mean = (a.mean.double() - b.mean.double()).norm() / b.mean.double().norm().clamp(min=1e-6)
-    count = (a.count.double() - b.count.double()).abs() / b.count.double().clamp(min=1)
-    parts = (mean, ((covariance + rest).clamp(min=0) / scale).sqrt(), count)
+    between = la.square().sum() + lb.square().sum() - 2 * (la[:, None] * overlap * lb).sum()
+    parts = [
+        (between.clamp(min=0) / lb.square().sum().clamp(min=1e-12)).sqrt(),
+        (a.mean.double() - b.mean.double()).norm() / b.mean.double().norm().clamp(min=1e-6),
+        (a.rest.double() - b.rest.double()).abs() / b.rest.double(),
+        (a.count.double() - b.count.double()).abs() / b.count.double().clamp(min=1),
+        # Small variances, too, have a large effect on the logarithm of the density.
+        *((la.sort()[0] - lb.sort()[0]).abs() / (lb.sort()[0] + b.rest.double())),
+    ]
     return max(part.item() if part.isfinite() else math.inf for part in parts)
 
 
