@@ -240,7 +240,7 @@ def read_network(values: Mapping[str, Any]) -> NetworkConfig:
         return DiTConfig.from_dict(values)
     if kind == RouterConfig.class_name:
         return RouterConfig.from_dict(values)
-    if kind not in DIFFUSERS_EXPERTS:
+    if not isinstance(kind, str) or kind not in DIFFUSERS_EXPERTS:
         known = (DiTConfig.class_name, RouterConfig.class_name, *DIFFUSERS_EXPERTS)
         raise AtollError(unknown("kind of network", kind, known))
     return DiffusersConfig(kind, {name: value for name, value in values.items() if name != CLASS_NAME})
@@ -268,7 +268,7 @@ def check_choice(choice: str | Mapping[str, Any], kind: Literal["DiT", "Router"]
             raise AtollError(unknown("kind of network", own, known))
         return
     name = parts.pop("name", DEFAULT_NAME)
-    if name not in NAMES:
+    if not isinstance(name, str) or name not in NAMES:
         raise AtollError(unknown("network size", name, NAMES))
     spec = {**NAMES[name], **parts}
     # The size comes from the data, which may not be prepared yet. One patch is a size that is always valid.
