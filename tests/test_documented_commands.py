@@ -265,7 +265,8 @@ def small_settings(source: Path) -> list[str]:
     sections["features"] |= {"model": "efficientnet-lite0"}
     sections["clusters"] = {"count": 2}
     sections["text"] |= {"encoder": "minilm"}
-    sections["train"] |= {"total_images": 64, "precision": "float32"}
+    # Fewer images would leave experts so close to untrained networks that admission refuses them.
+    sections["train"] |= {"total_images": 160, "precision": "float32"}
     sections["router"] |= {"total_images": 64}
     return [
         word

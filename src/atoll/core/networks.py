@@ -240,7 +240,7 @@ def read_network(values: Mapping[str, Any]) -> NetworkConfig:
         return DiTConfig.from_dict(values)
     if kind == RouterConfig.class_name:
         return RouterConfig.from_dict(values)
-    if not isinstance(kind, str) or kind not in DIFFUSERS_EXPERTS:
+    if kind not in DIFFUSERS_EXPERTS:
         known = (DiTConfig.class_name, RouterConfig.class_name, *DIFFUSERS_EXPERTS)
         raise AtollError(unknown("kind of network", kind, known))
     return DiffusersConfig(kind, {name: value for name, value in values.items() if name != CLASS_NAME})

@@ -219,7 +219,7 @@ def _check_listing(contribution: Contribution) -> None:
 
 def _check_origin(contribution: Contribution) -> None:
     """Refuse an expert that was not trained on this cluster's shards, with the latents of this run."""
-    claims, data, clusters = contribution.claims, contribution.shards[0].content, contribution.clusters
+    claims, data, clusters = contribution.claims, contribution.data.model_dump(mode="json"), contribution.clusters
     if claims.get("job") != contribution.job or claims.get("clusters") != list(clusters):
         found = f"job {claims.get('job')!r} of clusters {claims.get('clusters')!r}"
         raise Refused(f"it declares {found}; expected {contribution.job!r} of {list(clusters)[:8]}")
