@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import atoll
@@ -17,6 +18,7 @@ from atoll.core.trust import Snapshot, parse_signed
 from atoll.islands.owners import push
 from atoll.islands.pull import pull
 from atoll.islands.store import Store
+from atoll.nets.io import tensors_of
 from atoll.train import resolve_job, train_job
 from islands.conftest import Published
 from islands.shared import key_file, person, publishers, remote, share
@@ -117,6 +119,10 @@ def test_verified_files_return_only_the_bytes_of_the_manifest(pulled: Path, file
     files = VerifiedFiles(artifact, artifact.open(EXPERT))
     data = artifact.path(file).read_bytes()
     assert files.read(file) == data
+    if file.endswith(".safetensors"):
+        read, expected = tensors_of(files.read(file)), load_file(artifact.path(file))
+        assert read.keys() == expected.keys()
+        assert all(torch.equal(read[name], expected[name]) for name in expected)
     for other in (data + b"x", data[:-1], b"", bytes([data[0] ^ 1]) + data[1:], bytes(len(data))):
         artifact.path(file).write_bytes(other)
         with pytest.raises(AtollError, match="SHA-256 differs"):

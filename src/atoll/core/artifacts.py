@@ -122,14 +122,15 @@ class VerifiedFiles:
     artifact: "Artifact"
     manifest: Manifest
 
-    def read(self, file: str) -> bytes:
+    def read(self, file: str) -> bytearray:
         """Return the content of a file. Raise `AtollError` if its SHA-256 is not that of the manifest."""
         entry = self.manifest.files.get(file)
         if entry is None:
             raise AtollError(f"{self.artifact.folder} has no file {file} in its manifest")
+        data = bytearray(entry.size)
         with self.artifact.path(file).open("rb") as stream:
-            data = stream.read(entry.size + 1)
-        if len(data) != entry.size or hashlib.sha256(data).hexdigest() != entry.sha256:
+            complete = stream.readinto(data) == entry.size and not stream.read(1)
+        if not complete or hashlib.sha256(data).hexdigest() != entry.sha256:
             raise AtollError(f"{self.artifact.path(file)} does not match the manifest: its SHA-256 differs")
         return data
 

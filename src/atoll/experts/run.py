@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 
 from atoll.core import config as configuration
 from atoll.core import layout
@@ -16,7 +16,7 @@ from atoll.experts.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, ExpertReference
 from atoll.experts.source import ModelReference
 from atoll.nets import load_network
-from atoll.nets.io import WEIGHTS_FILE
+from atoll.nets.io import WEIGHTS_FILE, tensors_of
 
 
 def open_run(run: Path, model: str, *, verify: bool = False, strict: bool = False) -> ModelReference:
@@ -57,7 +57,7 @@ def expert_of_artifact(artifact: Artifact, manifest: Manifest, files: VerifiedFi
     density = None
     if DENSITY_FILE in manifest.files:
         density = Density.from_tensors(
-            load(files.read(DENSITY_FILE)) if files else load_file(artifact.path(DENSITY_FILE))
+            tensors_of(files.read(DENSITY_FILE)) if files else load_file(artifact.path(DENSITY_FILE))
         )
     return ExpertReference(
         Declaration.of(EXPERT.parse(manifest, artifact.folder)),
