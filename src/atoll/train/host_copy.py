@@ -85,14 +85,13 @@ class HostCopy:
             self._copied = torch.Event(self._context.device)
             self._copied.record()
 
-    def parts(self) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of a safetensors file, from any thread; wait for the device first."""
+    def parts(self) -> list[bytes | memoryview]:
+        """Return the bytes of a safetensors file, to any thread; wait for the device first."""
         if self._copied is not None:
             # The current device is per thread. Without this, the thread would also open the first device.
             torch.accelerator.set_device_index(self._context.device)
             self._copied.synchronize()
-        yield self._header
-        yield from (chunk.numpy().data for chunk in self._chunks)
+        return [self._header, *(chunk.numpy().data for chunk in self._chunks)]
 
 
 def header(shards: Sequence[Shard]) -> bytes:
