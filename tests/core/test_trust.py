@@ -62,7 +62,7 @@ def test_versions_are_followed_as_far_as_they_are_signed() -> None:
     assert chain(signed(V1, "owner"), signed(after(V2), "owner")).current == V1, "version 2 is missing"
 
 
-@pytest.mark.parametrize("fingerprint", [V1.digest, V2.digest])
+@pytest.mark.parametrize("fingerprint", [V1.digest, V2.digest], ids=["first", "second"])
 def test_the_fingerprint_of_any_version_is_that_of_the_run(fingerprint: str) -> None:
     assert chain(signed(V1, "owner"), signed(V2, "owner"), fingerprint=fingerprint).current == V2
 
