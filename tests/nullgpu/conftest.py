@@ -21,7 +21,7 @@ settings = {
     "clusters": {"count": 2},
     "networks": {"default": network},
     "router": {"network": network, "conditioning": "pooled"},
-    "train": {"batch_size": 8, "workers": 2, "sample_every": 0},
+    "train": {"batch_size": 8, "workers": 2, "sample_every": 0, "compile": False},  # Triton needs a real driver
 }
 prepare(folder / "run", write_run(folder / "run", write_shapes(folder / "shapes"), **settings))
 """

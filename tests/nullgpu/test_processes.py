@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -34,6 +35,7 @@ def test_a_step_of_two_processes_waits_once(run: Path, tmp_path: Path, parallel:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
+    shutil.copytree(run, tmp_path / "run")  # all processes write parts of one checkpoint
     processes = []
     for rank in range(RANKS):
         environment = {
@@ -41,7 +43,7 @@ def test_a_step_of_two_processes_waits_once(run: Path, tmp_path: Path, parallel:
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }  # fmt: skip
-        command = [sys.executable, "-c", CODE, str(run), str(tmp_path / str(rank)), parallel]
+        command = [sys.executable, "-c", CODE, str(run), str(tmp_path), parallel]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * RANKS

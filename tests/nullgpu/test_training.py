@@ -51,7 +51,8 @@ class Steps:
 def train_steps(run: Path, tmp_path: Path, kind: str, **overrides: str) -> list[nullgpu.Seen]:
     """Train some steps and return what each did; lines of metrics and checkpoints come after them."""
     folder = tmp_path / "run"
-    shutil.copytree(run, folder)
+    if not folder.exists():
+        shutil.copytree(run, folder)
     settings = {"train.log_every": "1000000", "train.save_every": "1000000", **overrides}
     config = configuration.load(folder, {key.replace("__", "."): value for key, value in settings.items()})
     steps = Steps()

@@ -44,7 +44,7 @@ class Train:
         if len(jobs) > 1 or not (jobs or self.dry_run):
             raise AtollError("choose what to train: one of --expert K, --router, --monolith, --student")
         config = configuration.load(self.folder, self.overrides)
-        from atoll.train.estimate import show_estimate, show_run_estimate
+        from atoll.train.estimate import planned_for_gpus, show_estimate, show_run_estimate
         from atoll.train.job import train_job
         from atoll.train.loop import REQUEUE, Requeue
         from atoll.train.spec import resolve_job
@@ -53,6 +53,8 @@ class Train:
             show_run_estimate(self.folder, config, self.gpus, as_json=self.json)
             return
         kind = cast(JobKind, jobs[0])
+        if self.dry_run and self.gpus:
+            config = planned_for_gpus(config)
         spec = resolve_job(self.folder, config, kind, expert=self.expert, match_flops=self.match_flops)
         if self.dry_run:
             show_estimate(spec, self.gpus, self.json)

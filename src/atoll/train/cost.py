@@ -6,7 +6,7 @@ sums the matrix products. `atoll.train.memory` estimates the memory.
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -20,12 +20,11 @@ from atoll.train.data_shapes import DataShapes
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass: one matrix product for the inputs, one for the weights."""
-MEASURED_FLOPS = 2**36
-"""Largest product that is measured: about a second on two cores. More rows would not change the rate."""
-MEASURED_SECONDS = 0.2
-"""Time for which products are repeated: thousands of times the latency of a GPU, and short for a user who waits."""
-MEASURED_PRODUCTS = 100
-"""Largest number of products in that time."""
+FIRST_ROWS = 256
+"""Rows of the first measured product. They are doubled while a product takes less than `MEASURED_SECONDS`."""
+MEASURED_SECONDS = 0.02
+"""Time of one measurement: a thousand times the latency of a GPU, and short enough to be undisturbed on a busy machine.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,20 +105,25 @@ def condition_like(config: NetworkConfig, text: tuple[int, int] | None, rows: in
 
 
 def measured_rate(device: torch.device, dtype: torch.dtype, product: Product) -> float:
-    """Measure the FLOPs per second of a matrix product on this device, an upper bound for networks."""
-    inputs, outputs = product.inputs, product.outputs
-    rows = max(1, min(product.rows, MEASURED_FLOPS // (2 * inputs * outputs)))
-    a = torch.randn(rows, inputs, device=device).to(dtype)
-    b = torch.randn(outputs, inputs, device=device).to(dtype).T  # as a linear layer stores its weight
+    """Measure the FLOPs per second of a matrix product on this device, an upper bound for networks.
+
+    It has the inputs and outputs of `product`. It has fewer rows if all of them would take too long.
+    """
+    x = torch.randn(min(FIRST_ROWS, product.rows), product.inputs, device=device).to(dtype)
+    # Transposed, as a linear layer stores its weight.
+    weight = torch.randn(product.outputs, product.inputs, device=device).to(dtype).T
 
     def seconds(count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
-            last = a @ b
-        float(last[0, 0])  # waits for the device
+            result = x @ weight
+        float(result[0, 0])  # waits for the device
         return time.perf_counter() - start
 
     seconds(1)  # loads the kernel
-    count = min(MEASURED_PRODUCTS, max(1, int(MEASURED_SECONDS / seconds(1))))
-    # The best of three: other processes can only slow a measurement down.
-    return Product(rows, inputs, outputs).flops * count / min(seconds(count) for _ in range(3))
+    while len(x) < product.rows and seconds(1) < MEASURED_SECONDS:
+        x = x.repeat(2, 1)[: product.rows]
+    count = 1 + int(MEASURED_SECONDS / seconds(1))
+    # The best of ten: other processes can only slow a measurement down.
+    best = min(seconds(count) for _ in range(10)) / count
+    return replace(product, rows=len(x)).flops / best

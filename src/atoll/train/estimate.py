@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -61,7 +60,7 @@ class JobCosts:
                 spec.network,
                 spec.shapes,
                 settings,
-                dtype=_dtype(spec, gpus),
+                dtype=compute_dtype(device(), settings.precision),
                 objective=spec.objective,
                 processes=processes,
             ),
@@ -93,10 +92,11 @@ def _processes(gpus: int | None) -> int:
     return gpus or int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _dtype(spec: TrainSpec, gpus: int | None) -> torch.dtype:
-    """Return the training precision: that of this machine, or of the GPUs that the user plans with."""
-    precision: str = spec.settings.precision
-    return torch.bfloat16 if gpus and precision == "auto" else compute_dtype(device(), precision)
+def planned_for_gpus(config: Config) -> Config:
+    """Return the configuration with the precision that `auto` has on GPUs, which may not be in this machine."""
+    if config.train.precision != "auto":
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": "bfloat16"})})
 
 
 def _teacher_bytes(spec: TrainSpec) -> int:
@@ -111,11 +111,13 @@ def _teacher_bytes(spec: TrainSpec) -> int:
 
 def estimate(spec: TrainSpec, gpus: int | None = None) -> JobEstimate:
     """Estimate the costs of a job on this machine."""
-    costs, settings = JobCosts.of(spec, gpus), spec.settings
-    product = image_cost(spec.network, spec.shapes).largest_product
+    settings, product = spec.settings, image_cost(spec.network, spec.shapes).largest_product
     images = max(1, settings.batch_size // settings.grad_accum_steps // _processes(gpus))
-    product = replace(product, rows=product.rows * images)
-    rate = measured_rate(device(), compute_dtype(device(), settings.precision), product)
+    # Before the memory is estimated: its simulated step starts threads, which disturb the measurement.
+    rate = measured_rate(
+        device(), compute_dtype(device(), settings.precision), replace(product, rows=product.rows * images)
+    )
+    costs = JobCosts.of(spec, gpus)
     return JobEstimate(
         **vars(costs),
         epochs=None if spec.data is None else costs.images / spec.data.images,
@@ -125,9 +127,10 @@ def estimate(spec: TrainSpec, gpus: int | None = None) -> JobEstimate:
 
 
 def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts:
-    """Count the costs of all experts and the router of a run."""
+    """Count the costs of all experts and the router of a run on GPUs."""
+    config = planned_for_gpus(config)
     specs = [resolve_job(run, config, "expert", expert=number) for number in range(config.clusters.count)]
-    costs = [JobCosts.of(spec, _processes(gpus)) for spec in (*specs, resolve_job(run, config, "router"))]
+    costs = [JobCosts.of(spec, gpus) for spec in (*specs, resolve_job(run, config, "router"))]
     flops = sum(job.flops for job in costs)
     return RunCosts(
         jobs=costs,

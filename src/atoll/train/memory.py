@@ -178,11 +178,10 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Do not count the storages of these tensors."""
         self._seen.update(tensor.untyped_storage() for tensor in tensors)
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, *call: Any) -> Any:
         """Run an operation and count its results."""
-        return tree_map_only(Tensor, self._add, func(*args, **(kwargs or {})))
+        args, kwargs = _arguments(*call)
+        return tree_map_only(Tensor, self._add, func(*args, **kwargs))
 
     def _add(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -217,20 +216,13 @@ class _AsOnAccelerator(TorchFunctionMode):
         """Release the casts of weights that the backward pass does not need."""
         self.casts, self._keeps_casts = {}, False
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, *call: Any) -> Any:
         """Run a function as on an accelerator."""
-        name = getattr(func, "__name__", "")
-        call = (args, kwargs or {})
-        if self._dtype != torch.float32:
-            if name in _HALF_PRECISION:
-                call = tree_map_only(Tensor, lambda part: self._cast(part, self._dtype), call)
-            elif name in _FULL_PRECISION:
-                call = tree_map_only(Tensor, lambda part: self._cast(part, torch.float32), call)
-        if name == "scaled_dot_product_attention":
-            return _fused_attention(*call[0], **call[1])
-        return func(*call[0], **call[1])
+        name, (args, kwargs) = getattr(func, "__name__", ""), _arguments(*call)
+        if self._dtype != torch.float32 and name in _HALF_PRECISION | _FULL_PRECISION:
+            dtype = self._dtype if name in _HALF_PRECISION else torch.float32
+            args, kwargs = tree_map_only(Tensor, lambda part: self._cast(part, dtype), (args, kwargs))
+        return (_fused_attention if name == "scaled_dot_product_attention" else func)(*args, **kwargs)
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if not tensor.is_floating_point() or tensor.dtype == dtype:
@@ -241,6 +233,10 @@ class _AsOnAccelerator(TorchFunctionMode):
         if self._keeps_casts and tensor.is_leaf and tensor.requires_grad:
             self.casts[tensor] = cast
         return cast
+
+
+def _arguments(args: Any = (), kwargs: Any = None) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs or {}
 
 
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
