@@ -48,7 +48,7 @@ CLIENTS, BATCH_SIZE, EXPERTS, GUIDANCE_SCALE, SIDE = 32, 32, 4, 3.0, 16
 NETWORK = {"_class_name": "DiT", "width": 256, "depth": 4, "heads": 4, "patch": 2, "channels": 3, "out_channels": 3}
 ROUTER = {"_class_name": "Router", "width": 128, "depth": 2, "heads": 2, "patch": 2, "channels": 3, "size": SIDE}
 SPACE = {"mean": [0.0, 0.0, 0.0], "std": [0.5, 0.5, 0.5]}
-TEXT = {"encoder": "minilm", "weights": "minilm", "max_tokens": 16, "dimensions": 384, "pooled": 384}
+TEXT = {"encoder": "minilm", "weights": None, "max_tokens": 16, "dimensions": 384, "pooled": 384}
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def server(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
         "--batch-size",
         str(BATCH_SIZE),
         "--json",
+        "--no-token",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -106,11 +106,11 @@ def constants(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def positional_parameters(package: Path) -> list[str]:
-    """Find definitions with more than three positional parameters, self and cls aside."""
+    """Find definitions with more than three positional parameters, self and cls aside; hooks of torch have its own."""
     wrong = []
     for name, tree in modules(package).items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("__torch_"):
                 names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
                 if len(names) - (names[:1] in (["self"], ["cls"])) > MAX_POSITIONAL:
                     wrong.append(f"{name}:{node.lineno} {node.name} has {len(names)} positional parameters")

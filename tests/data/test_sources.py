@@ -321,12 +321,30 @@ def test_a_list_of_captions_gives_the_first(dozen: list[SourceImage], tmp_path: 
     assert content(open_source(tmp_path))["x"].caption == "an apple"
 
 
-def test_links_are_followed_without_endless_loops(dozen: list[SourceImage], tmp_path: Path) -> None:
-    as_classes(dozen, tmp_path / "real")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "noto").symlink_to(tmp_path / "real" / "noto", target_is_directory=True)
-    (tmp_path / "real" / "noto" / "again").symlink_to(tmp_path / "data", target_is_directory=True)
-    assert {s.id for s in open_source(tmp_path / "data").images()} == {s.id for s in dozen if s.id.startswith("noto")}
+def test_links_within_the_folder_are_followed_without_endless_loops(dozen: list[SourceImage], tmp_path: Path) -> None:
+    """A link to a file is another image; what a link to a folder leads to is listed once, at its own place."""
+    as_classes(dozen, tmp_path / "data")
+    expected = {image.id for image in dozen}
+    (tmp_path / "data" / "again").symlink_to(tmp_path / "data" / "noto", target_is_directory=True)
+    (tmp_path / "data" / "noto" / "up").symlink_to("..", target_is_directory=True)
+    (tmp_path / "data" / "copy.png").symlink_to(f"{dozen[0].id}.png")
+    found = content(open_source(tmp_path / "data"))
+    assert found.keys() == expected | {"copy"}
+    assert found["copy"].read() == dozen[0].read()
+    moved = tmp_path / "link"  # the user's own link to the root
+    moved.symlink_to(tmp_path / "data", target_is_directory=True)
+    assert content(open_source(moved)).keys() == found.keys()
+
+
+def test_a_snapshot_in_the_cache_of_the_hub_is_a_source(dozen: list[SourceImage], tmp_path: Path) -> None:
+    """Its files are links to blobs, which are outside the snapshot."""
+    repository = tmp_path / "datasets--a--b"
+    snapshot = repository / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "abc").write_bytes(dozen[0].read())
+    (snapshot / "a.png").symlink_to("../../blobs/abc")
+    assert content(open_source(snapshot))["a"].read() == dozen[0].read()
 
 
 def test_broken_links_are_listed_as_unreadable(dozen: list[SourceImage], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from atoll import flow
 from atoll.core import manifests
 from atoll.core.artifacts import Artifact, Kind
 from atoll.core.networks import read_network
+from atoll.data.stages.text import weights_of
 from atoll.experts.density import DENSITY_FILE, Density
 from atoll.nets import build, save_network
 
@@ -27,7 +28,7 @@ SMALL = {
 }
 WIDE = {**SMALL, "width": 64, "depth": 3, "heads": 4, "modulation": "zero", "out_channels": 6}
 ROUTER = {"_class_name": "Router", "width": 32, "depth": 2, "heads": 2, "patch": 2, "channels": 3, "size": 8}
-TEXT = {"encoder": "minilm", "weights": "w", "max_tokens": 12, "dimensions": 384, "pooled": 384}
+TEXT = {"encoder": "minilm", "weights": weights_of("minilm"), "max_tokens": 12, "dimensions": 384, "pooled": 384}
 SPACE = {"mean": [0.1, -0.2, 0.0], "std": [0.5, 0.6, 0.55]}
 CLASSES = ["circle", "square", "triangle"]
 

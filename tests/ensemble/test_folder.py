@@ -128,6 +128,38 @@ def test_a_damaged_folder_is_an_error(
         AtollPipeline.from_pretrained(folder)
 
 
+UNLISTED = [
+    "text_encoder/adapter_config.json", "vae/diffusion_pytorch_model.safetensors.index.json", "vae/extra.safetensors",
+    "expert_0/model.bin", "pipeline.py", "tokenizer/added_tokens.json", "new/config.json", "LICENSE",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNLISTED)
+def test_a_file_that_the_manifest_does_not_list_is_refused(conditioned_export: Path, tmp_path: Path, name: str) -> None:
+    """The libraries find many of them by their names. Documents may be added."""
+    folder = tmp_path / "pipeline"
+    shutil.copytree(conditioned_export, folder)
+    for harmless in ("NOTES.md", "sample.png", ".gitattributes", ".cache/huggingface/x.json", "snapshot.json"):
+        (folder / harmless).parent.mkdir(parents=True, exist_ok=True)
+        (folder / harmless).write_text("{}")
+    assert len(atoll.load(folder).ensemble.experts) == 3
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("{}")
+    for opener in (atoll.load, AtollPipeline.from_pretrained):
+        with pytest.raises(AtollError, match=rf"{name} is not listed in .*manifest.json, so nobody vouches for it"):
+            opener(folder)
+
+
+def test_a_link_out_of_an_export_is_refused(conditioned_export: Path, tmp_path: Path) -> None:
+    """Even if the content is the listed one when it is checked: it may change afterwards."""
+    folder = tmp_path / "pipeline"
+    shutil.copytree(conditioned_export, folder)
+    (folder / "expert_0/config.json").rename(tmp_path / "elsewhere.json")
+    (folder / "expert_0/config.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(AtollError, match=r"expert_0/config.json is a link to .*elsewhere.json, which is outside"):
+        atoll.load(folder)
+
+
 def test_a_foreign_folder_is_an_error(conditioned_export: Path, tmp_path: Path) -> None:
     foreign = tmp_path / "stable"
     foreign.mkdir()

@@ -201,13 +201,19 @@ def test_a_diffusers_unet_is_exported_as_a_diffusers_unet(tmp_path: Path) -> Non
 
 def test_paths_of_this_machine_are_not_exported(tmp_path: Path) -> None:
     from atoll.data import autoencoder
+    from atoll.data.pretrained import fingerprint
 
     run = write_run(tmp_path / "run", ("flow-matching",), ({**SMALL, "channels": 12, "out_channels": 12},), ("label",))
     declared = dict(Artifact(run, "experts/000/final").open(EXPERT).content)
     folder = tmp_path / "secret folder" / "vae"
     shutil.copytree(autoencoder.path(), folder)
     final = run / "experts/000/final"
-    declared["latents"] = {"autoencoder": str(folder), "weights": "w", "resolution": 64, "shape": [12, 8, 8]}
+    declared["latents"] = {
+        "autoencoder": str(folder),
+        "weights": fingerprint(folder),
+        "resolution": 64,
+        "shape": [12, 8, 8],
+    }
     declared["statistics"] = {"mean": [0.0] * 12, "std": [1.0] * 12}
     (final / "manifest.json").unlink()
     artifact = Artifact(run, "experts/000/final")

@@ -201,6 +201,27 @@ def test_gpus_are_divided_among_parallel_jobs(fresh: Path, monkeypatch: pytest.M
         _ = open_launcher("local", LaunchSettings(fresh, two_nodes)).max_parallel
 
 
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
+def test_by_default_every_gpu_of_the_machine_gets_an_island(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    config = configuration.load(fresh)
+    assert config.island.gpus == "auto"
+    *_, experts, _router = planned_groups(fresh, config)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(variable, "0,3,5")
+    launcher = open_launcher("local", LaunchSettings(fresh, config.island))
+    assert launcher.max_parallel == 3
+    assert [launcher.environment(experts, slot)[variable] for slot in range(3)] == ["0", "3", "5"]
+    shared = open_launcher("local", LaunchSettings(fresh, config.island, max_parallel=4))
+    assert shared.environment(experts, 3)[variable] == "0", "more jobs than GPUs share them"
+    monkeypatch.setenv(variable, "")
+    launcher = open_launcher("local", LaunchSettings(fresh, config.island))
+    assert launcher.max_parallel == 1
+    assert variable not in launcher.environment(experts, 0)
+    assert LaunchSettings(fresh, config.island).gpus(experts) == 0, "on Slurm and Ray"
+
+
 def documented_task() -> str:
     """Return the SkyPilot task of docs/how-to/train-on-cloud-machines.md."""
     text = (Path(__file__).parents[2] / "docs/how-to/train-on-cloud-machines.md").read_text(encoding="utf-8")

@@ -21,7 +21,8 @@ settings = {
     "clusters": {"count": 2},
     "networks": {"default": network},
     "router": {"network": network, "conditioning": "pooled"},
-    "train": {"batch_size": 8, "workers": 2, "sample_every": 0, "compile": False},  # Triton needs a real driver
+    # Code generation for GPUs needs more of the driver than the null GPU has.
+    "train": {"batch_size": 8, "workers": 2, "sample_every": 0, "compile": False},
 }
 prepare(folder / "run", write_run(folder / "run", write_shapes(folder / "shapes"), **settings))
 """
@@ -61,3 +62,10 @@ def trained_run(run: Path) -> Path:
     shutil.copytree(run, folder)
     run_on_cpu(TRAIN, str(folder))
     return folder
+
+
+@pytest.fixture
+def own_run(run: Path, tmp_path: Path) -> Path:
+    """A copy of the prepared run, to train in."""
+    shutil.copytree(run, tmp_path / "run")
+    return tmp_path / "run"

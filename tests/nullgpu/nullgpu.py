@@ -18,6 +18,9 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 COUNTERS = (
     "launch", "gemm", "h2d_pageable", "h2d_pinned", "d2h", "d2d", "stream_sync", "event_sync", "device_sync", "malloc",
@@ -109,3 +112,20 @@ def watch() -> Iterator[Seen]:
     finally:
         _watching.remove(seen)
         seen.counts = counts() - before
+
+
+class HostComputed(TorchDispatchMode):
+    """Computes the results of all operations on device tensors on the host, and copies them to the device.
+
+    Device memory is host memory, and copies are real. So inside this mode values are real, if those of the inputs are.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if tensors and all(tensor.is_cuda for tensor in tensors) and not func._schema.is_mutable:
+            host = func(*tree_map_only(Tensor, Tensor.cpu, args), **tree_map_only(Tensor, Tensor.cpu, kwargs or {}))
+            for on_device, value in zip(tree_leaves(result), tree_leaves(host), strict=True):
+                if isinstance(on_device, Tensor):
+                    on_device.copy_(value)
+        return result

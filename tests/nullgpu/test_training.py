@@ -1,8 +1,10 @@
 """Budgets of a training step on an accelerator: how often the host waits, and what it copies."""
 
 import os
-import shutil
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,15 @@ import pytest
 if "NULLGPU" not in os.environ:
     pytest.skip("THE GPU CODE IS NOT TESTED: it needs the null GPU; run make test-gpu", allow_module_level=True)
 
+from torch import nn
+from torch._dynamo.utils import counters
+
 import nullgpu
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
-from atoll.train.job import train_job
+from atoll.train.job import build_task, train_job
 from atoll.train.loop import Requeue
-from atoll.train.spec import resolve_job
+from atoll.train.spec import TrainSpec, resolve_job
 
 pytestmark = pytest.mark.slow
 WARM_UP_STEPS, STEPS = 3, 8
@@ -48,16 +53,18 @@ class Steps:
         self.checkpoints += 1
 
 
-def train_steps(run: Path, tmp_path: Path, kind: str, **overrides: str) -> list[nullgpu.Seen]:
-    """Train some steps and return what each did; lines of metrics and checkpoints come after them."""
-    folder = tmp_path / "run"
-    if not folder.exists():
-        shutil.copytree(run, folder)
+def resolve(run: Path, kind: str, **overrides: str) -> TrainSpec:
+    """Resolve a job without lines of metrics and checkpoints, except at its end."""
     settings = {"train.log_every": "1000000", "train.save_every": "1000000", **overrides}
-    config = configuration.load(folder, {key.replace("__", "."): value for key, value in settings.items()})
+    config = configuration.load(run, {key.replace("__", "."): value for key, value in settings.items()})
+    return resolve_job(run, config, kind, expert=0 if kind == "expert" else None)
+
+
+def train_steps(run: Path, kind: str, **overrides: str) -> list[nullgpu.Seen]:
+    """Train some steps and return what each did."""
     steps = Steps()
     with pytest.raises(Requeue):
-        train_job(resolve_job(folder, config, kind, expert=0 if kind == "expert" else None), steps)
+        train_job(resolve(run, kind, **overrides), steps)
     assert steps.checkpoints <= 1, "only the one that it stops with, on the main process"
     return steps.seen[WARM_UP_STEPS:]
 
@@ -73,25 +80,70 @@ def check(steps: list[nullgpu.Seen]) -> None:
         assert step.counts["launch"] > 50, "the step ran on the device"
 
 
+def test_training_computes_in_bfloat16_by_default(own_run: Path) -> None:
+    assert resolve(own_run, "expert").settings.precision == "bfloat16"
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_step_of_an_expert_waits_once_and_copies_ahead(run: Path, tmp_path: Path, objective: str) -> None:
-    check(train_steps(run, tmp_path, "expert", experts__default=objective))
+def test_a_step_of_an_expert_waits_once_and_copies_ahead(own_run: Path, objective: str) -> None:
+    check(train_steps(own_run, "expert", experts__default=objective))
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         {"train__grad_accum_steps": "4"},
-        {"train__precision": "bfloat16"},
+        {"train__precision": "float32"},
         {"train__activation_checkpointing": "true"},
         {"train__conditioning": "none"},
         {"train__ema": "{short: 100, long: 1000}"},
     ],
 )
-def test_a_step_with_other_settings_waits_once(run: Path, tmp_path: Path, overrides: dict[str, str]) -> None:
-    check(train_steps(run, tmp_path, "expert", **overrides))
+def test_a_step_with_other_settings_waits_once(own_run: Path, overrides: dict[str, str]) -> None:
+    check(train_steps(own_run, "expert", **overrides))
 
 
 @pytest.mark.parametrize("kind", ["router", "monolith"])
-def test_a_step_of_router_and_monolith_waits_once(run: Path, tmp_path: Path, kind: str) -> None:
-    check(train_steps(run, tmp_path, kind))
+def test_a_step_of_router_and_monolith_waits_once(own_run: Path, kind: str) -> None:
+    check(train_steps(own_run, kind))
+
+
+def test_a_step_with_compiled_blocks_waits_once(own_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    unique_graphs = counters["stats"]["unique_graphs"]
+    check(train_steps(own_run, "expert", train__compile="true"))
+    assert counters["stats"]["unique_graphs"] == unique_graphs + 1, "one graph for both blocks"
+
+
+class Pending(Steps):
+    """Steps during which the thread cannot finish the first checkpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.last = threading.Event()
+
+    def on_step(self, images: int) -> bool:
+        if len(self.seen) == STEPS - 1:
+            self.last.set()
+        return super().on_step(images)
+
+
+def test_steps_do_not_wait_while_a_checkpoint_is_written(own_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that saves queues one copy for each tensor of the state, to pinned memory, and waits for none."""
+    steps, write = Pending(), Artifact.write_parts
+
+    def write_at_the_end(self: Artifact, file: str, parts: Iterable[bytes | memoryview]) -> object:
+        assert steps.last.wait(60)
+        return write(self, file, parts)
+
+    monkeypatch.setattr(Artifact, "write_parts", write_at_the_end)
+    saving = WARM_UP_STEPS + 1
+    spec = resolve(own_run, "expert", train__save_every=str(8 * saving))
+    with pytest.raises(Requeue):
+        train_job(spec, steps)
+    # From the end of the saving step to the end of the next one; the last steps may overlap with the writing thread.
+    check(steps.seen[WARM_UP_STEPS : STEPS - 1])
+    tensors = 4 * len(list(build_task(spec).network.parameters()))
+    copies = [step.counts["d2h"] for step in steps.seen[WARM_UP_STEPS : STEPS - 1]]
+    assert copies == [1, tensors + 1, 1, 1], "the values of the step check, and once the state"
+    assert steps.checkpoints == 2

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -13,11 +12,12 @@ from http.client import HTTPResponse
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import ConsoleMessage, Page, Request, Response
+from playwright.sync_api import BrowserContext, ConsoleMessage, Page, Request, Response
 
-from train.workers import start_verb
+from train.workers import start_verb, wait_for
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -36,7 +36,11 @@ class Server:
     """A running `atoll serve`."""
 
     url: str
-    token: str | None = None
+    token: str
+
+    def sign_in(self, context: BrowserContext) -> None:
+        """Store the token in every tab of a context, as if its first address had contained the token."""
+        context.add_init_script(f"sessionStorage.setItem('atoll.token', {json.dumps(self.token)})")
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
         with self._open(path, body) as response:
@@ -51,9 +55,7 @@ class Server:
             yield
 
     def _open(self, path: str, body: dict[str, Any] | None) -> HTTPResponse:
-        headers = {"Content-Type": "application/json"}
-        if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.token}"}
         data = None if body is None else json.dumps(body).encode()
         response: HTTPResponse = urllib.request.urlopen(
             urllib.request.Request(self.url + path, data, headers), timeout=60
@@ -64,14 +66,13 @@ class Server:
 @contextlib.contextmanager
 def studio_of(run: Path, *options: str, token: str | None = None, ready: bool = True) -> Iterator[Server]:
     """Serve a run until the end of the block, then stop it gracefully; `ready` waits until a model is loaded."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = run.parent / f"serve-{port}.log"
+    log = run.parent / f"serve-{uuid4().hex}.log"
     secret = ["--token", token] if token else []
-    process = start_verb(log, "serve", str(run), "--port", str(port), *secret, *options)
-    server = Server(f"http://127.0.0.1:{port}", token)
+    process = start_verb(log, "serve", str(run), "--port", "0", "--json", *secret, *options)
     try:
+        wait_for(lambda: not process.is_alive() or (log.is_file() and '"url"' in log.read_text()))
+        printed = next(json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"url"'))
+        server = Server(printed["url"], token or printed["token"])
         wait_until_ready(server, process, log, ready)
         yield server
     finally:

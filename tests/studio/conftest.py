@@ -14,7 +14,7 @@ import uvicorn
 from atoll.studio.app import Studio, create_app
 from atoll.studio.engine import Engine
 from atoll.studio.registry import LoadOptions, ModelRegistry
-from atoll.studio.serve import listen
+from atoll.studio.serve import listen, server_config
 from ensemble.runs import write_run
 
 http = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
@@ -37,7 +37,7 @@ def serving(
     models = ModelRegistry(str(run), LoadOptions(batch_size=batch_size))
     studio = Studio(models, Engine(batch_size, queue), token)
     listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(studio), log_level="error", lifespan="on"))
+    server = uvicorn.Server(server_config(create_app(studio)))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:

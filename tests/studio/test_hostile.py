@@ -15,6 +15,7 @@ from atoll.studio.request_state import Event, GenerationRequest, ImageDone
 from studio.conftest import http, serving
 
 Served = tuple[str, Studio]
+TOKEN = "open sesame, or so"
 INVALID: list[tuple[dict[str, Any], str | None, str]] = [
     ({"num_images": 10**9}, "num_images", "less than or equal to 16"),
     ({"num_images": 0}, "num_images", "greater than or equal to 1"),
@@ -136,20 +137,20 @@ def test_requests_for_other_hosts_and_from_other_sites_are_rejected(served: Serv
 
 
 def test_a_token_is_required_and_checked(served_run: Path) -> None:
-    with serving(served_run, token="open sesame") as (url, _):
+    with serving(served_run, token=TOKEN) as (url, _):
         assert http.get(f"{url}/health").status_code == 200
         assert http.get(url).status_code == 200
         for headers in (
             {},
             {"authorization": "Bearer open"},
-            {"authorization": "open sesame"},
+            {"authorization": TOKEN},
             {"authorization": b"\xff"},
         ):
             for path in ("/v1/run", "/v1/clusters/0/contact_sheet.png", "/metrics"):
                 response = http.get(f"{url}{path}", headers=headers)
                 assert response.status_code == 401
                 assert response.headers["www-authenticate"] == "Bearer"
-        right = {"authorization": "Bearer open sesame", "host": "studio.example"}
+        right = {"authorization": f"Bearer {TOKEN}", "host": "studio.example"}
         assert http.get(f"{url}/v1/run", headers=right).json()["token_required"] is True
 
 

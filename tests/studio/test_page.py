@@ -25,6 +25,7 @@ from studio.browser import (
     fits_viewport,
     studio_of,
 )
+from studio.conftest import serving
 from train.conftest import merge
 from train.workers import TINY, finish, start, wait_for
 
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screenshots"
 PROMPT = "a circle with the number 3"
 STEPS = 8
+TOKEN = "palm trees and coconuts"
 expect.set_options(timeout=20_000)
 
 pytestmark = pytest.mark.skipif(
@@ -64,6 +66,8 @@ def open_page(browser: Browser, finished: Server) -> Iterator[Any]:
         context.grant_permissions(["clipboard-read", "clipboard-write"])
         if script:
             context.add_init_script(script)
+        else:
+            finished.sign_in(context)
         page = context.new_page()
         monitors.append(PageMonitor(page, finished.url))
         page.goto(f"{finished.url}/{view}")
@@ -245,6 +249,7 @@ def test_an_expert_trained_meanwhile_appears_with_its_weights(
     (run / "experts/001").rename(tmp_path / "later")
     with studio_of(run) as server:
         page = browser.new_context(viewport=DESK, reduced_motion="reduce").new_page()
+        server.sign_in(page.context)
         monitor = PageMonitor(page, server.url)
         page.goto(f"{server.url}/{link('compare')}")
         page.goto(f"{server.url}/{link(routing='full')}")
@@ -272,9 +277,12 @@ def test_a_generation_is_cancelled(open_page: Any, finished: Server) -> None:
     assert len(done["images"]) == 1
 
 
-def test_the_page_works_with_blocked_storage(open_page: Any) -> None:
+def test_the_page_works_with_blocked_storage(open_page: Any, finished: Server) -> None:
     script = "for (const name of ['localStorage', 'sessionStorage']) Object.defineProperty(window, name, "
-    page: Page = open_page(link(), script=script + "{get() { throw new DOMException('no', 'SecurityError') }})")
+    script += "{get() { throw new DOMException('no', 'SecurityError') }})"
+    page: Page = open_page(f"#token={finished.token}", script=script)
+    expect(page.get_by_role("button", name="Generate", exact=True)).to_be_visible()
+    page.goto(f"{finished.url}/{link()}")
     expect(status(page)).to_have_text(re.compile("Done in"))
     page.get_by_role("link", name="Gallery").click()
     expect(page.get_by_text("This browser blocks storage")).to_be_visible()
@@ -308,6 +316,66 @@ def test_every_view_is_accessible(open_page: Any, finished: Server, size: dict[s
     page.wait_for_function("[...document.querySelectorAll('img.sheet')].every((image) => image.naturalWidth > 0)")
 
 
+def test_the_printed_address_signs_in_and_the_token_leaves_the_address_bar(browser: Browser, finished: Server) -> None:
+    """A new tab, a tab that shows the dialog, and one with a wrong token; nothing but the fragment has the token."""
+    context = browser.new_context(viewport=DESK, reduced_motion="reduce")
+    page = context.new_page()
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    address = f"{finished.url}/#token={finished.token}"
+
+    def check_signed_in() -> None:
+        expect(page.get_by_role("button", name="Generate", exact=True)).to_be_visible()
+        assert page.url == f"{finished.url}/"
+        assert page.evaluate("sessionStorage.getItem('atoll.token')") == finished.token
+        expect(page.get_by_role("dialog")).to_be_hidden()
+
+    page.goto(address)
+    check_signed_in()
+    page.reload()
+    check_signed_in()
+    assert not any(finished.token in url for url in requested)
+    assert page.evaluate("history.length") == 2  # about:blank and the page: no entry has the token
+    page = context.new_page()  # sessionStorage belongs to the tab
+    page.goto(finished.url)
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.goto(address)
+    check_signed_in()
+    page = context.new_page()
+    page.goto(f"{finished.url}/#token={'x' * 32}")
+    expect(page.get_by_text("This token is wrong.")).to_be_visible()
+    page.goto(address)
+    check_signed_in()
+    context.close()
+
+
+def test_pages_of_other_sites_cannot_use_the_studio(browser: Browser, finished: Server, served_run: Path) -> None:
+    """Another port of this machine is another origin: it can neither read, embed nor generate images."""
+    with serving(served_run) as (other, _):
+        page = browser.new_context(viewport=DESK).new_page()
+        page.goto(f"{other}/health")
+        script = """async (target) => {
+          const headers = {authorization: "Bearer " + target.token};
+          const tries = [
+            fetch(target.url + "/v1/run", {headers}),
+            fetch(target.url + "/v1/run", {headers, mode: "no-cors"}).then((found) => found.text()).then((text) => {
+              if (!text) throw new Error("opaque");
+            }),
+            fetch(target.url + "/v1/images", {method: "POST", body: "{}", headers}),
+            new Promise((resolve, reject) => {
+              const image = Object.assign(new Image(), {onload: resolve, onerror: reject});
+              image.src = target.url + "/page/icon.svg";
+            }),
+          ];
+          return (await Promise.allSettled(tries)).map(({status}) => status);
+        }"""
+        tries = page.evaluate(script, {"url": finished.url, "token": finished.token})
+        assert tries == ["rejected"] * 4
+        page.evaluate("(url) => { location.href = url }", f"{finished.url}/")  # but a link may lead to the page
+        expect(page.get_by_role("dialog")).to_be_visible()
+        page.context.close()
+
+
 def untrained_run(prepared: Path, run: Path) -> Path:
     """Return a prepared run without trained networks whose jobs take long."""
     shutil.copytree(prepared / "data", run / "data")
@@ -325,13 +393,13 @@ def test_training_is_shown_and_trained_experts_become_available(
     """The page requests a token, shows an untrained run, follows its training, and then generates images."""
     SHOTS.mkdir(parents=True, exist_ok=True)
     run = untrained_run(prepared, tmp_path / "untrained")
-    with studio_of(run, "--queue", "0", "--batch-size", "1", token="palm", ready=False) as server:
+    with studio_of(run, "--queue", "0", "--batch-size", "1", token=TOKEN, ready=False) as server:
         page = browser.new_context(viewport=DESK, reduced_motion="reduce").new_page()
         monitor = PageMonitor(page, server.url)
         page.goto(server.url)
         expect(page.get_by_role("dialog")).to_be_visible()
         check_accessibility(page, SHOTS, "token-desk")
-        for token in ("p\u201clm", "coconut", "palm"):
+        for token in ("p\u201clm", "coconut", f"{server.url}/#token={TOKEN}"):  # the whole address may be pasted
             page.get_by_label("Token", exact=True).fill(token)
             page.get_by_role("button", name="Continue").click()
         expect(page.get_by_text("No expert is trained yet")).to_be_visible()

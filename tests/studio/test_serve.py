@@ -30,7 +30,7 @@ from train.workers import start_verb, wait_for
 @contextmanager
 def process_of(run: Path, log: Path, *options: str) -> Iterator[tuple[str, BaseProcess]]:
     """Start `atoll serve`; yield its address and process, and kill it if the test did not stop it."""
-    process = start_verb(log, "serve", str(run), "--port", "0", "--json", *options)
+    process = start_verb(log, "serve", str(run), "--port", "0", "--json", "--no-token", *options)
     try:
         wait_for(lambda: log.is_file() and "url" in log.read_text())
         url = next(json.loads(line)["url"] for line in log.read_text().splitlines() if line.startswith("{"))
@@ -145,19 +145,28 @@ def test_only_loopback_hosts_need_no_token(host: str, local: bool) -> None:
     assert (middleware._check_origin(Headers({"host": header})) is None) == local
 
 
-def test_invalid_options_are_errors(served_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_errors(
+    served_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def error_of(*words: str) -> str:
         assert cli.main(["serve", *words]) == 2
         return capsys.readouterr().err
 
     run = str(served_run)
     assert "neither a run" in error_of(str(tmp_path))
-    assert "a token is required" in error_of(run, "--host", "0.0.0.0")
-    assert "a token is required" in error_of(run, "--host", "::")
-    assert "printable" in error_of(run, "--token", "")
+    assert "a token is required" in error_of(run, "--no-token", "--host", "0.0.0.0")
+    assert "a token is required" in error_of(run, "--no-token", "--host", "::")
+    assert "contradict" in error_of(run, "--no-token", "--token", "x" * 16)
+    for short in ("", "a", "x" * 15):
+        assert f"the token has {len(short)} characters" in error_of(run, "--token", short)
+    for unprintable in ("\u00e9" * 16, "x" * 16 + "\n", " " + "x" * 16):
+        assert "printable" in error_of(run, "--token", unprintable)
     assert "did you mean 'top-2'?" in error_of(run, "--routing", "top2")
     assert "at least 1" in error_of(run, "--batch-size", "0")
     assert "accepts no settings of a run: --train.lr" in error_of(run, "--train.lr", "1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "choose another --port" in error_of(run, "--port", str(taken.getsockname()[1]))
     assert "choose another --port" in error_of(run, "--port", "70000")
+    monkeypatch.setenv("ATOLL_TOKEN", "change-me")
+    assert "the token has 9 characters" in error_of(run)
+    assert "contradict" in error_of(run, "--no-token")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from atoll.cli.verb import Devices, DType, MaxLoadedExperts, RunFolder
+from atoll.cli.verb import Devices, DType, MaxLoadedExperts, ModelName, RunFolder
 from atoll.core import layout
 from atoll.core.names import SOLVERS
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Sample:
     """Generate images with the experts, the monolith or the student."""
 
-    folder: RunFolder
-    """Folder of the run, folder of an export, or hub name of an export."""
+    folder: ModelName
+    """Folder of the run, folder of an export (`./NAME`), or hub name of an export (`OWNER/NAME`)."""
     prompts: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT", help_behavior_hint="")] = ()
     """Text prompts. Omit them for unconditional samples."""
     labels: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: none)")] = ()
@@ -114,8 +114,8 @@ class Sample:
         if processes.rank > 0:
             return
         # An export may be a hub name or a shared folder, so its images go to the working directory.
-        is_run = (self.folder / layout.CONFIG_FILE).is_file()
-        files = save(samples, self.out or (self.folder / layout.SAMPLES if is_run else Path("samples")))
+        is_run = (Path(self.folder) / layout.CONFIG_FILE).is_file()
+        files = save(samples, self.out or (Path(self.folder) / layout.SAMPLES if is_run else Path("samples")))
         quantized = sampler.ensemble.cache.quantization_error
         for name, error in quantized.items():
             print(f"{name}: int8 weights change its velocity by {error:.2%}", file=sys.stderr)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from atoll.cli.verb import Devices, DType, MaxLoadedExperts, RunFolder
+from atoll.cli.verb import Devices, DType, MaxLoadedExperts, ModelName
 from atoll.core.errors import AtollError
 
 TOKEN = "ATOLL_TOKEN"
@@ -17,14 +17,16 @@ TOKEN = "ATOLL_TOKEN"
 class Serve:
     """Serve a run as a web page and an HTTP API, also in training."""
 
-    folder: RunFolder
-    """Folder of the run, folder of an export, or hub name of an export."""
+    folder: ModelName
+    """Folder of the run, folder of an export (`./NAME`), or hub name of an export (`OWNER/NAME`)."""
     host: str = "127.0.0.1"
-    """Address to listen on; an address that others can reach requires a token."""
+    """Address to listen on."""
     port: int = 8400
     """Port to listen on; 0 picks a free port."""
-    token: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="(default: none)")] = None
+    token: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="(default: random)")] = None
     """Token that every request must send; the environment variable ATOLL_TOKEN keeps it out of process lists."""
+    no_token: bool = False
+    """Accept all users of this machine without a token; only for a loopback address."""
     batch_size: int = 32
     """Maximum number of images in one forward pass, over all requests."""
     queue: int = 64
@@ -44,7 +46,7 @@ class Serve:
     grace: float = 60.0
     """Seconds that running requests may take after SIGTERM."""
     json: bool = False
-    """Print the address as JSON."""
+    """Print the address and the random token as JSON."""
 
     def run(self) -> None:
         """Serve until Ctrl-C or SIGTERM."""
@@ -65,4 +67,7 @@ class Serve:
             routing=self.routing,
         )
         token = self.token if self.token is not None else os.environ.get(TOKEN)
-        serve(str(self.folder), load_options, Options(self.host, self.port, token, self.queue, self.grace, self.json))
+        options = Options(
+            self.host, self.port, token, self.no_token, queue=self.queue, grace=self.grace, json=self.json
+        )
+        serve(self.folder, load_options, options)

@@ -243,7 +243,9 @@ class Island(Section):
     """Resources that atoll launch requests for each training job. They do not change results."""
 
     nodes: int = Field(1, ge=1, description="nodes per job")
-    gpus: int = Field(0, ge=0, description="GPUs per node")
+    gpus: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto", description="GPUs per node; auto is one if this machine has GPUs, and none on Slurm and Ray"
+    )
     processes: int | None = Field(None, ge=1, description="processes per node; null is one per GPU, or one")
     cores: int | None = Field(
         None, ge=1, description="CPU cores per node; null is an equal share, or the scheduler's default"

@@ -11,8 +11,11 @@ from atoll.core.device import compute_dtype
 from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError
 from atoll.core.manifests import LatentSpec, TextSpec
+from atoll.data.pretrained import check_weights
 from atoll.data.stages.latents import Codec, PixelCodec, open_codec
+from atoll.data.stages.latents import weights_of as autoencoder_weights
 from atoll.data.stages.text import TextEncoder, open_text_encoder
+from atoll.data.stages.text import weights_of as text_encoder_weights
 
 OpenCodec = Callable[[torch.device, torch.dtype], Codec | PixelCodec]
 OpenTextEncoder = Callable[[torch.device, torch.dtype], TextEncoder]
@@ -34,14 +37,21 @@ class Encoders:
         """Return the encoders that a manifest names; with `folder`, those in the folder of an export or release."""
 
         def autoencoder(device: torch.device, dtype: torch.dtype) -> Codec | PixelCodec:
-            name = latents.autoencoder if folder is None or latents.autoencoder == "pixels" else str(folder / "vae")
+            name = latents.autoencoder
+            if folder is None:  # the manifest of an export lists the hashes of its encoders' files
+                found = autoencoder_weights(name)
+                check_weights("autoencoder", name, recorded=latents.weights, found=found)
+            elif name != "pixels":
+                name = str(folder / "vae")
             return open_codec(name, device=device, dtype=dtype)
 
         def text_encoder(device: torch.device, dtype: torch.dtype) -> TextEncoder:
             if text is None:
                 raise AtollError("these experts were trained without text, so they take no prompts; omit the prompts")
             name, tokenizer = text.encoder, None
-            if folder is not None:
+            if folder is None:
+                check_weights("text encoder", name, recorded=text.weights, found=text_encoder_weights(name))
+            else:
                 name, tokenizer = str(folder / "text_encoder"), folder / "tokenizer"
             return open_text_encoder(name, text.max_tokens, tokenizer, device=device, dtype=dtype)
 

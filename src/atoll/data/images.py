@@ -17,8 +17,17 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", 
 LARGEST = 89_478_485
 """Largest number of pixels; more is treated as a decompression bomb. This is where Pillow begins to warn."""
 
+LARGEST_DECODED = 2**25
+"""Largest number of pixels that are decoded. A pixel takes at most 8 bytes until it is cropped and resized, so each
+worker needs at most 270 MB. A JPEG, which is decoded at a fraction of its size, may have more pixels; so photographs of
+all common cameras are accepted."""
+
 SMALLEST = 8
 """Smallest side in pixels: web data contains many 1x1 spacers. The value is a choice."""
+
+_STRIP_ROWS = 256
+_TILE_WIDTH, _TILE_LENGTH = 322, 323
+"""Tags of a TIFF."""
 
 # What Pillow's decoders raise on damaged data, found by mutating files of every format.
 _DAMAGE = (
@@ -48,7 +57,9 @@ class BadImage(Exception):  # noqa: N818 - it names the image's state
         return (BadImage, (self.reason,))
 
 
-def decode(data: bytes, resolution: int, *, largest: int = LARGEST, smallest: int = SMALLEST) -> Image.Image:
+def decode(
+    data: bytes, resolution: int, *, largest: int = LARGEST, decoded: int = LARGEST_DECODED, smallest: int = SMALLEST
+) -> Image.Image:
     """Return a square RGB image: upright by EXIF, on white, center-cropped, resized with Lanczos.
 
     The format is detected from the content, not from a file name. An animation gives its first frame. Raise `BadImage`
@@ -73,8 +84,14 @@ def decode(data: bytes, resolution: int, *, largest: int = LARGEST, smallest: in
     try:
         # A JPEG can be decoded at a fraction of its size. Twice the resolution keeps the quality of the resize.
         image.draft(None, (2 * resolution, 2 * resolution))
-        upright = ImageOps.exif_transpose(image)
-        return _center_crop(_on_white(upright), resolution)
+        width, height = image.size
+        # A TIFF is decoded by tiles, which may be larger than the image.
+        tags = getattr(image, "tag_v2", {})
+        pixels = max(width * height, int(tags.get(_TILE_WIDTH, 0)) * int(tags.get(_TILE_LENGTH, 0)))
+        if pixels > decoded:
+            raise BadImage(f"{pixels:,} pixels to decode are more than the limit of {decoded:,}; make it smaller")
+        ImageOps.exif_transpose(image, in_place=True)
+        return _on_white(_center(image)).resize((resolution, resolution), Image.Resampling.LANCZOS)
     except _DAMAGE as error:
         raise BadImage(f"damaged {image.format} data: {error}") from error
 
@@ -88,8 +105,27 @@ def _check_range(image: Image.Image) -> None:
         raise BadImage("32-bit gray values have no fixed range; save it with 8 or 16 bits")
 
 
+def _center(image: Image.Image) -> Image.Image:
+    """Return the largest centered square."""
+    width, height = image.size
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    return image.crop((left, top, left + side, top + side)) if width != height else image
+
+
 def _on_white(image: Image.Image) -> Image.Image:
     """Return the image as RGB with 8 bits per channel, transparency on white."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    # Strips bound the memory of the copies in between to a fraction of the image.
+    result = Image.new("RGB", image.size)
+    for top in range(0, image.height, _STRIP_ROWS):
+        strip = image.crop((0, top, image.width, min(top + _STRIP_ROWS, image.height)))
+        result.paste(_strip_on_white(strip), (0, top))
+    return result
+
+
+def _strip_on_white(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         # 16-bit gray is scaled to 8 bits; Pillow's conversion would clip all values above 255 to white.
         gray = (np.asarray(image).astype(np.uint32) * 255 // 65535).astype(np.uint8)
@@ -99,11 +135,3 @@ def _on_white(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", layer.size, "white")
         return Image.alpha_composite(white, layer).convert("RGB")
     return image.convert("RGB")
-
-
-def _center_crop(image: Image.Image, resolution: int) -> Image.Image:
-    width, height = image.size
-    side = min(width, height)
-    left, top = (width - side) // 2, (height - side) // 2
-    center = image.crop((left, top, left + side, top + side))
-    return center.resize((resolution, resolution), Image.Resampling.LANCZOS)

@@ -8,29 +8,64 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 
 from atoll.core.artifacts import sha256_of
 from atoll.core.errors import AtollError, first_line
+from atoll.core.untrusted import Foreign
+from atoll.data.hub import hint, local_folder, print_hint
 
 # Configuration, weights, vocabularies and SentencePiece models. Pickled weights and Python code are never downloaded.
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
+# Vocabularies that some tokenizers read. They are not downloaded either.
+_NOT_COVERED = frozenset({".spm", ".bpe", ".vocab", ".tiktoken"})
 
 
 def model_folder(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
-    """Return the folder of a network: a local one, or one downloaded by its name from the Hugging Face hub."""
-    local = Path(name).expanduser()
-    if local.is_dir():
-        return local
+    """Return the folder of a network: a local one, or one downloaded by its name from the Hugging Face hub.
+
+    `owner/name` is always a name on the hub; a local folder needs `./`, `/` or `~`.
+    """
+    if local := local_folder(name):
+        return _checked(local)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    print_hint(name)
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+        return _checked(Path(snapshot_download(name, allow_patterns=list(patterns))))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise AtollError(
-            f"{name!r} is not a folder, and could not be downloaded from the hub ({first_line(error)}); give a folder "
-            "with config.json and *.safetensors"
+            f"{name!r} is not a folder, and could not be downloaded from the hub ({first_line(error)}); "
+            f"{hint(name) or 'give a folder with config.json and *.safetensors'}"
         ) from error
+
+
+def _checked(folder: Path) -> Path:
+    """Return a folder unless loading it would read files that its fingerprint does not cover."""
+    for file in folder.rglob("*"):
+        if file.suffix in _NOT_COVERED and file.is_file():
+            raise AtollError(f"{file} would be loaded, but is not part of the folder's fingerprint; remove it")
+        if file.name.endswith(".index.json") and file.is_file():
+            for shard in _Shards.read(file).weight_map.values():
+                if "/" in shard or "\\" in shard:
+                    raise AtollError(f"{file} names the file {shard[:200]!r}, which is not beside it")
+    return folder
+
+
+class _Shards(Foreign):
+    """The index of weights that are divided into several files."""
+
+    weight_map: dict[str, str] = Field(default_factory=dict)
+
+
+def check_weights(what: str, name: str, *, recorded: str | None, found: str | None) -> None:
+    """Raise AtollError if an encoder is not the one that a manifest records."""
+    if recorded is not None and recorded != found:
+        raise AtollError(
+            f"the {what} {name} has the fingerprint {found}, but these networks were trained with {recorded}; "
+            "use the files of that time, or prepare and train again"
+        )
 
 
 def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:

@@ -51,7 +51,7 @@ class ExpertBatches:
 def padded_size(count: int) -> int:
     """Return the next number of the form 2^k or 3 · 2^k: 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
 
-    There are 14 of them up to 128. At most a third of the rows are padding, on average 14 % if all counts are equally
+    There are 14 of them up to 128. At most a third of the rows are padding, on average 13 % if all counts are equally
     frequent.
     """
     power = 1 << (count - 1).bit_length()

@@ -7,12 +7,14 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from atoll.core.artifacts import Artifact
+from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE
 from atoll.core.untrusted import Foreign
+from atoll.data.bounded import link_outside
 from atoll.data.encoders import Encoders
+from atoll.data.hub import is_hub_name, local_folder
 from atoll.data.pretrained import model_folder
 from atoll.experts.paris import Paris
 from atoll.experts.source import ModelReference
@@ -27,7 +29,10 @@ LIBRARIES["router"] = COMPONENTS
 """Library of each component's class. A folder cannot name any other module to import."""
 PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")
 """Files that are fetched from the hub: no pickles and no code."""
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_DOCUMENTS = frozenset({".md", ".png", ".jpg", ".webp", ".html"})
+"""Suffixes of files that may be added to an export: no library loads them."""
+_RECORDS = (MANIFEST_FILE, "signature.json", "snapshot.json", "root.json")
+"""Files about the export that its manifest cannot list."""
 
 
 class ModelIndex(Foreign):
@@ -84,15 +89,14 @@ class ModelIndex(Foreign):
 
 def is_folder(source: str | Path) -> bool:
     """Return whether this is a pipeline folder, or could be the name of one on the hub."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return (path / INDEX_FILE).is_file() or (path / "expert_0").is_dir()
-    return _HUB_NAME.fullmatch(str(source)) is not None
+    if folder := local_folder(source):
+        return (folder / INDEX_FILE).is_file() or (folder / "expert_0").is_dir()
+    return is_hub_name(source)
 
 
 def fetch(source: str | Path) -> Path:
     """Return the folder; download it first if `source` is a name on the hub."""
-    return model_folder(str(source), PATTERNS).resolve()
+    return model_folder(source if isinstance(source, str) else str(source.absolute()), PATTERNS).resolve()
 
 
 def open_folder(source: str | Path, model: str) -> ModelReference:
@@ -130,9 +134,24 @@ def verify(folder: Path, index: ModelIndex) -> dict[str, StoredNetwork]:
         raise AtollError(
             f"{folder} has no {MANIFEST_FILE}: its export was not finished, or its copy is incomplete; copy it again"
         )
-    artifact.open(PIPELINE, verify=True)
+    _check_unlisted(folder, artifact.open(PIPELINE, verify=True))
     names = [*index.expert_names(folder), *(["router"] if index.has_router else [])]
     return {name: StoredNetwork.open(folder / name) for name in names}
+
+
+def _check_unlisted(folder: Path, manifest: Manifest) -> None:
+    """Raise AtollError for files that the manifest does not list, or that are links to elsewhere.
+
+    The libraries find some files by their names alone, such as an adapter or the index of sharded weights.
+    """
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        if reason := link_outside(folder, path):
+            raise AtollError(f"{path} is {reason}; copy the export again")
+        harmless = path.suffix in _DOCUMENTS or any(part.startswith(".") for part in name.parts)
+        if path.is_dir() or harmless or name.as_posix() in (*manifest.files, *_RECORDS):
+            continue
+        raise AtollError(f"{path} is not listed in {folder / MANIFEST_FILE}, so nobody vouches for it; remove it")
 
 
 def remove_source_paths(folder: Path) -> None:

@@ -47,10 +47,17 @@ class LaunchSettings:
     island: Island
     retries: int = 3
     max_parallel: int | None = None
+    gpus_if_auto: int = 0
+    """GPUs of an island with `island.gpus: auto`; a scheduler cannot know what the user wants."""
+
+    @property
+    def gpus_per_island(self) -> int:
+        """Number of GPUs on each node of an island."""
+        return self.gpus_if_auto if self.island.gpus == "auto" else self.island.gpus
 
     def processes(self, group: Group) -> int:
         """Return the number of processes on each node."""
-        return self.island.processes or max(1, self.island.gpus) if group.device == "island" else 1
+        return self.island.processes or max(1, self.gpus_per_island) if group.device == "island" else 1
 
     def nodes(self, group: Group) -> int:
         """Return the number of nodes of one step."""
@@ -58,7 +65,7 @@ class LaunchSettings:
 
     def gpus(self, group: Group) -> int:
         """Return the number of GPUs on each node."""
-        return {"cpu": 0, "gpu": min(1, self.island.gpus), "island": self.island.gpus}[group.device]
+        return {"cpu": 0, "gpu": min(1, self.gpus_per_island), "island": self.gpus_per_island}[group.device]
 
     def command(self, group: Group, step: Step) -> list[str]:
         """Return the command of one attempt at a step.

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 from atoll.core import layout
@@ -53,17 +55,23 @@ class Local:
     _failed: list[str] = field(default_factory=list)
     _stop: bool = False
 
+    def __post_init__(self) -> None:
+        """Give an island one GPU if it may have any (`island.gpus: auto`) and this machine has GPUs."""
+        if self.settings.island.gpus == "auto":
+            self.settings = replace(self.settings, gpus_if_auto=min(1, len(visible_gpus().names)))
+
     @property
     def max_parallel(self) -> int:
         """Number of parallel steps: the requested number, or as many islands as the GPUs of this machine allow."""
-        gpus_per_island = self.settings.island.gpus
-        if self.settings.island.nodes > 1:
+        settings, gpus = self.settings, len(visible_gpus().names)
+        if settings.island.nodes > 1:
             raise AtollError("--on local supports one node; for islands of several nodes use --on slurm or --on ray")
-        fits = len(_gpus()) // gpus_per_island if gpus_per_island else 1
-        if gpus_per_island and (self.settings.max_parallel or 1) > fits:
-            count = self.settings.max_parallel or 1
-            raise AtollError(f"{count} islands of {gpus_per_island} GPUs do not fit: there are {len(_gpus())}")
-        return self.settings.max_parallel or fits
+        fits = gpus // settings.gpus_per_island if settings.gpus_per_island else 1
+        # With auto, more jobs than GPUs share them.
+        if settings.island.gpus not in ("auto", 0) and (settings.max_parallel or 1) > fits:
+            count = settings.max_parallel or 1
+            raise AtollError(f"{count} islands of {settings.gpus_per_island} GPUs do not fit: there are {gpus}")
+        return settings.max_parallel or fits
 
     def active_steps(self, groups: Sequence[Group]) -> dict[str, str]:
         """Return the unfinished steps of other local launches. Each launch holds a lock on a file that lists them."""
@@ -103,9 +111,10 @@ class Local:
         """Return the environment variables of a step: its submission, threads and GPUs."""
         threads = max(1, self.cores // self.settings.processes(group))
         variables = {SUBMISSION_VARIABLE: self.submission, "OMP_NUM_THREADS": str(threads)}
-        if self.settings.island.gpus:
-            first, count = slot * self.settings.island.gpus, self.settings.gpus(group)
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[first : first + count])
+        if self.settings.gpus_per_island:
+            variable, names = visible_gpus()
+            first, count = slot * self.settings.gpus_per_island % len(names), self.settings.gpus(group)
+            variables[variable] = ",".join(names[first : first + count])
         return variables
 
     def submit(self, groups: Sequence[Group], active: Mapping[str, Sequence[str]]) -> None:
@@ -225,10 +234,29 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _gpus() -> list[str]:
-    """Return the GPUs of this machine, as CUDA_VISIBLE_DEVICES names them."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+class VisibleGPUs(NamedTuple):
+    """The GPUs that this process may use, and the environment variable that restricts other processes to some."""
+
+    variable: str
+    names: tuple[str, ...]
+
+
+def visible_gpus() -> VisibleGPUs:
+    """Return the GPUs of this machine: those that the environment names already, or all that torch finds."""
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        if variable in os.environ:
+            return VisibleGPUs(variable, tuple(name for name in os.environ[variable].split(",") if name))
+    return _found_gpus()
+
+
+@cache
+def _found_gpus() -> VisibleGPUs:
     import torch
 
-    return [str(number) for number in range(torch.cuda.device_count())]
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type not in ("cuda", "xpu"):
+        return VisibleGPUs("CUDA_VISIBLE_DEVICES", ())
+    # ROCm's devices are called cuda too. Both schedulers and users name them by HIP_VISIBLE_DEVICES.
+    cuda = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+    variable = cuda if found.type == "cuda" else "ZE_AFFINITY_MASK"
+    return VisibleGPUs(variable, tuple(str(number) for number in range(torch.accelerator.device_count())))

@@ -17,8 +17,8 @@ from torch import Tensor
 from atoll.core.artifacts import Content, Kind
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Shards
+from atoll.data.encoders import Encoders
 from atoll.data.shuffle import shuffled
-from atoll.data.stages.latents import open_codec
 from atoll.ensemble import Settings, parse
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.generated import Prompts
@@ -29,7 +29,7 @@ GALLERY = Kind("gallery", Content)
 FILE = "images.safetensors"
 SPLITS: tuple[Split, ...] = ("train", "held-out")
 # The autoencoder is opened once for all examples.
-_codec = cache(open_codec)
+_codec = cache(lambda latents: Encoders.of(latents, None).autoencoder())
 # Examples of each cluster if no prompts are given: with eight clusters 24 columns, which still fit a page.
 EXAMPLES_PER_CLUSTER = {"train": 2, "held-out": 1}
 
@@ -89,7 +89,7 @@ def _example(shards: Shards, row: int, cluster: int, *, split: str) -> Example:
     # The shards hold latents, so the real image is a decoded latent. It has the losses of the autoencoder, which the
     # generated images share.
     batch = shards.read(np.array([row]))
-    codec = _codec(shards.content.latents.autoencoder)
+    codec = _codec(shards.content.latents)
     real = Image.fromarray(codec.decode(batch.mean.float())[0])
     label, names = int(batch.label[0]), shards.content.labels
     caption = shards.captions([row])[0] if shards.content.text else None

@@ -38,7 +38,7 @@ _PNG: dict[str, object] = {"content": {"image/png": {}}}
 _ERRORS = {
     400: "the body is not JSON", 401: "wrong or missing token", 403: "request for another host or from another site",
     404: "not found", 409: "not possible in the current state of the run", 413: "body too large", 422: "invalid value",
-    429: "queue full", 503: "the server is starting, stopping or failed",
+    429: "queue full, or too many wrong tokens", 503: "the server is starting, stopping or failed",
 }  # fmt: skip
 
 
@@ -58,10 +58,10 @@ class Studio:
     engine: Engine
     token: str | None = None
 
-    def health(self) -> schemas.Health:
-        """Return the state of the server."""
+    def health(self, *, details: bool) -> schemas.Health:
+        """Return the state of the server; `details` includes error messages, which may contain paths."""
         status = "failed" if self.engine.failure else "stopping" if self.engine.closing else "ok"
-        reason = self.engine.failure or "; ".join(self.models.load_errors.values()) or None
+        reason = (self.engine.failure or "; ".join(self.models.load_errors.values()) or None) if details else None
         ready = self.models.first_scan_done.is_set() and bool(self.models.loaded())
         return schemas.Health(status=status, version=__version__, models_ready=ready, reason=reason)
 
@@ -186,9 +186,9 @@ def _add_info_routes(app: FastAPI, studio: Studio) -> None:
 
 def _add_server_routes(app: FastAPI, studio: Studio) -> None:
     @app.get("/health", responses={503: {"model": schemas.Health, "description": "stopping or failed"}})
-    def health(response: Response) -> schemas.Health:
-        """Return the state of the server."""
-        state = studio.health()
+    def health(request: Request, response: Response) -> schemas.Health:
+        """Return the state of the server; the reason only with the token."""
+        state = studio.health(details=request.state.authorized)
         response.status_code = 200 if state.status == "ok" else 503
         return state
 

@@ -1,11 +1,9 @@
-"""Middleware before every route: token, host and origin checks, a bound on request bodies, and security headers."""
+"""Middleware before every route: token, host, origin and site checks, a bound on request bodies, security headers."""
 
-import hmac
 import ipaddress
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -13,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atoll.studio.schemas import MAX_BODY_BYTES, ApiError
+from atoll.studio.tokens import TokenChecker
 
 # The page loads everything from this server. `data:` and `blob:` images are generated images and images that need the
 # token. `no-cache` makes browsers revalidate scripts after an update of Atoll.
@@ -21,7 +20,12 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
+    # Pages of other sites cannot embed responses, or keep a reference to the window of the page.
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
 }
+# The page contains no data of the run, and it has the dialog for the token. Everything else needs the token.
+_PUBLIC = ("/", "/health", "/openapi.json")
 
 
 class AsciiJSONResponse(JSONResponse):
@@ -40,18 +44,18 @@ def error_response(error: ApiError) -> Response:
     return AsciiJSONResponse({"error": {"message": error.message, "field": error.field}}, error.status, headers)
 
 
-@dataclass(frozen=True)
 class SecurityMiddleware:
-    """Check token, host and origin, bound the size of bodies, and add security headers."""
+    """Check token, host, origin and site, bound the size of bodies, and add security headers."""
 
-    # With a token, the token protects /v1 and /metrics, and any host name is accepted (for instance behind a proxy).
-    # Without one, the server listens on loopback only, but pages of other sites can still send requests through the
-    # user's browser: directly (cross-site requests, which carry an Origin), or under a host name that resolves to
-    # 127.0.0.1 (DNS rebinding, which shows in the Host). Both are rejected.
+    # With a token, any host name is accepted (for instance behind a proxy). Without one, the server listens on loopback
+    # only, but pages of other sites can still send requests through the user's browser: directly (cross-site requests,
+    # which carry an Origin), or under a host name that resolves to 127.0.0.1 (DNS rebinding, which shows in the Host).
+    # Both are rejected. Browsers also send Sec-Fetch-Site, which is checked with and without a token.
 
-    app: ASGIApp
-    token: str | None
-    """Bearer token of /v1 and /metrics; None accepts every client on this machine."""
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self.app = app
+        self.tokens = None if token is None else TokenChecker(token)
+        """Checks the token; None accepts every client on this machine."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or respond with an error."""
@@ -59,13 +63,18 @@ class SecurityMiddleware:
             await self.app(scope, receive, send)
             return
         headers, path = Headers(scope=scope), scope["path"]
-        error = self._check_origin(headers) if self.token is None else self._check_token(headers, path, self.token)
-        if error is None:
-            error = _check_length(headers)
+        error = _check_site(headers, path) or _check_length(headers)
+        given = headers.get("authorization", "")
+        if error is None and self.tokens is None:
+            error = self._check_origin(headers)
+        elif error is None and self.tokens is not None and (given or not _is_public(path)):
+            error = await self.tokens.check(given, scope.get("client"))
         if error is not None:
             await error_response(error)(scope, receive, _with_headers(send))
-        else:
-            await self.app(scope, _bounded(receive), _with_headers(send))
+            return
+        # Routes that are public may still hold details back.
+        scope.setdefault("state", {})["authorized"] = self.tokens is None or bool(given)
+        await self.app(scope, _bounded(receive), _with_headers(send))
 
     def _check_origin(self, headers: Headers) -> ApiError | None:
         """Return an error if the host is not this machine, or if the origin is another site."""
@@ -77,18 +86,18 @@ class SecurityMiddleware:
             return ApiError(403, "requests from pages of other sites are not allowed")
         return None
 
-    def _check_token(self, headers: Headers, path: str, token: str) -> ApiError | None:
-        """Return an error if a protected path is requested without the right token."""
-        # The page itself is public: it contains no data of the run, and it has the dialog for the token.
-        if not path.startswith(("/v1/", "/metrics")):
-            return None
-        given = headers.get("authorization", "")
-        if not given:
-            return ApiError(401, "a token is required; send it as Authorization: Bearer TOKEN")
-        # A comparison in constant time does not reveal how many characters were right.
-        if not hmac.compare_digest(given.encode("latin-1", "replace"), f"Bearer {token}".encode()):
-            return ApiError(401, "the token is wrong")
+
+def _is_public(path: str) -> bool:
+    return path in _PUBLIC or path.startswith("/page/")
+
+
+def _check_site(headers: Headers, path: str) -> ApiError | None:
+    """Return an error if a browser sends the request for a page of another site, or of another port of this host."""
+    # `none` is a request of the user: an address that is typed, or a bookmark. A link may lead to the page.
+    link = path == "/" and (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
+    if headers.get("sec-fetch-site", "none") in ("none", "same-origin") or link:
         return None
+    return ApiError(403, "requests from pages of other sites are not allowed")
 
 
 def _without_port(host: str) -> str:

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from atoll.core.errors import AtollError
 from atoll.ensemble import parse
 from atoll.experts.folder import is_folder
 from atoll.studio.app import Studio, create_app
+from atoll.studio.connections import BoundedProtocol
 from atoll.studio.engine import Engine
 from atoll.studio.middleware import is_loopback
 from atoll.studio.registry import LoadOptions, ModelRegistry
+from atoll.studio.tokens import MIN_TOKEN_CHARACTERS, random_token
 
 # Seconds for open connections to send their last bytes after all requests have ended.
 SEND_SECONDS = 5
@@ -32,6 +35,9 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 8400
     token: str | None = None
+    """Token of the user; None makes a random one, unless `no_token` is set."""
+    no_token: bool = False
+    """Accept every client on this machine."""
     queue: int = 64
     grace: float = 60.0
     json: bool = False
@@ -72,13 +78,20 @@ def serve(source: str, load_options: LoadOptions, options: Options) -> None:
     models = ModelRegistry(source, load_options)
     engine = Engine(load_options.batch_size, options.queue)
     listener = listen(options.host, options.port)
-    app = create_app(Studio(models, engine, options.token))
-    config = uvicorn.Config(
+    made = None if options.token or options.no_token else random_token()
+    app = create_app(Studio(models, engine, options.token or made))
+    announce(source, listener, made, json_format=options.json)
+    Server(server_config(app), models, engine, grace=options.grace).run([listener])
+
+
+def server_config(app: FastAPI) -> uvicorn.Config:
+    """Return the configuration of uvicorn."""
+    return uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, ws="none", lifespan="on",
-        timeout_graceful_shutdown=SEND_SECONDS,
+        timeout_graceful_shutdown=SEND_SECONDS, http=BoundedProtocol,
+        # Any client on this machine could set the header X-Forwarded-For, and guess the token under many addresses.
+        proxy_headers=False,
     )  # fmt: skip
-    announce(source, listener, options)
-    Server(config, models, engine, grace=options.grace).run([listener])
 
 
 def check(source: str, load_options: LoadOptions, options: Options) -> None:
@@ -86,15 +99,28 @@ def check(source: str, load_options: LoadOptions, options: Options) -> None:
     if ModelRegistry(source, load_options).run is None and not is_folder(source):
         raise AtollError(f"{source} is neither a run (it has no atoll.yaml) nor an exported folder")
     parse(load_options.routing)
-    if options.token is None and not is_loopback(options.host):
+    if options.no_token and options.token is not None:
+        raise AtollError("a token and --no-token contradict each other; omit one (ATOLL_TOKEN is a token, too)")
+    if options.no_token and not is_loopback(options.host):
         raise AtollError(
-            f"--host {options.host} can be reached from other machines, so a token is required: set ATOLL_TOKEN, or "
+            f"--host {options.host} can be reached from other machines, so a token is required: omit --no-token, or "
             "use --host 127.0.0.1"
         )
-    if options.token is not None and not (options.token.isascii() and options.token.isprintable() and options.token):
-        raise AtollError("the token must consist of printable ASCII characters")
+    if options.token is not None:
+        check_token(options.token)
     if load_options.batch_size < 1 or options.queue < 0 or options.grace < 0:
         raise AtollError("expected --batch-size of at least 1, and --queue and --grace of at least 0")
+
+
+def check_token(token: str) -> None:
+    """Raise AtollError if a token of the user is too short, or cannot be sent in a header."""
+    if not (token.isascii() and token.isprintable()) or token != token.strip():
+        raise AtollError("the token must consist of printable ASCII characters, without spaces at its ends")
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise AtollError(
+            f"the token has {len(token)} characters, which can be guessed; use at least {MIN_TOKEN_CHARACTERS}, or "
+            "omit it: atoll serve then makes a random one and prints it"
+        )
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -107,8 +133,10 @@ def listen(host: str, port: int) -> socket.socket:
         raise AtollError(f"cannot listen on {host} port {port}: {error}; choose another --port") from error
 
 
-def announce(source: str, listener: socket.socket, options: Options) -> None:
-    """Print the address of the web page."""
+def announce(source: str, listener: socket.socket, token: str | None, *, json_format: bool) -> None:
+    """Print the address of the web page, with a random token in its fragment, which browsers send to no server."""
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    print(json.dumps({"url": url}) if options.json else f"serving {source} at {url}  (Ctrl-C stops it)", flush=True)
+    page = f"{url}/#token={token}" if token else url
+    text = json.dumps({"url": url, "token": token}) if json_format else f"serving {source} at {page}  (Ctrl-C stops it)"
+    print(text, flush=True)

@@ -112,6 +112,12 @@ class Checkpoints:
 
         def commit() -> None:
             hashed = {file_of(rank): FileEntry(**entry) for rank, entry in enumerate(entries)}
+            for name in hashed:
+                if not artifact.path(name).is_file():
+                    raise AtollError(
+                        f"{artifact.path(name)} was written by another process, but the main process does not see it; "
+                        "all processes of a job need a common file system"
+                    )
             artifact.commit(CheckpointContent(images=images, seconds=seconds), hashed=hashed)
             self._delete_old()
 
@@ -201,10 +207,12 @@ class CheckpointSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the pending checkpoint; raise its error unless training failed already."""
+        """Wait for the pending checkpoint and call `on_commit`; raise its error unless training failed already."""
         self._thread.shutdown()
         if error is None:
             self.wait()
+        else:
+            self.poll()
 
     def save(self, state: TrainState, images: int, seconds: float) -> None:
         """Copy the state, and begin to write it; wait for the checkpoint before."""

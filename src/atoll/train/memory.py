@@ -178,10 +178,11 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Do not count the storages of these tensors."""
         self._seen.update(tensor.untyped_storage() for tensor in tensors)
 
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, *call: Any) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run an operation and count its results."""
-        args, kwargs = _arguments(*call)
-        return tree_map_only(Tensor, self._add, func(*args, **kwargs))
+        return tree_map_only(Tensor, self._add, func(*args, **(kwargs or {})))
 
     def _add(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -216,9 +217,11 @@ class _AsOnAccelerator(TorchFunctionMode):
         """Release the casts of weights that the backward pass does not need."""
         self.casts, self._keeps_casts = {}, False
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, *call: Any) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run a function as on an accelerator."""
-        name, (args, kwargs) = getattr(func, "__name__", ""), _arguments(*call)
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if self._dtype != torch.float32 and name in _HALF_PRECISION | _FULL_PRECISION:
             dtype = self._dtype if name in _HALF_PRECISION else torch.float32
             args, kwargs = tree_map_only(Tensor, lambda part: self._cast(part, dtype), (args, kwargs))
@@ -233,10 +236,6 @@ class _AsOnAccelerator(TorchFunctionMode):
         if self._keeps_casts and tensor.is_leaf and tensor.requires_grad:
             self.casts[tensor] = cast
         return cast
-
-
-def _arguments(args: Any = (), kwargs: Any = None) -> tuple[Any, dict[str, Any]]:
-    return args, kwargs or {}
 
 
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:

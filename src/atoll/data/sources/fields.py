@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from atoll.core.errors import AtollError, unknown
+from atoll.data.bounded import MAX_CAPTION_BYTES, check_size
 from atoll.data.images import SUFFIXES, BadImage
 from atoll.data.sources.base import Options, SourceImage, digest, split_of, unreadable_image
 
@@ -13,6 +14,9 @@ CAPTIONS = ("caption", "text", "captions", "prompt", "description", "title")
 LABELS = ("label", "class", "cls", "label_name", "class_name")
 IDS = ("id", "key", "__key__", "image_id", "file_name", "filename", "path")
 
+
+MAX_ID = 1024
+"""Longest key in characters; a longer one ends in its hash. File names have at most 255, paths of few folders less."""
 
 Row = Mapping[str, object]
 """The metadata of one image in the user's table or JSON file: any columns by name, with values of any type."""
@@ -35,6 +39,11 @@ def make_image(
         for name, value in row.items()
         if name not in used and isinstance(value, str | int | float) and value != ""
     }
+    for name, value in attributes.items():
+        if len(value) > MAX_CAPTION_BYTES or len(name) > MAX_CAPTION_BYTES:
+            return unreadable_image(
+                id, f"its {name[:80]} has {len(value):,} characters; the limit is {MAX_CAPTION_BYTES:,}"
+            )
     return SourceImage(id, caption, label, attributes, split_of(caption or id, options.val_fraction), read)
 
 
@@ -65,7 +74,11 @@ def as_text(value: object) -> str | None:
             raise BadImage(f"its caption is not UTF-8: {error.reason} at byte {error.start}") from error
     if value is None:
         return None
-    text = str(value).strip()
+    try:
+        text = str(value).strip()
+    except RecursionError as error:
+        raise BadImage("its caption is nested too deeply") from error
+    check_size(len(text), MAX_CAPTION_BYTES, "its caption")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -91,6 +104,8 @@ class Ids:
 
     def unique(self, key: str, mark: str) -> str:
         """Return the key the first time, then `key@mark`, `key@mark@2` and so on."""
+        if len(key) > MAX_ID:
+            key = f"{key[:MAX_ID]}~{digest(key)}"
         # Repeats are counted per marked key; searching from 1 each time would take quadratic time.
         id, marked = key, f"{key}@{mark}"
         while id in self._seen:

@@ -1,11 +1,12 @@
 """Datasets of the Hugging Face datasets library, by name on the hub or as a folder of `save_to_disk`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, first_line
+from atoll.data.hub import local_folder
 from atoll.data.sources.base import Options, SourceImage, digest
 from atoll.data.sources.fields import Ids, fingerprint_of
 from atoll.data.sources.parquet import Columns, image_bytes, table_image, table_rows
@@ -21,6 +22,7 @@ class DatasetsSource:
         self.spec = spec
         self.options = options
         data = _load(spec, options.split)
+        self.roots = _roots(spec)
         self.columns = Columns.find(data.features.arrow_schema, options, spec)
         self.data = data.with_format("arrow")
         self.kind = f"datasets {Path(spec).name} ({options.split})"
@@ -34,23 +36,35 @@ class DatasetsSource:
         number = 0
         for batch in self.data.iter(batch_size=_ROWS):
             for values in table_rows(batch, self.columns):
-                read = partial(_read_row, self.data, self.columns.image, number)
+                read = partial(_read_row, self.data, self.columns.image, number, roots=self.roots)
                 yield table_image(values, self.columns, ids, read=read, options=self.options)
                 number += 1
 
 
-def _read_row(data: Any, column: str, row: int) -> bytes:
-    return image_bytes(data[row].column(column)[0].as_py())
+def _read_row(data: Any, column: str, row: int, *, roots: Sequence[Path]) -> bytes:
+    return image_bytes(data[row].column(column)[0].as_py(), roots)
+
+
+def _roots(spec: str) -> list[Path]:
+    """Return the folders in which the images of a dataset may be files: its own, or its part of the hub's cache."""
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if folder := local_folder(spec):
+        return [folder]
+    # The library extracts archives into folders that are named by a hash.
+    extracted = Path(datasets.config.EXTRACTED_DATASETS_PATH)
+    return [Path(HF_HUB_CACHE) / f"datasets--{spec.replace('/', '--')}", extracted]
 
 
 def _load(spec: str, split: str) -> Any:
     """Load one split of a dataset, from disk or by name."""
     import datasets
 
-    folder = Path(spec).expanduser()
+    folder = local_folder(spec)
     try:
-        data = datasets.load_from_disk(str(folder)) if folder.is_dir() else datasets.load_dataset(spec, split=split)
-    except (OSError, ValueError) as error:
+        data = datasets.load_from_disk(str(folder)) if folder else datasets.load_dataset(spec, split=split)
+    except Exception as error:  # the library checks nothing in the files of a folder, so anything may fail
         raise AtollError(
             f"{spec}: not a file or folder here, nor a dataset that could be loaded ({first_line(error)}); "
             "give a path, the name of a Hugging Face dataset, or emoji"
@@ -59,4 +73,8 @@ def _load(spec: str, split: str) -> Any:
         if split not in data:
             raise AtollError(f"{spec}: no split {split!r}; splits: {', '.join(data)}")
         data = data[split]
+    for file in data.cache_files:
+        # The folder's state.json names the files.
+        if folder is not None and not Path(file["filename"]).resolve().is_relative_to(folder.resolve()):
+            raise AtollError(f"{spec}: its state.json names the file {file['filename']}, which is outside the folder")
     return data

@@ -4,6 +4,8 @@ from glob import glob
 from pathlib import Path
 
 from atoll.core.errors import AtollError, unknown
+from atoll.data.bounded import link_outside
+from atoll.data.hub import hint
 from atoll.data.images import SUFFIXES
 from atoll.data.sources.base import KINDS, Kind, Options, Source
 from atoll.data.sources.folder import FolderSource, entries_of, folders
@@ -24,6 +26,9 @@ def open_source(spec: str | Path, options: Options | None = None) -> Source:
         raise AtollError(f"val_fraction is {options.val_fraction}; expected a fraction from 0 to below 1")
     if options.kind is not None and options.kind not in KINDS:
         raise AtollError(unknown("kind of source", options.kind, KINDS))
+    # The datasets library would prefer a local folder to a name on the hub, so the name is refused instead.
+    if text := hint(spec):
+        raise AtollError(text)
     kind = options.kind or find_kind(spec)
     if kind == "emoji":
         from atoll.data.sources.emoji import EmojiSource
@@ -71,14 +76,17 @@ def _kind_of_folder(folder: Path) -> Kind:
     if any(name.endswith(".tar") for name in names):
         return "webdataset"
     found: Kind | None = None
+    links = []
     for _, files in folders(folder):
+        links += [file.name for file in files if file.is_symlink() and file.is_dir()]
         suffixes = {file.suffix.lower() for file in files}
         if suffixes & SUFFIXES:
             return "folder"
         found = found or ("webdataset" if ".tar" in suffixes else "parquet" if ".parquet" in suffixes else None)
     if found:
         return found
-    raise AtollError(f"{folder} has no images, tars or parquet files; {_EXPECTED}")
+    skipped = f"; links out of the folder are not followed: {', '.join(links[:3])}" if links else ""
+    raise AtollError(f"{folder} has no images, tars or parquet files{skipped}; {_EXPECTED}")
 
 
 def _existing(spec: str) -> Path:
@@ -98,6 +106,9 @@ def files_of(spec: str, suffix: str) -> tuple[Path, list[Path]]:
     if not files:
         raise AtollError(f"{spec}: no {suffix} file found; {_EXPECTED}")
     root = path if path.is_dir() else Path(*_common_parts(files))
+    for file in files:
+        if reason := link_outside(root, file):
+            raise AtollError(f"{file} is {reason}; name the file itself, or copy it")
     return root, files
 
 

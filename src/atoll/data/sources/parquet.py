@@ -6,8 +6,9 @@ number, which changes when rows are added.
 """
 
 import json
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,12 +19,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from atoll.core.errors import AtollError, first_line
+from atoll.data.bounded import MAX_IMAGE_BYTES, check_size, read_below
 from atoll.data.images import BadImage
-from atoll.data.sources.base import Options, SourceImage, digest
+from atoll.data.sources.base import Options, SourceImage, digest, unreadable_image
 from atoll.data.sources.fields import IDS, Ids, Row, fingerprint_of, key_of, make_image, pick_column
+from atoll.data.sources.parquet_pages import check_group
 
-# What pyarrow raises on damaged files.
-_DAMAGE = (OSError, pa.ArrowException)
+# What pyarrow raises on damaged files, found by mutating them.
+_DAMAGE = (OSError, pa.ArrowException, UnicodeDecodeError, IndexError)
 # Usual names of image columns, by priority.
 IMAGES = ("image", "img", "image_bytes", "jpg", "jpeg", "png", "webp", "bytes")
 
@@ -85,9 +88,13 @@ def _has_path(kind: pa.DataType) -> bool:
 
 def _class_names(schema: pa.Schema) -> dict[str, list[str]]:
     """Return the class names that the datasets library stores in a schema's metadata, by column."""
-    stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = stored.get("info", {}).get("features", {})
-    return {name: kind["names"] for name, kind in features.items() if isinstance(kind, dict) and "names" in kind}
+    try:
+        stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = stored.get("info", {}).get("features", {})
+        named = {name: kind["names"] for name, kind in features.items() if isinstance(kind, dict) and "names" in kind}
+    except (ValueError, AttributeError, RecursionError):  # somebody else's metadata
+        return {}
+    return {name: names for name, names in named.items() if isinstance(names, list)}
 
 
 def table_image(values: Row, columns: Columns, ids: Ids, *, read: Callable[[], bytes], options: Options) -> SourceImage:
@@ -100,12 +107,25 @@ def table_image(values: Row, columns: Columns, ids: Ids, *, read: Callable[[], b
 
 def table_rows(table: pa.Table, columns: Columns) -> Iterator[Row]:
     """Yield rows with the image's path, if it has one, instead of the image."""
-    rows = table.select(columns.others).to_pylist() if columns.others else [{}] * len(table)
+    rows: list[Row] = [{}] * len(table)
+    if columns.others:
+        values = [_values(table.column(name)) for name in columns.others]
+        rows = [dict(zip(columns.others, row, strict=True)) for row in zip(*values, strict=True)]
     paths: list[Any] = [None] * len(table)
     if columns.image in table.column_names and _has_path(table.schema.field(columns.image).type):
-        paths = pc.struct_field(table.column(columns.image), "path").to_pylist()
+        paths = _values(pc.struct_field(table.column(columns.image), "path"))
     for row, path in zip(rows, paths, strict=True):
         yield {**row, columns.image: path}
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """Return the values of a column; bytes of a text that are not UTF-8 become surrogates, as in file names."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        raw = column.cast(pa.large_binary()).to_pylist()  # an error for a list of texts
+        values = [None if value is None else value.decode("utf-8", "surrogateescape") for value in raw]
+    return values
 
 
 def _row_hash(row: Row, read: Callable[[], bytes]) -> str:
@@ -116,18 +136,28 @@ def _row_hash(row: Row, read: Callable[[], bytes]) -> str:
     return digest(data, repr(row))
 
 
-def image_bytes(value: object) -> bytes:
-    """Return the bytes of an image's cell; the datasets library may store the path of a file instead."""
+def image_bytes(value: object, roots: Sequence[Path]) -> bytes:
+    """Return the bytes of an image's cell; the datasets library may store the path of a file instead.
+
+    The file is read only if it is below one of the roots: whoever wrote the table could name any file of this machine.
+    """
     if isinstance(value, dict):
         if value.get("bytes") is None and value.get("path"):
-            try:
-                return Path(value["path"]).read_bytes()
-            except OSError as error:
-                raise BadImage(f"its file {Path(value['path']).name} cannot be read: {error.strerror}") from error
+            return _read_named(str(value["path"]), roots)
         value = value.get("bytes")
     if not isinstance(value, bytes):
         raise BadImage("the table has no image in this row")
+    check_size(len(value), MAX_IMAGE_BYTES, "it")
     return value
+
+
+def _read_named(path: str, roots: Sequence[Path]) -> bytes:
+    if "\0" not in path:
+        for root in map(os.path.realpath, roots):
+            file = os.path.realpath(os.path.join(root, path))
+            if os.path.commonpath([root, file]) == root:
+                return read_below(root, file, what=f"its file {path}")
+    raise BadImage(f"the table names the file {path!r:.200}, which is outside its folder, so it is not read")
 
 
 class ParquetSource:
@@ -151,10 +181,17 @@ class ParquetSource:
                 raise AtollError(f"{file}: no column {', '.join(sorted(missing))}, which {self.files[0].name} has")
             wanted = self._light_columns(table.schema_arrow)
             for group in range(table.num_row_groups):
-                rows = table_rows(_read_group(file, table, group, columns=wanted), self.columns)
-                for number, values in enumerate(rows):
-                    read = partial(_read_cell, str(file), self.columns.image, group, row=number)
-                    yield table_image(values, self.columns, ids, read=read, options=self.options)
+                number = 0
+                try:
+                    for batch in _batches(file, table, group, columns=wanted):
+                        for values in table_rows(batch, self.columns):
+                            read = partial(_read_cell, str(file), self.columns.image, group, row=number)
+                            yield table_image(values, self.columns, ids, read=read, options=self.options)
+                            number += 1
+                except (BadImage, pa.ArrowException) as error:
+                    bad = error if isinstance(error, BadImage) else BadImage(f"it is damaged: {first_line(error)}")
+                    shown = f"{file.relative_to(self.root).as_posix()}:{group}"
+                    yield unreadable_image(ids.unique(shown, "parquet"), bad.reason)
 
     def _light_columns(self, schema: pa.Schema) -> list[str]:
         """Return all columns except the images' bytes, with the images' paths only if they are the ids."""
@@ -165,14 +202,25 @@ class ParquetSource:
 
 def _open(file: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(file, memory_map=True)
+        table = pq.ParquetFile(file, memory_map=True)
+        table.schema_arrow.to_string(show_schema_metadata=False)  # fails here, and not later, if a name is not UTF-8
+        return table
     except _DAMAGE as error:
         raise AtollError(f"{file}: not a parquet file, or damaged: {first_line(error)}") from error
 
 
-def _read_group(file: Path, table: pq.ParquetFile, group: int, *, columns: list[str]) -> pa.Table:
+def _batches(file: Path, table: pq.ParquetFile, group: int, *, columns: list[str]) -> Iterator[pa.Table]:
+    """Yield the rows of a row group in tables of bounded size; raise `BadImage` if it is too large."""
+    total = 0
     try:
-        return table.read_row_group(group, columns=columns)
+        bounds = check_group(file, table.metadata, group, columns=columns)
+        if not columns:
+            yield table.read_row_group(group, columns=[])  # only their number
+            return
+        for batch in table.iter_batches(bounds.batch_rows, [group], columns, use_threads=False):
+            total += batch.nbytes
+            check_size(total, bounds.max_bytes, f"row group {group} of {file.name}")
+            yield pa.Table.from_batches([batch])
     except _DAMAGE as error:
         raise AtollError(f"{file}: row group {group} is damaged: {first_line(error)}; restore the file") from error
 
@@ -184,14 +232,21 @@ _lock = threading.Lock()
 
 def _read_cell(file: str, column: str, group: int, *, row: int) -> bytes:
     """Return the bytes of one image."""
-    try:
-        with _lock:
-            cells = _row_group(file, column, group)
-    except _DAMAGE as error:
-        raise BadImage(f"row group {group} of {Path(file).name} is damaged: {first_line(error)}") from error
-    return image_bytes(cells[row].as_py())
+    with _lock:
+        cells = _row_group(file, column, group)
+    if isinstance(cells, str):
+        raise BadImage(cells)
+    if row >= len(cells):
+        raise BadImage("the table has no image in this row")
+    return image_bytes(cells[row].as_py(), [Path(file).parent])
 
 
 @lru_cache(maxsize=4)
-def _row_group(file: str, column: str, group: int) -> pa.ChunkedArray:
-    return _open(Path(file)).read_row_group(group, columns=[column]).column(column)
+def _row_group(file: str, column: str, group: int) -> pa.ChunkedArray | str:
+    """Return the images of a row group, or the reason why it cannot be read."""
+    try:
+        return pa.concat_tables(_batches(Path(file), _open(Path(file)), group, columns=[column])).column(column)
+    except BadImage as bad:
+        return bad.reason
+    except AtollError as error:
+        return f"row group {group} of {Path(file).name} is damaged: {first_line(error.__cause__ or error)}"

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from atoll.data.bounded import MAX_CAPTION_BYTES, MAX_IMAGE_BYTES, MAX_JSON_BYTES, check_size
 from atoll.data.images import SUFFIXES, BadImage
 from atoll.data.sources.base import Options, SourceImage, unreadable_image
 from atoll.data.sources.fields import Ids, Row, as_text, fingerprint_of, make_image
@@ -16,12 +17,28 @@ from atoll.data.sources.fields import Ids, Row, as_text, fingerprint_of, make_im
 _SURPLUS = "a second image of the key {key!r}: keys end at the first dot; rename it without further dots"
 
 
+# Largest header of a member: GNU and pax headers hold names and attributes. Python reads them into memory as a whole.
+_MAX_HEADER_BYTES = 2**20
+# What tarfile raises on damaged headers, found by mutating tars; a chain of pax headers exceeds the recursion limit.
+_DAMAGE = (tarfile.TarError, OSError, ValueError, OverflowError, IndexError, KeyError, TypeError, RecursionError)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """Where a member is in the tar."""
+
+    offset: int
+    size: int
+    problem: str | None = None
+    """Why it must not be read."""
+
+
 @dataclass
 class _Group:
-    """The members of one key: offset in the tar and size in bytes, by suffix."""
+    """The members of one key, by suffix."""
 
     key: str
-    members: dict[str, tuple[int, int]] = field(default_factory=dict)
+    members: dict[str, _Member] = field(default_factory=dict)
 
     @property
     def images(self) -> list[str]:
@@ -69,7 +86,8 @@ class TarSource:
             row = _row(file, group)
         except BadImage as bad:
             return unreadable_image(id, bad.reason)
-        return make_image(id, row, partial(_read, str(file), *group.members[group.images[0]]), options=self.options)
+        image = partial(_read, str(file), group.members[group.images[0]], limit=MAX_IMAGE_BYTES)
+        return make_image(id, row, image, options=self.options)
 
 
 def _row(file: Path, group: _Group) -> Row:
@@ -77,14 +95,14 @@ def _row(file: Path, group: _Group) -> Row:
     row: dict[str, object] = {}
     if "json" in group.members:
         try:
-            row = json.loads(_read(str(file), *group.members["json"]))
-        except ValueError as error:
+            row = json.loads(_read(str(file), group.members["json"], limit=MAX_JSON_BYTES))
+        except (ValueError, RecursionError) as error:
             raise BadImage(f"its .json is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise BadImage(f"its .json is a {type(row).__name__}, not an object")
     for suffix, name in (("txt", "caption"), ("cls", "label")):
         if suffix in group.members:
-            row[name] = as_text(_read(str(file), *group.members[suffix]))
+            row[name] = as_text(_read(str(file), group.members[suffix], limit=MAX_CAPTION_BYTES))
     return row
 
 
@@ -93,7 +111,7 @@ def _groups(file: Path, damage: list[str]) -> Iterator[_Group]:
     group: _Group | None = None
     for member in _members(file, damage):
         folder, name = os.path.split(os.path.normpath(member.name))
-        if not member.isfile() or name.startswith(".") or "__MACOSX" in folder:
+        if member.isdir() or name.startswith(".") or "__MACOSX" in folder:
             continue
         stem, _, suffix = name.partition(".")
         key = f"{folder}/{stem}" if folder else stem
@@ -101,9 +119,31 @@ def _groups(file: Path, damage: list[str]) -> Iterator[_Group]:
             if group is not None:
                 yield group
             group = _Group(key)
-        group.members[suffix.lower()] = (member.offset_data, member.size)
+        group.members[suffix.lower()] = _Member(member.offset_data, member.size, _problem(member))
     if group is not None:
         yield group
+
+
+def _problem(member: tarfile.TarInfo) -> str | None:
+    """Return why a member must not be read; None for a plain file."""
+    if member.issym() or member.islnk():
+        return f"it is a link to {member.linkname[:200]!r}; links in tars are not followed"
+    if not member.isfile() or member.issparse():
+        return "it is not a plain file"
+    return None
+
+
+class _Headers:
+    """A tar from which only headers are read, none of them larger than `_MAX_HEADER_BYTES`."""
+
+    def __init__(self, data: BinaryIO) -> None:
+        self.seek, self.tell, self._data = data.seek, data.tell, data
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes."""
+        if not 0 <= size <= _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header claims {size:,} bytes; the limit is {_MAX_HEADER_BYTES:,}")
+        return self._data.read(size)
 
 
 def _members(file: Path, damage: list[str]) -> Iterator[tarfile.TarInfo]:
@@ -112,12 +152,19 @@ def _members(file: Path, damage: list[str]) -> Iterator[tarfile.TarInfo]:
     with file.open("rb") as data:
         while start is not None:
             data.seek(start)
+            last = -1
             try:
-                with tarfile.open(fileobj=data, mode="r:") as tar:
+                headers: Any = _Headers(data)
+                tar: Any
+                with tarfile.open(fileobj=headers, mode="r:") as tar:
                     while (member := tar.next()) is not None:
+                        if member.size < 0 or tar.offset <= last:
+                            raise tarfile.ReadError(f"the member {member.name[:200]!r} has a negative size")
+                        last = tar.offset
+                        tar.members.clear()  # the list would hold the headers of all members
                         yield member
-            except tarfile.TarError as error:
-                damage.append(f"the tar is broken: {error}")
+            except _DAMAGE as error:
+                damage.append(f"the tar is broken: {str(error)[:200] or type(error).__name__}")
                 return
             start = _next_block(data, tar.offset)
             # tarfile stops silently at a header that it cannot read.
@@ -135,13 +182,16 @@ def _next_block(data: BinaryIO, offset: int) -> int | None:
     return None
 
 
-def _read(file: str, offset: int, size: int) -> bytes:
+def _read(file: str, member: _Member, *, limit: int) -> bytes:
+    if member.problem is not None:
+        raise BadImage(member.problem)
+    check_size(member.size, limit, "its member of the tar")
     try:
         with open(file, "rb") as data:
-            data.seek(offset)
-            content = data.read(size)
+            data.seek(member.offset)
+            content = data.read(member.size)
     except OSError as error:
         raise BadImage(f"cannot be read: {error.strerror}") from error
-    if len(content) < size:
-        raise BadImage(f"the tar ends within it: {len(content)} of {size} bytes")
+    if len(content) < member.size:
+        raise BadImage(f"the tar ends within it: {len(content)} of {member.size} bytes")
     return content

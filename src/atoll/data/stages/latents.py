@@ -203,15 +203,19 @@ def _folder(autoencoder: str) -> Path:
     return shipped.path() if autoencoder == "emoji" else model_folder(autoencoder)
 
 
+def weights_of(autoencoder: str) -> str | None:
+    """Return the fingerprint of an autoencoder; None for pixels."""
+    return None if autoencoder == "pixels" else fingerprint(_folder(autoencoder))
+
+
 def _made_from(job: Job) -> Inputs:
     config, ingested = job.config.latents, Index.open(job.run).manifest.digest
     # Latents are stored without normalization, so the setting is an input of the shards, not of this artifact. But an
     # autoencoder without a scaling factor must be an error here, before the work.
     if config.normalization == "scale":
         scale_of(config.autoencoder)
-    weights = None if config.autoencoder == "pixels" else fingerprint(_folder(config.autoencoder))
     settings = {"resolution": job.config.data.resolution, **config.model_dump(exclude={"normalization"})}
-    return {"ingest": ingested, **settings, "weights": weights}
+    return {"ingest": ingested, **settings, "weights": weights_of(config.autoencoder)}
 
 
 def _run(job: Job, artifact: Artifact, worker: Worker) -> LatentsContent | None:

@@ -124,6 +124,11 @@ def open_text_encoder(
     return TextEncoder(network, words, max_tokens, device=device, dtype=dtype)
 
 
+def weights_of(encoder: str) -> str:
+    """Return the fingerprint of a text encoder."""
+    return fingerprint(_folder(encoder))
+
+
 def unneeded(job: Job) -> str | None:
     """Return why a run has no text embeddings: no encoder or no captions; None if it has them."""
     if job.config.text.encoder == "none":
@@ -134,7 +139,7 @@ def unneeded(job: Job) -> str | None:
 
 def _made_from(job: Job) -> Inputs:
     config, ingested = job.config.text, Index.open(job.run).manifest.digest
-    return {"ingest": ingested, **config.model_dump(), "weights": fingerprint(_folder(config.encoder))}
+    return {"ingest": ingested, **config.model_dump(), "weights": weights_of(config.encoder)}
 
 
 def _run(job: Job, artifact: Artifact, worker: Worker) -> TextContent | None:

@@ -18,6 +18,20 @@ export class ApiError extends Error {
 let token = storedToken();
 let tokenDialog = null;
 
+takeToken();
+addEventListener("hashchange", takeToken); // the address with a token was opened in a tab that shows the page
+
+/** Move the token from the address to the tab's storage, so that it is not in bookmarks, links and screenshots. */
+function takeToken() {
+  const value = location.hash.match(/^#token=([\x21-\x7e]+)$/)?.[1];
+  if (!value) return;
+  history.replaceState(null, "", location.pathname + location.search);
+  const dialog = document.getElementById("token");
+  dialog.querySelector("input").value = value;
+  if (dialog.open) dialog.close(); // which stores the value
+  else storeToken(value);
+}
+
 function storedToken() {
   try {
     return sessionStorage.getItem(TOKEN_KEY);
@@ -41,8 +55,8 @@ function requestToken(problem) {
     const dialog = document.getElementById("token");
     const field = dialog.querySelector("input");
     dialog.querySelector(".problem").textContent = problem;
-    // Headers cannot contain other characters, and no token does.
-    const save = () => storeToken(field.value.replace(/[^\x20-\x7e]/g, "?"));
+    // The whole address may be pasted. Headers cannot contain other characters, and no token does.
+    const save = () => storeToken(field.value.replace(/^.*#token=/, "").replace(/[^\x20-\x7e]/g, "?"));
     dialog.addEventListener("close", () => resolve(save()), { once: true });
     field.value = "";
     dialog.showModal();
