@@ -40,7 +40,7 @@ from atoll.train import distributed
 
 # NCCL needs a real GPU.
 distributed.group_options = lambda device: {"backend": "gloo", "timeout": distributed.STEP_TIMEOUT}
-print(json.dumps(measure(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[3]))))
+print(json.dumps(measure(Path(sys.argv[1]), **json.loads(sys.argv[2]))))
 """
 
 
@@ -63,54 +63,57 @@ class Peak:
         del checkpoint
 
 
-def measure(run: Path, folder: Path, **overrides: str) -> tuple[int, int]:
-    """Return the estimated and the measured bytes of some steps."""
+def measure(run: Path, **overrides: str) -> tuple[int, int]:
+    """Return the estimated and the measured bytes of some steps of the first expert."""
     gc.collect()
     torch.cuda.empty_cache()
     left = torch.cuda.memory_allocated() - WORKSPACE
     assert left < 1 << 20, "only cuBLAS's workspace and a few constants are left of the job before"
     torch.cuda.reset_peak_memory_stats()
-    shutil.copytree(run, folder / "run")
     settings = {"train.log_every": "1000000", "train.save_every": "1000000", **overrides}
-    config = configuration.load(folder / "run", {key.replace("__", "."): value for key, value in settings.items()})
-    spec, peak = resolve_job(folder / "run", config, "expert", expert=0), Peak()
+    config = configuration.load(run, {key.replace("__", "."): value for key, value in settings.items()})
+    spec, peak = resolve_job(run, config, "expert", expert=0), Peak()
     with pytest.raises(Requeue):
         train_job(spec, peak)
     return JobCosts.of(spec).bytes, peak.bytes
 
 
+@pytest.fixture
+def fresh(run: Path, tmp_path: Path) -> Path:
+    """A copy of the prepared run."""
+    shutil.copytree(run, tmp_path / "run")
+    return tmp_path / "run"
+
+
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("network", "batch"), [("DiT-XS/2", "16"), ("DiT-S/2", "64"), ("DiT-B/2", "4")])
-def test_the_estimate_of_a_step(
-    run: Path, tmp_path: Path, *, network: str, batch: str, precision: str, checkpointing: str
-) -> None:
+def test_the_estimate_of_a_step(fresh: Path, *, network: str, batch: str, precision: str, checkpointing: str) -> None:
     estimate, measured = measure(
-        run, tmp_path, networks__default=network, train__batch_size=batch, train__precision=precision,
+        fresh, networks__default=network, train__batch_size=batch, train__precision=precision,
         train__activation_checkpointing=checkpointing,
     )  # fmt: skip
     assert estimate == pytest.approx(measured, rel=TOLERANCE)
 
 
-def test_the_estimate_with_gradient_accumulation(run: Path, tmp_path: Path) -> None:
+def test_the_estimate_with_gradient_accumulation(fresh: Path) -> None:
     estimate, measured = measure(
-        run, tmp_path, networks__default="DiT-S/2", train__batch_size="16", train__grad_accum_steps="4"
+        fresh, networks__default="DiT-S/2", train__batch_size="16", train__grad_accum_steps="4"
     )
     assert estimate == pytest.approx(measured, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_estimate_of_a_preview(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, precision: str
-) -> None:
+def test_the_estimate_of_a_preview(fresh: Path, monkeypatch: pytest.MonkeyPatch, *, precision: str) -> None:
     """The preview of 64 images needs more memory than a step of two."""
     finite_results(monkeypatch)
     small = {
         "networks__default": "DiT-S/2", "train__batch_size": "2", "train__activation_checkpointing": "true",
         "train__precision": precision,
     }  # fmt: skip
-    step, _ = measure(run, tmp_path / "step", **small)
-    estimate, measured = measure(run, tmp_path / "preview", **small, train__sample_every="2", train__sample_count="64")
+    step, _ = measure(fresh, **small)
+    shutil.rmtree(fresh / "experts")
+    estimate, measured = measure(fresh, **small, train__sample_every="2", train__sample_count="64")
     assert estimate > 1.2 * step
     assert estimate == pytest.approx(measured, rel=TOLERANCE)
 
@@ -124,9 +127,7 @@ def test_the_estimate_of_a_preview(
         ("fsdp2", "bfloat16", "false"),
     ],
 )
-def test_the_estimate_of_two_processes(
-    run: Path, tmp_path: Path, *, parallel: str, precision: str, checkpointing: str
-) -> None:
+def test_the_estimate_of_two_processes(fresh: Path, *, parallel: str, precision: str, checkpointing: str) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -141,7 +142,7 @@ def test_the_estimate_of_two_processes(
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }  # fmt: skip
-        command = [sys.executable, "-c", RANK, str(run), str(tmp_path / str(rank)), json.dumps(overrides)]
+        command = [sys.executable, "-c", RANK, str(fresh), json.dumps(overrides)]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * RANKS

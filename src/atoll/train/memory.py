@@ -221,16 +221,11 @@ class _AsOnAccelerator(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function as on an accelerator."""
-        name = getattr(func, "__name__", "")
-        call = (args, kwargs or {})
-        if self._dtype != torch.float32:
-            if name in _HALF_PRECISION:
-                call = tree_map_only(Tensor, lambda part: self._cast(part, self._dtype), call)
-            elif name in _FULL_PRECISION:
-                call = tree_map_only(Tensor, lambda part: self._cast(part, torch.float32), call)
-        if name == "scaled_dot_product_attention":
-            return _fused_attention(*call[0], **call[1])
-        return func(*call[0], **call[1])
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if self._dtype != torch.float32 and name in _HALF_PRECISION | _FULL_PRECISION:
+            dtype = self._dtype if name in _HALF_PRECISION else torch.float32
+            args, kwargs = tree_map_only(Tensor, lambda part: self._cast(part, dtype), (args, kwargs))
+        return (_fused_attention if name == "scaled_dot_product_attention" else func)(*args, **kwargs)
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if not tensor.is_floating_point() or tensor.dtype == dtype:
