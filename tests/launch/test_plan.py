@@ -24,7 +24,7 @@ from atoll.islands.leases import Lease
 from atoll.islands.store import Store
 from atoll.launch.base import LaunchSettings
 from atoll.launch.launch import open_launcher
-from atoll.launch.plan import Group, LaunchRequest, missing_groups, with_flops
+from atoll.launch.plan import Group, LaunchRequest, Step, missing_groups, with_flops
 from shapes import write_run
 
 ALL_KINDS = ("prepare", "experts", "router", "monolith", "student")
@@ -220,6 +220,59 @@ def test_by_default_every_gpu_of_the_machine_gets_an_island(
     assert launcher.max_parallel == 1
     assert variable not in launcher.environment(experts, 0)
     assert LaunchSettings(fresh, config.island).gpus(experts) == 0, "on Slurm and Ray"
+
+
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+RECORD = """
+import json, os, sys, time
+from pathlib import Path
+
+folder, name, expected, *variables = sys.argv[1:]
+Path(folder, name).write_text(json.dumps([os.environ.get(variable) for variable in variables]))
+deadline = time.monotonic() + 60
+while len(os.listdir(folder)) < int(expected):
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+"""
+
+
+class Recording(LaunchSettings):
+    """Each step writes the GPUs that it got, and ends when all steps of its group have written theirs."""
+
+    def command(self, group: Group, step: Step) -> list[str]:
+        folder = self.run.parent / "gpus" / group.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return [sys.executable, "-c", RECORD, str(folder), str(step.index), str(len(group.steps)), *GPU_VARIABLES]
+
+
+@pytest.mark.parametrize("variable", GPU_VARIABLES)
+def test_jobs_that_run_at_the_same_time_have_different_gpus(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in GPU_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "1,4,6")
+    config = configuration.load(fresh)
+    groups = [group for group in planned_groups(fresh, config) if group.name != "router"]
+    launcher = open_launcher("local", Recording(fresh, config.island))
+    launcher.submit(groups, {})
+    launcher.wait(groups)
+    found = {
+        group.name: [json.loads(file.read_text()) for file in sorted((fresh.parent / "gpus" / group.name).iterdir())]
+        for group in groups
+    }
+    chosen = [name == variable for name in GPU_VARIABLES]
+    assert found["prepare"] == [["1" if own else None for own in chosen]], "preparation uses one GPU"
+    assert found["experts"] == [[gpu if own else None for own in chosen] for gpu in ("1", "4", "6")]
+
+
+def test_a_machine_whose_gpus_are_hidden_has_none(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration.load(fresh)
+    prepare = planned_groups(fresh, config)[0]
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        launcher = open_launcher("local", LaunchSettings(fresh, config.island))
+        assert "CUDA_VISIBLE_DEVICES" not in launcher.environment(prepare, 0)
 
 
 def documented_task() -> str:

@@ -23,4 +23,6 @@ def test_every_gpu_gets_an_island(run: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "# 8 at a time" in done.stdout
-    assert "CUDA_VISIBLE_DEVICES=0 " in done.stdout
+    experts = [line for line in done.stdout.splitlines() if "--expert " in line]
+    assert len(experts) == 2
+    assert all(f"CUDA_VISIBLE_DEVICES={gpu} " in line for gpu, line in enumerate(experts))

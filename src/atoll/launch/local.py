@@ -92,13 +92,14 @@ class Local:
         return self.settings.run / layout.LAUNCH_LISTS
 
     def show(self, groups: Sequence[Group], active: Mapping[str, Sequence[str]]) -> str:
-        """Return the commands with the environment variables that are set for them."""
+        """Return the commands with the environment variables that are set for them, as if all slots were free."""
         del active
         lines = [f"# {self.max_parallel} at a time, with {self.cores} cores each"]
         for group in groups:
             lines.append(f"# {group.name}" + (f", after {', '.join(group.needs)}" if group.needs else ""))
-            for step in group.steps:
-                variables = " ".join(f"{key}={value}" for key, value in self.environment(group, 0).items())
+            for number, step in enumerate(group.steps):
+                environment = self.environment(group, number % self.max_parallel)
+                variables = " ".join(f"{key}={value}" for key, value in environment.items())
                 lines.append(f"{variables} {as_shell(self.settings.command(group, step))}")
         return "\n".join(lines)
 
@@ -243,10 +244,13 @@ class VisibleGPUs(NamedTuple):
 
 def visible_gpus() -> VisibleGPUs:
     """Return the GPUs of this machine: those that the environment names already, or all that torch finds."""
-    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
-        if variable in os.environ:
-            return VisibleGPUs(variable, tuple(name for name in os.environ[variable].split(",") if name))
-    return _found_gpus()
+    given = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK") if name in os.environ]
+    variable = given[0] if len(given) == 1 else _found_gpus().variable
+    if variable not in given:
+        return _found_gpus()
+    # An empty list and the usual -1 mean no GPU.
+    names = (name.strip() for name in os.environ[variable].split(","))
+    return VisibleGPUs(variable, tuple(name for name in names if name and not name.startswith("-")))
 
 
 @cache
@@ -256,7 +260,7 @@ def _found_gpus() -> VisibleGPUs:
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type not in ("cuda", "xpu"):
         return VisibleGPUs("CUDA_VISIBLE_DEVICES", ())
-    # ROCm's devices are called cuda too. Both schedulers and users name them by HIP_VISIBLE_DEVICES.
+    # ROCm's devices are called cuda too. If ROCR_VISIBLE_DEVICES restricts them, HIP_VISIBLE_DEVICES counts the rest.
     cuda = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
     variable = cuda if found.type == "cuda" else "ZE_AFFINITY_MASK"
     return VisibleGPUs(variable, tuple(str(number) for number in range(torch.accelerator.device_count())))
