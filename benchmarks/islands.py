@@ -19,9 +19,12 @@ from pathlib import Path
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.manifests import CHECKPOINT
+from atoll.core.signing import Signer
 from atoll.islands.checkpoint_publisher import CheckpointPublisher
-from atoll.islands.leases import DURATION, MARGIN, Lease
-from atoll.islands.remote_run import open_config, push
+from atoll.islands.lease_records import MARGIN
+from atoll.islands.leases import DURATION, Lease
+from atoll.islands.owners import push
+from atoll.islands.remote_run import Access, RemoteRun
 from atoll.islands.store import Store
 from atoll.islands.worker import Worker
 from atoll.train import resolve_job, train_job
@@ -43,9 +46,20 @@ def shared_run(folder: Path, rows: int, **settings: object) -> Iterator[tuple[St
     with moto() as server, proxy(server) as line:
         url = new_bucket(server)
         os.environ["AWS_ENDPOINT_URL"] = server
-        push(folder, Store.open(url))
+        os.environ["XDG_CONFIG_HOME"] = str(folder.parent / "config")
+        push(folder, Store.open(url), signer(folder))
         os.environ["AWS_ENDPOINT_URL"] = line.address
         yield Store.open(url), line
+
+
+def signer(folder: Path) -> Signer:
+    """Return the key of the owner, who also trains."""
+    return Signer.open(folder.parent / "key.pem")
+
+
+def open_remote(store: Store, folder: Path) -> RemoteRun:
+    """Open the shared run with a local copy in `folder`."""
+    return RemoteRun.open(store, folder, Access(unsigned=True, signer=signer(folder)))
 
 
 @dataclass(frozen=True)
@@ -72,14 +86,15 @@ def measure(quick: bool) -> Measured:
     settings = {"total_images": images, "batch_size": 64, "save_every": images // 2}
     with tempfile.TemporaryDirectory() as scratch, shared_run(Path(scratch) / "run", 8192, **settings) as (store, line):
         local, shared, traffic = [], [], []
-        config, _ = open_config(store, Path(scratch) / "copy")
+        remote = open_remote(store, Path(scratch) / "copy")
+        config = remote.config
         own = Path(scratch) / "run"
         for _ in range(rounds):
             shutil.rmtree(own / "experts", ignore_errors=True)
             local.append(seconds(lambda: train_job(resolve_job(own, config, "expert", expert=0))))
-            shared.append(seconds(lambda: train_job_shared(store, Path(scratch) / "copy", config)))
+            shared.append(seconds(lambda: train_job_shared(remote, Path(scratch) / "copy", config)))
             traffic.append(one_island(store, line, Path(scratch) / "island", own))
-        renewal, upload = cost_of_sharing(store, own, config)
+        renewal, upload = cost_of_sharing(remote, own, config)
     return Measured(images / min(local), min(local), min(shared), max(traffic), renewal, upload)
 
 
@@ -89,17 +104,17 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - before
 
 
-def train_job_shared(store: Store, folder: Path, config: Config) -> None:
+def train_job_shared(remote: RemoteRun, folder: Path, config: Config) -> None:
     """Run the job while its lease is renewed and its first checkpoint is published."""
     if not (folder / "data").exists():
         shutil.copytree(folder.parent / "run" / "data", folder / "data")
     shutil.rmtree(folder / "experts", ignore_errors=True)
-    clear(store)
+    clear(remote.store)
     job = resolve_job(folder, config, "expert", expert=0)
-    lease = Lease.acquire(store, job.job)
+    lease = Lease.acquire(remote.store, job.job, authority=remote)
     assert lease is not None
     with lease:
-        publisher = CheckpointPublisher(store, lease, job, signer=None, every=PUBLISH_EVERY, stop=threading.Event())
+        publisher = CheckpointPublisher(remote, lease, job, every=PUBLISH_EVERY, stop=threading.Event())
         train_job(job, publisher)
         publisher.close()
 
@@ -109,7 +124,8 @@ def one_island(store: Store, line: Proxy, folder: Path, own: Path) -> float:
     shutil.rmtree(folder, ignore_errors=True)
     clear(store)
     line.up = line.down = 0
-    worker = Worker(store, folder, open_config(store, folder)[0], publish_every=PUBLISH_EVERY)
+    remote = open_remote(store, folder)
+    worker = Worker(remote, folder, remote.config, publish_every=PUBLISH_EVERY)
     checkpoint = checkpoint_size(own)
     worker.run()
     needed = size_of(folder / "data") + size_of(folder / "experts/000/final") + checkpoint
@@ -122,11 +138,11 @@ def checkpoint_size(own: Path) -> int:
     return 4 * weights
 
 
-def cost_of_sharing(store: Store, own: Path, config: Config) -> tuple[float, float]:
+def cost_of_sharing(remote: RemoteRun, own: Path, config: Config) -> tuple[float, float]:
     """Return the CPU seconds of this process for one lease renewal, and for the upload of one checkpoint."""
-    clear(store)
+    clear(remote.store)
     job = resolve_job(own, config, "expert", expert=0)
-    lease = Lease.acquire(store, job.job, 1000.0)
+    lease = Lease.acquire(remote.store, job.job, 1000.0, authority=remote)
     assert lease is not None
     before = time.process_time()
     for _ in range(20):
@@ -139,7 +155,7 @@ def cost_of_sharing(store: Store, own: Path, config: Config) -> tuple[float, flo
     artifact.write("state.bin", os.urandom(checkpoint_size(own)))
     artifact.commit({"images": 1, "seconds": 0.0})
     shutil.move(folder, own / "experts/000/000000000001")
-    publisher = CheckpointPublisher(store, lease, job, signer=None, every=0.0, stop=threading.Event())
+    publisher = CheckpointPublisher(remote, lease, job, every=0.0, stop=threading.Event())
     before = time.process_time()
     publisher.on_checkpoint(Artifact(own, "experts/000/000000000001"))
     publisher.close()
@@ -149,8 +165,9 @@ def cost_of_sharing(store: Store, own: Path, config: Config) -> tuple[float, flo
 
 
 def clear(store: Store) -> None:
-    """Delete all experts and leases from the store."""
-    store.delete([entry.key for prefix in ("experts", "leases") for entry in store.entries(prefix)])
+    """Delete all experts, leases and snapshots from the store."""
+    shutil.rmtree(Path(os.environ["XDG_CONFIG_HOME"]), ignore_errors=True)
+    store.delete([entry.key for prefix in ("experts", "leases", "snapshot") for entry in store.entries(prefix)])
 
 
 def size_of(folder: Path) -> int:

@@ -290,6 +290,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "layout": layout_tree,
     "manifests": manifest_tables,
     "metrics": lambda: _model_table("atoll.core.metrics_file", "MetricsLine"),
-    "lease": lambda: _model_table("atoll.islands.leases", "Record"),
-    "policy": lambda: _model_table("atoll.core.policy", "Policy"),
+    "lease": lambda: _model_table("atoll.islands.lease_records", "Record"),
+    "root": lambda: _model_table("atoll.core.trust", "Root"),
+    "policy": lambda: _model_table("atoll.core.trust", "Policy"),
+    "snapshot": lambda: "\n\n".join(_model_table("atoll.core.trust", name) for name in ("Snapshot", "Network")),
+    "signature": lambda: "\n\n".join(_model_table("atoll.core.signing", name) for name in ("Signature", "Statement")),
 }

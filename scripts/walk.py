@@ -81,12 +81,12 @@ SETTINGS: Settings = {
 }
 COMMANDS = (
     ("prepare", "prepare run"),
-    ("", "push run file://{folder}/store"),
+    ("", "push run file://{folder}/store --key key.pem"),
     ("train", "train run --expert 0"),
     ("", "train run --expert 1"),
     ("", "train run --router"),
     ("sample", "sample run 'a red circle' 'a blue square' --steps 2 --out samples"),
-    ("join", "join file://{folder}/store --folder worker --key key.pem --name walk"),
+    ("join", "join file://{folder}/store --folder worker --key key.pem --name walk --unsigned"),
 )
 """Walks by name and their command lines. A command without a name only prepares the others and is not recorded."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}

@@ -339,3 +339,16 @@ def test_no_model_may_bring_code_of_its_own() -> None:
                     word.arg == "trust_remote_code" and ast.unparse(word.value) == "False" for word in node.keywords
                 )
                 assert refused, f"{file}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_every_pinned_release_has_hashes() -> None:
+    """`scripts/lock.py` writes them; run it after a change of constraints.txt."""
+    locked = (ROOT / "requirements/locked.txt").read_text(encoding="utf-8")
+    found = {
+        block.split()[0]: re.findall(r"--hash=sha256:([0-9a-f]{64})(?=\s|$)", block)
+        for block in re.split(r"\n(?=\S)", locked)
+        if "==" in block.split()[0]
+    }
+    pinned = {line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line and line[0] != "#"}
+    assert set(found) == pinned
+    assert all(found.values())

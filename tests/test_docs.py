@@ -111,9 +111,23 @@ def test_fragments_of_links_lead_to_a_heading(page: Path) -> None:
         assert found[2] in anchors(target), f"{name_of(page)}: {found[0]}"
 
 
+def test_every_finding_names_a_test_that_exists() -> None:
+    page = (ROOT / "docs/explanation/trust.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", page)
+    assert len(named) > 15
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
+    promises = page.partition("## Promises, compared")[2].partition("## ")[0]
+    cells = [
+        cell.strip() for line in promises.splitlines()[4:] if line.startswith("|") for cell in line.split("|")[2:-1]
+    ]
+    assert len(cells) > 40
+    assert all(re.match(r"(yes|no: \w|no$|partly: \w)", cell) for cell in cells), "yes or a reason in every row"
+
+
 def test_there_are_fragments_to_check() -> None:
     assert "what-the-demo-measures" in anchors(ROOT / "docs/tutorials/first-run.md")
-    assert "policyjson" in anchors(ROOT / "docs/reference/formats.md")
+    assert "the-root" in anchors(ROOT / "docs/reference/formats.md")
     assert "#what-the-demo-measures" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -175,7 +189,7 @@ def test_generated_tables_have_a_meaning_in_each_row_and_no_unknown_marker(
         rows = [line for line in page.splitlines() if line.startswith("|")]
         assert rows
         assert [row for row in rows if row.endswith("– |")] == []
-    for name in ("metrics", "lease", "policy"):
+    for name in ("metrics", "lease", "root", "policy", "snapshot", "signature"):
         assert tables[name].splitlines()[0].endswith("| meaning |")
     markers = [m for page in GUIDES for m in re.findall(r"<!-- generated: (\w+) -->", page.read_text(encoding="utf-8"))]
     assert set(markers) == set(reference.TABLES)

@@ -48,6 +48,32 @@ def test_a_committed_artifact_reads_back(artifact: Artifact) -> None:
     assert torch.equal(load_file(artifact.path("sub/a.safetensors"))["x"], torch.arange(4))
 
 
+def test_a_file_written_in_parts_is_hashed_once(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit reads other files only."""
+    artifact.begin(THINGS, {"seed": 0})
+    data = bytes(range(256)) * 1000
+    entry = artifact.write_parts("parts.bin", [data[:7], memoryview(data)[7:100_000], data[100_000:]])
+    artifact.write("b.json", b"{}")
+    read: list[str] = []
+    hash_file = run.sha256_of
+    monkeypatch.setattr(run, "sha256_of", lambda file: read.append(file.name) or hash_file(file))
+    made = artifact.commit({"rows": 4}, hashed={"parts.bin": entry})
+    assert read == ["b.json"]
+    assert (entry.size, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert made == artifact.open(THINGS, verify=True)
+    assert list(made.files) == ["b.json", "parts.bin"]
+    assert artifact.path("parts.bin").read_bytes() == data
+
+
+def test_a_hashed_file_that_is_missing_is_not_committed(artifact: Artifact) -> None:
+    artifact.begin(THINGS, {"seed": 0})
+    entry = artifact.write_parts("parts.bin", [b"content"])
+    artifact.path("parts.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"parts.bin"):
+        artifact.commit({"rows": 4}, hashed={"parts.bin": entry})
+    assert artifact.manifest() is None
+
+
 def test_making_it_again_does_nothing(artifact: Artifact) -> None:
     make(artifact)
     before = artifact.path(MANIFEST_FILE).read_bytes()

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from atoll.core.artifacts import FileEntry, Manifest
-from atoll.core.signing import Signer
-from atoll.islands.store import Store
+from atoll.core.artifacts import FileEntry, Manifest, to_json
+from atoll.islands.remote_run import RemoteRun
 from atoll.islands.transfer import parts_of, signature_key
+from islands.shared import person
 
 NAME = "experts/001/final"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -35,7 +35,7 @@ class Offer:
     """Entries of the manifest that differ from the files."""
     raw: Callable[[bytes], bytes] = lambda data: data
     """Changes the bytes of the manifest at the end."""
-    signer: Signer | None = None
+    signer: str | None = "ann"
     signed_name: str = NAME
     objects: dict[str, bytes] = field(default_factory=dict)
     """Objects in the store that differ from the files."""
@@ -43,8 +43,9 @@ class Offer:
     def tensors(self) -> dict[str, torch.Tensor]:
         return load(self.files[WEIGHTS])
 
-    def put(self, store: Store) -> str:
+    def put(self, remote: RemoteRun) -> str:
         """Write everything into a store without following the protocol; return the digest of the manifest."""
+        store = remote.store
         entries = {name: FileEntry(len(data), hashlib.sha256(data).hexdigest()) for name, data in self.files.items()}
         manifest = Manifest(self.kind, self.made_from, self.content, {**entries, **self.listing})
         for name, data in self.files.items():
@@ -53,9 +54,10 @@ class Offer:
         data = self.raw(manifest.to_json())
         digest = hashlib.sha256(data).hexdigest()
         store.write(f"{NAME}/manifests/{digest}.json", data)
-        store.write(f"{NAME}/manifest.json", data)
         if self.signer is not None:
-            store.write(signature_key(NAME, digest, "publish"), self.signer.sign("publish", self.signed_name, manifest))
+            statement = remote.trust.statement("publish", self.signed_name, manifest.digest)
+            signature = person(self.signer).sign(statement)
+            store.write(signature_key(NAME, digest), to_json(signature.model_dump()))
         return digest
 
 
@@ -252,6 +254,6 @@ FILES: dict[Callable[[Offer], None], str] = {
     tensor_too_many: "has a tensor 'backdoor' that the declared network lacks",
     not_a_number: "values that are not finite",
     infinite_ema: "values that are not finite",
-    random_weights: "the limit is 50",
+    random_weights: "it claims a held-out loss of",
 }
 """Each corruption with the reason that the refusal must give."""

@@ -247,7 +247,7 @@ CLAIMS: dict[Callable[[Offer], None], str] = {
     invented_classes: "does not hold a density of latents",
     without_captions: "does not hold a density of latents",
     unsigned: "is not signed",
-    signed_for_another_expert: "does not match this manifest and name",
-    signed_before_it_was_changed: "does not match this manifest and name",
+    signed_for_another_expert: "does not match its content and slot",
+    signed_before_it_was_changed: "does not match its content and slot",
 }
 """Each corruption with the reason that the refusal must give."""

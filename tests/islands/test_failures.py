@@ -1,6 +1,5 @@
 """Failures at bad moments: lost responses, interrupted workers, killed reviewers."""
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +10,18 @@ import pytest
 
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
-from atoll.core.signing import Signer
-from atoll.islands import admission, leases
+from atoll.islands import admission, lease_records, leases
 from atoll.islands import worker as join
+from atoll.islands.admit import admit
 from atoll.islands.checkpoint_publisher import CheckpointPublisher
-from atoll.islands.leases import Lease, get_lease
-from atoll.islands.remote_run import admit, push
+from atoll.islands.lease_records import get_lease
+from atoll.islands.leases import Lease
+from atoll.islands.remote_run import Access
 from atoll.islands.store import Store
 from atoll.islands.worker import Worker, open_worker
 from atoll.train import TrainSpec
 from atoll.train.loop import stop_signals
+from islands.shared import person, publishers, remote, share
 from train.conftest import Copy
 from train.workers import wait_for
 
@@ -134,11 +135,8 @@ def test_a_lease_is_acquired_only_at_the_given_epoch(store: Store) -> None:
 @pytest.fixture
 def worker(new_run: Copy, tmp_path: Path, store: Store) -> Worker:
     """A worker of a run whose owner admits contributions."""
-    owner = Signer.open(tmp_path / "owner.pem")
-    run = new_run()
-    (run / "policy.json").write_text(json.dumps({"admitters": {"owner": owner.public}}))
-    push(run, store)
-    return open_worker(store.url, tmp_path / "a", signer=Signer.open(tmp_path / "ann.pem"), duration=2.0)
+    share(new_run(), store, publishers=publishers("ann"))
+    return open_worker(store.url, tmp_path / "a", Access(None, True, person("ann")), duration=2.0)
 
 
 def test_a_second_interrupt_is_not_counted_as_a_failure(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +160,7 @@ def test_a_contribution_stays_proposed_if_its_review_fails(
     worker: Worker, trouble: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert worker.run(expert=0) == 1
-    owner = Signer.open(tmp_path / "owner.pem")
+    owner = remote(worker.store, by="owner")
 
     def broken(*_: Any, **options: Any) -> None:
         raise trouble
@@ -170,25 +168,26 @@ def test_a_contribution_stays_proposed_if_its_review_fails(
     with monkeypatch.context() as patch:
         patch.setattr(admission, "review", broken)
         with pytest.raises(type(trouble)):
-            admit(worker.store, tmp_path / "o", owner)
+            admit(owner, tmp_path / "o")
     lease_status = get_lease(worker.store, JOB)
     assert lease_status is not None
     assert lease_status.record.state == "proposed"
-    assert admit(worker.store, tmp_path / "o", owner) == {JOB: "admitted"}
+    assert admit(owner, tmp_path / "o") == {JOB: "admitted"}
 
 
 def test_a_contribution_whose_reviewer_was_killed_is_reviewed_again(
     worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "MARGIN", 0.0)
+    monkeypatch.setattr(lease_records, "MARGIN", 0.0)
     assert worker.run(expert=0) == 1
-    killed = Lease.acquire(worker.store, JOB, 0.1, holder="admission", state=("proposed",))
+    owner = remote(worker.store, by="owner")
+    killed = Lease.acquire(worker.store, JOB, 0.1, holder="admission", state=("proposed",), authority=owner)
     assert killed is not None
     wait_for(lambda: (lease_status := get_lease(worker.store, JOB)) is not None and lease_status.expired)
     worker._skipped.clear()
     lease, unfinished = worker._acquire_any(0)
     assert (lease, unfinished) == (None, True), "it must not be trained again"
-    assert admit(worker.store, tmp_path / "o", Signer.open(tmp_path / "owner.pem")) == {JOB: "admitted"}
+    assert admit(owner, tmp_path / "o") == {JOB: "admitted"}
 
 
 def test_checkpoints_written_after_the_end_of_the_lease_are_kept(
@@ -202,7 +201,8 @@ def test_checkpoints_written_after_the_end_of_the_lease_are_kept(
 
     monkeypatch.setattr(Lease, "end", slept)
     assert worker.run(expert=0) == 1
-    assert [entry.key for entry in worker.store.entries(f"{JOB}/checkpoints")] == [later]
+    kept = [entry.key for entry in worker.store.entries(f"{JOB}/checkpoints") if "/signatures/" not in entry.key]
+    assert kept == [later]
 
 
 def test_a_signal_during_the_last_save_reaches_the_previous_handler() -> None:

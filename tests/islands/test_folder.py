@@ -13,11 +13,13 @@ import pytest
 from atoll.core.errors import AtollError
 from atoll.core.untrusted import Refused
 from atoll.islands.folder import Folder
-from atoll.islands.leases import Lease, get_lease, key_of
-from atoll.islands.remote_run import push
+from atoll.islands.lease_records import get_lease, key_of
+from atoll.islands.leases import Lease
+from atoll.islands.remote_run import Access
 from atoll.islands.status import status
 from atoll.islands.store import Store
 from atoll.islands.worker import open_worker
+from islands.shared import person, share
 from train.conftest import Copy
 
 ATTEMPT, DIGEST = "0123456789abcdef", "1" * 64
@@ -217,30 +219,38 @@ def test_a_worker_does_not_delete_behind_a_link(new_run: Copy, tmp_path: Path) -
         (mine / name).parent.mkdir(parents=True, exist_ok=True)
         (mine / name).write_text("mine")
     before, shared = content(mine), tmp_path / "shared"
-    push(new_run(), Store.open(shared))
+    share(new_run(), Store.open(shared))
     (shared / "experts" / "001").mkdir(parents=True)
     (shared / "experts" / "001" / "checkpoints").symlink_to(mine)
-    worker = open_worker(str(shared), tmp_path / "a", signer=None, duration=60.0, publish_every=0.0)
+    worker = open_worker(
+        str(shared), tmp_path / "a", Access(None, True, person("owner")), duration=60.0, publish_every=0.0
+    )
     assert worker.run(expert=1) == 1
     assert content(mine) == before
-    assert (shared / "experts" / "001" / "final" / "manifest.json").is_file()
+    assert "experts/001" in worker.remote.networks()
 
 
 def test_a_link_instead_of_one_expert_does_not_stop_the_others(
     new_run: Copy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared = tmp_path / "shared"
-    push(new_run(only=[0, 1]), Store.open(shared))
+    share(new_run(), Store.open(shared))
     (shared / "experts").mkdir()
     (shared / "experts" / "000").symlink_to(tmp_path)
-    worker = open_worker(str(shared), tmp_path / "a", signer=None, duration=60.0, publish_every=1000.0)
-    assert worker.run(limit=1) == 1
-    states = {line.job: (line.state, line.why) for line in status(worker.store)}
-    assert states["experts/001"][0] == "done"
-    assert states["experts/000"][0] == "failed"
-    assert "experts/000 is a symbolic link" in states["experts/000"][1]
-    worker.run()
-    assert "experts/000 is skipped" in capsys.readouterr().out
+    (shared / "leases" / "experts").mkdir(parents=True)
+    (shared / "leases" / "experts" / "002").symlink_to(tmp_path)
+    worker = open_worker(
+        str(shared), tmp_path / "a", Access(None, True, person("owner")), duration=60.0, publish_every=1000.0
+    )
+    assert worker.run() == 1
+    states = {line.job: line.state for line in status(worker.store, worker.remote)}
+    assert states["experts/001"] == "done"
+    assert states["experts/000"] == "failed"
+    assert worker.failed == ["experts/000"]
+    output = capsys.readouterr().out
+    assert "experts/000 is a symbolic link" in output
+    assert "experts/002 is skipped: " in output
+    assert not list(tmp_path.glob("final*"))
 
 
 def test_a_lease_that_is_a_link_is_ignored(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from uuid import uuid4
 import pytest
 
 from atoll.core.errors import AtollError
-from atoll.islands import leases
-from atoll.islands.leases import KEPT_EPOCHS, Lease, LeaseLost, get_lease, key_of, list_leases
+from atoll.islands import lease_records, leases
+from atoll.islands.lease_records import get_lease, key_of, list_leases
+from atoll.islands.leases import KEPT_EPOCHS, Lease, LeaseLost
 from atoll.islands.store import Store
 from islands import workers as workers  # sets up the forkserver that the processes below use
 from islands.servers import access
@@ -24,7 +25,7 @@ WRITERS, ROUNDS = 8, 200
 @pytest.fixture(autouse=True)
 def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reduce the margin: it covers clocks with a resolution of one second, and memory and files have finer ones."""
-    monkeypatch.setattr(leases, "MARGIN", 0.1)
+    monkeypatch.setattr(lease_records, "MARGIN", 0.1)
 
 
 def race(url: str, environment: dict[str, str], number: int, gate: Any, wins: Any) -> None:
@@ -79,7 +80,7 @@ def test_a_lease_is_acquired_renewed_and_released(store: Store) -> None:
     second = Lease.acquire(store, "experts/003", 30, holder="b")
     assert second is not None
     assert second.record.epoch == 3
-    assert set(list_leases(store)) == {"experts/003"}
+    assert set(list_leases(store).leases) == {"experts/003"}
 
 
 def test_a_stalled_holder_cannot_write_after_a_takeover() -> None:

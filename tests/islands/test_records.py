@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -10,18 +11,19 @@ from uuid import uuid4
 import pytest
 
 from atoll.core import config
-from atoll.core.artifacts import Artifact, to_json
+from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CHECKPOINT
-from atoll.core.signing import Signer
 from atoll.islands import leases
 from atoll.islands.checkpoint_publisher import CheckpointPublisher, is_checkpoint_key
-from atoll.islands.leases import KEPT_EPOCHS, MAX_WHY, Lease, get_lease, key_of, list_leases
-from atoll.islands.remote_run import push
+from atoll.islands.lease_records import MAX_WHY, get_lease, key_of, list_leases
+from atoll.islands.leases import KEPT_EPOCHS, Lease
+from atoll.islands.remote_run import Access
 from atoll.islands.status import status
 from atoll.islands.store import Store
 from atoll.islands.worker import Worker, open_worker
 from atoll.train import resolve_job
+from islands.shared import person, publishers, remote, share
 from train.conftest import Copy
 
 JOB, OTHER = "experts/001", "experts/002"
@@ -88,7 +90,7 @@ def test_the_unmodified_record_is_well_formed(store: Store) -> None:
 @pytest.mark.parametrize("data", MALFORMED, ids=short)
 def test_a_malformed_record_is_ignored(store: Store, data: bytes) -> None:
     store.write(key_of(JOB, 0), data)
-    assert list_leases(store) == {}
+    assert list_leases(store).leases == {}
     lease = taken(store)
     assert (lease.record.epoch, lease.record.checkpoint, lease.record.overrides) == (1, None, {})
     lease_status = get_lease(store, JOB)
@@ -133,7 +135,7 @@ def test_keys_that_are_not_those_of_leases_are_ignored(store: Store, key: str) -
     store.write(f"leases/{key}/000000", b"x")
     lease = taken(store)
     lease.renew()
-    assert set(list_leases(store)) == {JOB}
+    assert set(list_leases(store).leases) == {JOB}
     assert lease.record.epoch == 1
 
 
@@ -188,17 +190,16 @@ def bystanders(store: Store) -> set[str]:
 
 
 @pytest.mark.parametrize("pointer", [*POINTERS, GOOD["checkpoint"], None], ids=short)
-def test_no_record_can_cause_a_deletion(store: Store, new_run: Copy, pointer: Any) -> None:
+def test_no_record_can_cause_a_deletion(store: Store, shared: Store, new_run: Copy, pointer: Any) -> None:
     """A worker deletes only keys that it wrote or resumed from, even if the pointer is well-formed."""
     kept = bystanders(store)
     store.write(key_of(JOB, 0), json.dumps({**GOOD, "checkpoint": pointer}).encode())
     run = new_run(only=[])
     lease = taken(store)
     publisher = CheckpointPublisher(
-        store,
+        replace(remote(shared), store=store),
         lease,
         resolve_job(run, config.load(run), "expert", expert=1),
-        signer=None,
         every=0.0,
         stop=threading.Event(),
     )
@@ -218,13 +219,10 @@ def test_no_record_can_cause_a_deletion(store: Store, new_run: Copy, pointer: An
 
 
 def worker_on(store: Store, new_run: Copy, tmp_path: Path, name: str) -> Worker:
-    ann = Signer.open(tmp_path / "ann.pem")
     if store.entry("atoll.yaml") is None:
-        run = new_run()
-        (run / "policy.json").write_bytes(to_json({"publishers": {"ann": ann.public}}))
-        push(run, store)
-    options: dict[str, Any] = {"signer": ann, "duration": 60.0, "publish_every": 0.0, "name": name}
-    return open_worker(store.url, tmp_path / name, **options)
+        share(new_run(), store, publishers=publishers("ann"))
+    options: dict[str, Any] = {"duration": 60.0, "publish_every": 0.0, "name": name}
+    return open_worker(store.url, tmp_path / name, Access(None, True, person("ann")), **options)
 
 
 def test_a_worker_deletes_only_the_checkpoints_of_its_job(store: Store, new_run: Copy, tmp_path: Path) -> None:
@@ -234,8 +232,9 @@ def test_a_worker_deletes_only_the_checkpoints_of_its_job(store: Store, new_run:
     kept = keys_of(store) | {key for key in bystanders(store) if not is_checkpoint_key(key, JOB)}
     assert worker.run(expert=1) == 1
     assert kept <= keys_of(store)
-    assert [entry.key for entry in store.entries(f"{JOB}/checkpoints")] == [f"{JOB}/checkpoints/notes.txt"]
-    assert next(line for line in status(store) if line.job == JOB).state == "done"
+    left = [entry.key for entry in store.entries(f"{JOB}/checkpoints") if "/signatures/" not in entry.key]
+    assert left == [f"{JOB}/checkpoints/notes.txt"]
+    assert next(line for line in status(store, remote(store)) if line.job == JOB).state == "proposed"
 
 
 def test_only_the_checkpoint_that_was_resumed_from_is_deleted(
@@ -259,7 +258,8 @@ def test_only_the_checkpoint_that_was_resumed_from_is_deleted(
         assert store.entries(handed_over)
         second = worker_on(store, new_run, tmp_path, "second")
         assert second.run(expert=1) == 0
-    assert store.entries(handed_over) == [], "the second worker's checkpoint contains its progress"
+    left = [entry.key for entry in store.entries(handed_over) if "/signatures/" not in entry.key]
+    assert left == [], "the second worker's checkpoint contains its progress"
     assert kept <= keys_of(store)
     lease_status = get_lease(store, JOB)
     assert lease_status is not None
@@ -273,7 +273,7 @@ def test_only_the_checkpoint_that_was_resumed_from_is_deleted(
         (f"{JOB}/checkpoints/{ATTEMPT}/sha256/{DIGEST}", True),
         (f"{JOB}/checkpoints/{ATTEMPT}/sha256/{DIGEST}.0001", True),
         (f"{JOB}/checkpoints/{ATTEMPT}/manifests/{DIGEST}.json", True),
-        (f"{JOB}/checkpoints/{ATTEMPT}/signatures/{DIGEST}.publish.json", True),
+        (f"{JOB}/checkpoints/{ATTEMPT}/signatures/{DIGEST}.json", False),
         (f"{OTHER}/checkpoints/{ATTEMPT}/sha256/{DIGEST}", False),
         (f"{JOB}/final/sha256/{DIGEST}", False),
         (f"{JOB}/checkpoints/{ATTEMPT}/sha256/{DIGEST}\n", False),

@@ -1,7 +1,6 @@
 """The guarantees of a store: on a file system, in memory, and on real S3 servers."""
 
 import hashlib
-import shutil
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,7 +13,7 @@ from atoll.core.manifests import SHARDS
 from atoll.core.untrusted import Refused
 from atoll.islands import transfer
 from atoll.islands.store import Store
-from atoll.islands.transfer import fetch, parts_of, publish, read_manifest, upload
+from atoll.islands.transfer import fetch, parts_of, read_manifest, upload
 from islands.servers import proxy, server_without_conditions
 
 
@@ -86,36 +85,36 @@ def test_an_artifact_makes_the_round_trip(store: Store, tmp_path: Path, monkeypa
     """Small parts divide the large file; stored objects are not sent again."""
     monkeypatch.setattr(transfer, "PART_BYTES", 1 << 20)
     source = make(tmp_path / "a")
-    publish(store, source, manifest_of(source))
+    upload(store, source, manifest_of(source), name=source.name)
     assert len(store.entries(f"{source.name}/sha256")) == 2 + 3
     target = Artifact(tmp_path / "b", source.name)
-    manifest = read_manifest(store, source.name)
+    manifest = read_manifest(store, source.name, manifest_of(source).digest)
     assert manifest is not None
     fetch(store, source.name, manifest, target=target)
     assert target.open(SHARDS, verify=True).digest == manifest.digest
     assert content(target) == content(source)
     written = {entry.key: entry.modified for entry in store.entries(source.name)}
-    publish(store, source, manifest)
+    upload(store, source, manifest, name=source.name)
     assert {entry.key for entry in store.entries(source.name)} == set(written)
     fetch(store, source.name, manifest, target=target)
 
 
-def test_a_published_name_cannot_get_other_content(store: Store, tmp_path: Path) -> None:
+def test_two_contents_under_one_name_do_not_mix(store: Store, tmp_path: Path) -> None:
     first, second = make(tmp_path / "a"), make(tmp_path / "b", sizes=(11,))
-    publish(store, first, manifest_of(first))
-    with pytest.raises(AtollError, match="already published with different content"):
-        publish(store, second, manifest_of(second))
-    manifest = read_manifest(store, first.name)
-    assert manifest is not None
-    assert manifest.digest == manifest_of(first).digest
-    fetch(store, first.name, manifest, target=Artifact(tmp_path / "c", first.name))
-    assert content(Artifact(tmp_path / "c", first.name)) == content(first)
+    for source in (first, second):
+        upload(store, source, manifest_of(source), name=source.name)
+    for number, source in enumerate((first, second)):
+        manifest = read_manifest(store, source.name, manifest_of(source).digest)
+        assert manifest is not None
+        target = Artifact(tmp_path / f"c{number}", source.name)
+        fetch(store, source.name, manifest, target=target)
+        assert content(target) == content(source)
 
 
 def test_a_damaged_object_is_refused(store: Store, tmp_path: Path) -> None:
     source = make(tmp_path / "a")
     manifest = manifest_of(source)
-    publish(store, source, manifest)
+    upload(store, source, manifest, name=source.name)
     part = parts_of(source.name, manifest.files["file-2.bin"])[0]
     data = bytearray(store.read(part.key, 1 << 30) or b"")
     data[1000] ^= 1
@@ -134,7 +133,7 @@ def test_a_missing_or_short_object_is_named_in_the_error(tmp_path: Path, monkeyp
     monkeypatch.setattr(transfer, "backoff", lambda _: 0)
     store, source = Store.open(f"memory://{uuid4().hex}"), make(tmp_path / "a")
     manifest = manifest_of(source)
-    publish(store, source, manifest)
+    upload(store, source, manifest, name=source.name)
     key = parts_of(source.name, manifest.files["file-2.bin"])[0].key
     store.write(key, b"short")
     with pytest.raises(AtollError, match="has 5 bytes; its manifest lists 3,000,000"):
@@ -157,17 +156,17 @@ def test_an_interrupted_upload_leaves_no_partial_object(
         store = Store.open(bucket)
         line.cut_up = [100_000] * 1000
         with pytest.raises(AtollError, match="does not respond"):
-            publish(store, source, manifest)
+            upload(store, source, manifest, name=source.name)
         assert line.cuts >= 3
         line.cut_up = []
         sizes = {part.key: part.size for entry in manifest.files.values() for part in parts_of(source.name, entry)}
         there = store.entries(source.name)
         assert all(sizes[entry.key] == entry.size for entry in there)
         assert len(there) < len(sizes)
-        assert read_manifest(store, source.name) is None
+        assert read_manifest(store, source.name, manifest.digest) is None
         before = line.up
         line.cut_up = [700_000, 300_000]  # two more cuts, which the retries survive
-        publish(store, source, manifest)
+        upload(store, source, manifest, name=source.name)
         assert line.up - before < 1.5 * 3_050_000
         fetch(store, source.name, manifest, target=Artifact(tmp_path / "b", source.name))
     assert content(Artifact(tmp_path / "b", source.name)) == content(source)
@@ -178,7 +177,7 @@ def test_an_interrupted_download_leaves_no_partial_file_and_resumes(
 ) -> None:
     source = make(tmp_path / "a", sizes=(4_000_000,))
     manifest = manifest_of(source)
-    publish(Store.open(bucket), source, manifest)
+    upload(Store.open(bucket), source, manifest, name=source.name)
     target = Artifact(tmp_path / "b", source.name)
     with proxy(s3) as line:
         monkeypatch.setenv("AWS_ENDPOINT_URL", line.address)
@@ -206,7 +205,7 @@ def test_little_more_than_the_artifact_is_transferred(
     with proxy(s3) as line:
         monkeypatch.setenv("AWS_ENDPOINT_URL", line.address)
         store = Store.open(bucket)
-        publish(store, source, manifest_of(source))
+        upload(store, source, manifest_of(source), name=source.name)
         assert line.up < 1.05 * size
         fetch(store, source.name, manifest_of(source), target=Artifact(tmp_path / "b", source.name))
         assert line.down < 1.05 * size
@@ -214,19 +213,8 @@ def test_little_more_than_the_artifact_is_transferred(
 
 def test_a_part_of_an_artifact_can_be_fetched(store: Store, tmp_path: Path) -> None:
     source = make(tmp_path / "a")
-    publish(store, source, manifest_of(source))
-    target = Artifact(tmp_path / "b", source.name)
-    fetch(store, source.name, manifest_of(source), target=target, only=lambda file: file != "file-2.bin")
-    assert set(content(target)) == {"file-0.bin", "file-1.bin", "manifest.json"}
-    assert target.open(SHARDS, verify=True).content == {"rows": 1}
-
-
-def test_an_upload_without_commit_is_not_visible(store: Store, tmp_path: Path) -> None:
-    source = make(tmp_path / "a")
     upload(store, source, manifest_of(source), name=source.name)
-    assert read_manifest(store, source.name) is None
-    shutil.rmtree(tmp_path / "a")
-    digest = next(entry.key for entry in store.entries(f"{source.name}/manifests")).split("/")[-1].removesuffix(".json")
-    manifest = read_manifest(store, source.name, digest)
-    assert manifest is not None
-    fetch(store, source.name, manifest, target=Artifact(tmp_path / "b", source.name))
+    target = Artifact(tmp_path / "b", source.name)
+    fetch(store, source.name, manifest_of(source), target=target, only="file-1")
+    assert set(content(target)) == {"file-1.bin", "manifest.json"}
+    assert target.open(SHARDS, verify=True).content == {"rows": 1}

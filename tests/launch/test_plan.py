@@ -290,9 +290,12 @@ def test_the_documented_cloud_task_installs_this_checkout_and_joins() -> None:
     assert task["workdir"] == "."
     assert task["setup"] == "pip install -e '.[islands]'"
     assert "islands" in extras
-    program, verb, *options = shlex.split(task["run"].replace("$ATOLL_RUN", task["envs"]["ATOLL_RUN"]))
+    private, join = task["run"].split(" && ")
+    assert private == 'chmod 600 "$ATOLL_KEY"', "a key that other users can read is refused"
+    program, verb, *options = shlex.split(join.replace("$ATOLL_RUN", task["envs"]["ATOLL_RUN"]))
     assert (program, verb) == ("atoll", "join")
-    assert tyro.cli(VERBS[verb], args=options).url == "s3://bucket/run"
+    assert tyro.cli(VERBS[verb], args=options).url == task["envs"]["ATOLL_RUN"]
+    assert task["envs"]["ATOLL_RUN"].startswith("s3://bucket/run")
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll.islands.leases import Lease, LeaseStatus, get_lease
+from atoll.islands.lease_records import LeaseStatus, get_lease
+from atoll.islands.leases import Lease
 from atoll.islands.store import Store
 from atoll.launch.base import RETRY_CODE
 from atoll.launch.supervisor import holder, is_dead, saved_images

@@ -69,3 +69,10 @@ def own_run(run: Path, tmp_path: Path) -> Path:
     """A copy of the prepared run, to train in."""
     shutil.copytree(run, tmp_path / "run")
     return tmp_path / "run"
+
+
+@pytest.fixture
+def own_trained_run(trained_run: Path, tmp_path: Path) -> Path:
+    """A copy of the trained run, to train in."""
+    shutil.copytree(trained_run, tmp_path / "run")
+    return tmp_path / "run"

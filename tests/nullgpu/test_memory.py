@@ -16,7 +16,7 @@ if "NULLGPU" not in os.environ:
     pytest.skip("THE GPU CODE IS NOT TESTED: it needs the null GPU; run make test-gpu", allow_module_level=True)
 
 import torch
-from test_sampling import finite_results
+from test_gpu_sampling import finite_results
 
 import nullgpu  # noqa: F401 - it disables cuDNN, which is not replaced
 from atoll.core import config as configuration

@@ -20,9 +20,9 @@ from atoll.train.spec import resolve_job
 pytestmark = pytest.mark.slow
 
 
-def test_steps_inside_a_block_wait_once_and_copy_from_pinned_memory(trained_run: Path, tmp_path: Path) -> None:
+def test_steps_inside_a_block_wait_once_and_copy_from_pinned_memory(own_trained_run: Path) -> None:
     """The first step computes the block, which has the targets of all steps."""
-    steps = train_steps(trained_run, tmp_path, "student", student__block=str(8 * STEPS))
+    steps = train_steps(own_trained_run, "student", student__block=str(8 * STEPS))
     assert len(steps) == STEPS - WARM_UP_STEPS
     for step in steps:
         assert sum(step.synchronizations.values()) <= 1, step.synchronizations
@@ -31,9 +31,9 @@ def test_steps_inside_a_block_wait_once_and_copy_from_pinned_memory(trained_run:
         assert step.counts["launch"] > 50, "the step ran on the device"
 
 
-def test_steps_across_blocks_copy_from_pinned_memory(trained_run: Path, tmp_path: Path) -> None:
+def test_steps_across_blocks_copy_from_pinned_memory(own_trained_run: Path) -> None:
     """A block of 12 images ends in every second batch of 8."""
-    steps = train_steps(trained_run, tmp_path, "student", student__block="12")
+    steps = train_steps(own_trained_run, "student", student__block="12")
     assert len(steps) == STEPS - WARM_UP_STEPS
     for step in steps:
         # Weights of teachers that are loaded are not the subject here.

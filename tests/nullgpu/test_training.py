@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partialmethod
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch._dynamo.utils import counters
 import nullgpu
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
+from atoll.train.host_copy import HostCopy
 from atoll.train.job import build_task, train_job
 from atoll.train.loop import Requeue
 from atoll.train.spec import TrainSpec, resolve_job
@@ -130,13 +130,13 @@ class Pending(Steps):
 
 def test_steps_do_not_wait_while_a_checkpoint_is_written(own_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step that saves queues one copy for each tensor of the state, to pinned memory, and waits for none."""
-    steps, write = Pending(), Artifact.write_parts
+    steps, parts = Pending(), HostCopy.parts
 
-    def write_at_the_end(self: Artifact, file: str, parts: Iterable[bytes | memoryview]) -> object:
+    def at_the_end(self: HostCopy) -> list[bytes | memoryview]:
         assert steps.last.wait(60)
-        return write(self, file, parts)
+        return parts(self)
 
-    monkeypatch.setattr(Artifact, "write_parts", write_at_the_end)
+    monkeypatch.setattr(HostCopy, "parts", at_the_end)
     saving = WARM_UP_STEPS + 1
     spec = resolve(own_run, "expert", train__save_every=str(8 * saving))
     with pytest.raises(Requeue):

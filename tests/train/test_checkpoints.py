@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from atoll.core import artifacts, config
 from atoll.core.artifacts import Artifact, sha256_of
+from atoll.core.errors import AtollError
 from atoll.core.manifests import CHECKPOINT
 from atoll.train import TrainSpec, host_copy, resolve_job, train_job
 from atoll.train.checkpoints import Checkpoints, CheckpointSaver, TrainState, file_of
@@ -224,6 +225,23 @@ def test_the_end_of_training_raises_the_error_of_its_last_checkpoint(
 
     with pytest.raises(OSError, match="no space left"):
         end()
+
+
+def test_a_file_that_the_main_process_does_not_see_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on two machines without a common file system."""
+    write = Artifact.write_parts
+
+    def write_elsewhere(self: Artifact, file: str, parts: Iterable[bytes | memoryview]) -> object:
+        entry = write(self, file, parts)
+        self.path(file).unlink()
+        return entry
+
+    monkeypatch.setattr(Artifact, "write_parts", write_elsewhere)
+    saver = saver_of(tmp_path)
+    saver.save(make_state(), 8, 1.0)
+    with pytest.raises(AtollError, match=r"state-00000.safetensors was written by .* need a common file system"):
+        saver.wait()
+    assert saver._checkpoints.newest() == "none"
 
 
 class Recorder:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from atoll.cli import convert, core, data, ensemble, evaluate, islands, studio, train
+from atoll.cli import convert, core, data, ensemble, evaluate, islands, launch, studio, train
 from atoll.cli.verb import Configured, Verb
 from atoll.core import renamed
 from atoll.core.errors import AtollError, unknown
@@ -15,10 +15,11 @@ from atoll.core.version import __version__
 
 GROUPS: dict[str, dict[str, type[Verb]]] = {
     "start": {"demo": core.Demo, "init": core.Init, "config": core.Config, "prepare": data.Prepare},
-    "train": {"train": train.Train, "launch": islands.Launch},
+    "train": {"train": train.Train, "launch": launch.Launch},
     "share": {
         "keys": islands.Keys,
         "push": islands.Push,
+        "trust": islands.Trust,
         "join": islands.Join,
         "status": islands.Status,
         "admit": islands.Admit,
@@ -104,8 +105,7 @@ def overview() -> str:
             "",
             *rows,
             "",
-            "atoll VERB --help lists the options of a verb. Verbs that read RUN/atoll.yaml",
-            "accept its keys as options: --clusters.count 4. atoll config RUN prints all.",
+            "atoll VERB --help lists options; keys of atoll.yaml, too: --clusters.count 4.",
         ]
     )
 

@@ -1,70 +1,25 @@
-"""Verbs of several machines: launch, and those of shared runs: push, join, admit, status, pull, keys."""
+"""Verbs of shared runs: push, join, admit, status, pull, trust, keys."""
 
 import json
-import sys
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from atoll.cli.verb import KeyFile, Overrides, RunFolder
-from atoll.core import config as configuration
 from atoll.core.errors import AtollError
+from atoll.core.untrusted import printable
 
 if TYPE_CHECKING:
     from atoll.core.signing import Signer
+    from atoll.islands.remote_run import Access
 
-
-@dataclass
-class Launch:
-    """Run all remaining jobs of a run on this machine, Slurm or Ray."""
-
-    folder: RunFolder
-    """Folder of the run."""
-    on: Literal["local", "slurm", "ray"] = "local"
-    """Where to run the jobs."""
-    jobs: tuple[Literal["prepare", "experts", "router", "monolith", "student"], ...] = ("prepare", "experts", "router")
-    """Kinds of jobs to run."""
-    experts: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: all)")] = ()
-    """Experts to train, by number."""
-    prepare_workers: int = 1
-    """Number of jobs that divide each of the stages ingest, features, latents and text."""
-    max_parallel: Annotated[
-        int | None, arg(metavar="N", help_behavior_hint="(default: local: by GPUs, or 1; slurm: no limit)")
-    ] = None
-    """Maximum number of jobs that run at the same time."""
-    retries: int = 3
-    """Retry a job at most this many times in a row without progress."""
-    wait: bool = False
-    """Slurm and Ray: wait until all jobs have ended. Local jobs are always waited for."""
-    print: bool = False
-    """Print the commands or scripts of all jobs and exit."""
-    json: bool = False
-    """Print the submitted jobs as JSON."""
-    overrides: Overrides = field(default_factory=dict)
-
-    def run(self) -> None:
-        """Submit the jobs, or print them."""
-        run = self.folder.resolve()
-        config = configuration.load(run, self.overrides)
-        from contextlib import redirect_stdout
-
-        from atoll.launch.base import LaunchSettings
-        from atoll.launch.launch import as_dict, open_launcher, show, submit
-        from atoll.launch.plan import LaunchRequest
-
-        launcher = open_launcher(self.on, LaunchSettings(run, config.island, self.retries, self.max_parallel))
-        request = LaunchRequest(self.jobs, self.experts, self.prepare_workers, self.overrides)
-        if self.print:
-            print(show(launcher, run, config, request=request))
-            return
-        with redirect_stdout(sys.stderr):  # Ray prints about its nodes there
-            found = submit(launcher, run, config, request=request, wait=self.wait)
-        if self.json:
-            print(json.dumps(as_dict(found)))
+Url = Annotated[Positional[str], arg(metavar="URL")]
+Fingerprint = Annotated[
+    str | None, arg(metavar="FINGERPRINT", help_behavior_hint="(default: that of the URL, or of the folder)")
+]
 
 
 @dataclass
@@ -72,29 +27,31 @@ class Push:
     """Upload a prepared run to a store that contributors share."""
 
     folder: RunFolder
-    """Folder of the run; an optional policy.json in it limits who may publish what."""
-    url: Annotated[Positional[str], arg(metavar="URL")]
+    """Folder of the run. The first push creates its root of trust, with you as the owner."""
+    url: Url
     """Store: a path, file://, s3://bucket/prefix, gs://bucket/prefix or az://account/container/prefix."""
     key: KeyFile = None
-    """Private key to sign finished networks with, if the policy requires signatures."""
+    """Private key of an owner."""
 
     def run(self) -> None:
         """Upload all objects that the store lacks."""
-        from atoll.core.policy import policy_of
-        from atoll.islands.remote_run import push
+        from atoll.islands.owners import push
+        from atoll.islands.remote_run import FRAGMENT, split_url
         from atoll.islands.store import Store
 
-        signer = open_signer(self.key) if policy_of(self.folder) else None
-        for name in push(self.folder, Store.open(self.url), signer):
-            print(f"uploaded: {self.url}/{name}")
+        url, _ = split_url(self.url)
+        trust, sent = push(self.folder, Store.open(url), open_signer(self.key))
+        for name in sent:
+            print(f"uploaded: {url}/{name}")
+        print(f"others open it as: {url}{FRAGMENT}{trust.current.digest}")
 
 
 @dataclass
 class Join:
     """Train free experts of a shared run and publish them."""
 
-    url: Annotated[Positional[str], arg(metavar="URL")]
-    """Store of the shared run."""
+    url: Url
+    """Store of the shared run, with the fingerprint that its owner gave you: URL#sha256=…"""
     expert: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: any free expert)")] = None
     """Train only this expert."""
     objective: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: that of the run)")] = None
@@ -105,28 +62,31 @@ class Join:
     """Local folder for shards and checkpoints."""
     key: KeyFile = None
     """Private key to sign with."""
-    name: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: host and process id)")] = None
-    """Name of this worker that other contributors see."""
+    name: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: random)")] = None
+    """Name of this worker that everybody who can read the store sees."""
     wait: bool = False
     """Wait for leases that expire until every expert is done, instead of exiting when no expert is free."""
     lease: float = 120.0
     """Seconds without renewal after which another worker may take over the expert."""
     publish_every: float = 300.0
     """Minimum number of seconds between two published checkpoints."""
+    trust: Fingerprint = None
+    """Fingerprint of the run, if the URL has none."""
+    unsigned: bool = False
+    """Accept a run without its fingerprint. Anyone who can write to the store could have written it."""
     overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
         """Train until no expert is left, or until Ctrl-C."""
         from atoll.islands.worker import check_overrides, open_worker
 
-        check_folder(self.url)
         check_overrides(self.overrides)
+        url, access = access_of(self.url, self.trust, unsigned=self.unsigned, signer=open_signer(self.key))
         name = {} if self.name is None else {"name": self.name}
-        # Signing is optional unless the policy requires it, so the package cryptography is, too.
         worker = open_worker(
-            self.url,
+            url,
             self.folder,
-            signer=open_signer(self.key) if self.key or find_spec("cryptography") else None,
+            access,
             objective=self.objective,
             network=self.network,
             overrides=self.overrides,
@@ -134,35 +94,40 @@ class Join:
             publish_every=self.publish_every,
             **name,
         )
-        print(f"working on {self.url} as {worker.name}, in {worker.folder}", flush=True)
+        print(f"working on {url} as {worker.name}, in {worker.folder}", flush=True)
         finished = worker.run(self.expert, self.wait)
         print(f"{finished} expert{'' if finished == 1 else 's'} finished", flush=True)
         if worker.failed:
-            raise AtollError(f"failed: {', '.join(worker.failed)}; see above, and atoll status {self.url}")
+            raise AtollError(f"failed: {', '.join(worker.failed)}; see above, and atoll status {url}")
 
 
 @dataclass
 class Admit:
     """Check proposed experts, and accept those that pass."""
 
-    url: Annotated[Positional[str], arg(metavar="URL")]
-    """Store of the shared run."""
+    url: Url
+    """Store of the shared run, with its fingerprint: URL#sha256=…"""
     folder: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: in the user cache)")] = None
     """Scratch folder for the downloads."""
     key: KeyFile = None
-    """Private key of an admitter."""
+    """Private key of an admitter or owner."""
+    trust: Fingerprint = None
+    """Fingerprint of the run, if the URL has none."""
+    unsigned: bool = False
+    """Accept a run without its fingerprint. Anyone who can write to the store could have written it."""
     json: bool = False
     """Print JSON."""
 
     def run(self) -> None:
         """Check every proposed expert."""
-        from atoll.islands.remote_run import admit
+        from atoll.islands.admit import admit
+        from atoll.islands.remote_run import RemoteRun
         from atoll.islands.store import Store
         from atoll.islands.worker import default_folder
 
-        check_folder(self.url)
-        verdicts = admit(Store.open(self.url), self.folder or default_folder(self.url), open_signer(self.key))
-        show(verdicts, self.json, "no expert waits for admission")
+        url, access = access_of(self.url, self.trust, unsigned=self.unsigned, signer=open_signer(self.key))
+        folder = self.folder or default_folder(url)
+        show(admit(RemoteRun.open(Store.open(url), folder, access), folder), self.json, "no expert waits for admission")
 
 
 @dataclass
@@ -170,11 +135,15 @@ class Status:
     """Print the state of every job of a local or shared run."""
 
     url: Annotated[Positional[str], arg(metavar="RUN")]
-    """Folder or URL of the run."""
+    """Folder of a local run, or URL of a shared one with its fingerprint: URL#sha256=…"""
     watch: bool = False
     """Refresh the table until Ctrl-C."""
     every: float = 5.0
     """With --watch, seconds between two refreshes."""
+    trust: Fingerprint = None
+    """Fingerprint of a shared run, if the URL has none."""
+    unsigned: bool = False
+    """Accept a shared run without its fingerprint. Anyone who can write to the store could have written it."""
     json: bool = False
     """Print JSON."""
 
@@ -183,45 +152,83 @@ class Status:
         from rich.console import Console
         from rich.live import Live
 
-        from atoll.islands.status import as_json, as_table, status, watch
+        from atoll.islands.remote_run import RemoteRun
+        from atoll.islands.status import as_json, as_table, is_local, status, watch
         from atoll.islands.store import Store
 
-        check_folder(self.url)
-        store, console = Store.open(self.url), Console()
+        url, access = access_of(self.url, self.trust, unsigned=self.unsigned)
+        store, console = Store.open(url), Console()
+        remote = None if is_local(store) else RemoteRun.open(store, None, access)
         # In a terminal, the table is redrawn in place. A pipe or file gets every refresh as a new table.
-        refreshes = watch(store, self.every) if self.watch else [status(store)]
+        refreshes = watch(store, remote, self.every) if self.watch else [status(store, remote)]
         with suppress(KeyboardInterrupt) if self.watch else nullcontext():
             if self.watch and console.is_terminal and not self.json:
                 with Live(console=console) as screen:
                     for lines in refreshes:
-                        screen.update(as_table(lines, self.url), refresh=True)
+                        screen.update(as_table(lines, url), refresh=True)
             for lines in refreshes:
-                print(as_json(lines), flush=True) if self.json else console.print(as_table(lines, self.url))
+                print(as_json(lines), flush=True) if self.json else console.print(as_table(lines, url))
 
 
 @dataclass
 class Pull:
     """Download and verify the finished experts of a shared run."""
 
-    url: Annotated[Positional[str], arg(metavar="URL")]
-    """Store of the shared run."""
+    url: Url
+    """Store of the shared run, with its fingerprint: URL#sha256=…"""
     folder: RunFolder
     """Folder of the local run."""
     shards: bool = False
     """Also download the shards of all clusters."""
+    trust: Fingerprint = None
+    """Fingerprint of the run, if neither the URL nor the folder has it."""
+    unsigned: bool = False
+    """Accept a run without its fingerprint. Anyone who can write to the store could have written it."""
     json: bool = False
     """Print JSON."""
 
     def run(self) -> None:
         """Download, verify, and print what was refused."""
-        from atoll.islands.remote_run import pull
+        from atoll.islands.pull import pull
+        from atoll.islands.remote_run import RemoteRun
         from atoll.islands.store import Store
 
-        check_folder(self.url)
-        verdicts = pull(Store.open(self.url), self.folder, self.shards)
+        url, access = access_of(self.url, self.trust, unsigned=self.unsigned)
+        verdicts = pull(RemoteRun.open(Store.open(url), self.folder, access), self.folder, self.shards)
         show(verdicts, self.json, "the store has no finished expert")
         if refused := [job for job, verdict in verdicts.items() if verdict.startswith("refused")]:
             raise AtollError(f"refused: {', '.join(refused)}")
+
+
+@dataclass
+class Trust:
+    """Print or change who may publish and admit in a shared run."""
+
+    folder: Annotated[Positional[str], arg(metavar="RUN")]
+    """Folder of a shared run; show also takes its URL."""
+    action: Annotated[
+        Positional[Literal["show", "add", "withdraw", "rotate", "set", "renew", "sign"]], arg(metavar="ACTION")
+    ] = "show"
+    """show, add, withdraw, rotate, set, renew or sign. All but show and sign make the next version of the root."""
+    words: Annotated[Positional[tuple[str, ...]], arg(metavar="WORDS", help_behavior_hint="(default: none)")] = ()
+    """add publisher|admitter|owner NAME KEY; withdraw network JOB or key NAME; rotate NAME KEY; set FIELD VALUE."""
+    experts: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: all)")] = ()
+    """With add publisher: numbers of the experts that this key may publish."""
+    key: KeyFile = None
+    """Private key of an owner."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> None:
+        """Print the root, or change it and print what is missing."""
+        from atoll.islands.trust_changes import change, describe, show_root
+
+        if self.action == "show":
+            root = show_root(self.folder)
+            print(json.dumps(root.model_dump(mode="json")) if self.json else describe(root))
+        else:
+            run = Path(self.folder)
+            print(change(run, self.action, self.words, experts=self.experts, signer=open_signer(self.key)))
 
 
 @dataclass
@@ -236,21 +243,25 @@ class Keys:
         print(open_signer(self.key).public)
 
 
-def check_folder(url: str) -> None:
-    """Raise an error for a missing path, because opening a store would create it."""
+def access_of(
+    url: str, fingerprint: str | None, *, unsigned: bool, signer: "Signer | None" = None
+) -> tuple[str, "Access"]:
+    """Return the URL without its fragment, and how to open the run. A missing folder is an error."""
+    from atoll.islands.remote_run import Access, split_url
+
+    url, given = split_url(url, fingerprint)
+    # Opening a store would create the folder.
     path = url.removeprefix("file://")
     if "://" not in path and not Path(path).is_dir():
         raise AtollError(f"{url}: no such folder; expected a run, or the URL of one")
+    return url, Access(given, unsigned, signer)
 
 
 def open_signer(file: Path | None) -> "Signer":
     """Load or create the private key."""
     from atoll.core.signing import Signer, default_key_file
 
-    try:
-        return Signer.open(file or default_key_file())
-    except ImportError as error:
-        raise AtollError("signing needs the package cryptography; pip install 'atoll[islands]'") from error
+    return Signer.open(file or default_key_file())
 
 
 def show(verdicts: dict[str, str], as_json: bool, nothing: str) -> None:
@@ -258,4 +269,4 @@ def show(verdicts: dict[str, str], as_json: bool, nothing: str) -> None:
     if as_json:
         print(json.dumps(verdicts))
     else:
-        print("\n".join(f"{job}: {verdict}" for job, verdict in verdicts.items()) or nothing)
+        print("\n".join(f"{job}: {printable(verdict)}" for job, verdict in verdicts.items()) or nothing)

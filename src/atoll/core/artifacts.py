@@ -31,6 +31,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from atoll.core.differences import differences
 from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.layout import MANIFEST_FILE
 
@@ -110,6 +111,29 @@ class Manifest:
     def digest(self) -> str:
         """SHA-256 of the manifest. It identifies the whole artifact, since the manifest holds every file's hash."""
         return hashlib.sha256(self.to_json()).hexdigest()
+
+
+@dataclass(frozen=True)
+class VerifiedFiles:
+    """Reads the files of an artifact and returns exactly the bytes that it checked.
+
+    Checking a file and opening it again afterwards would leave a moment to replace it.
+    """
+
+    artifact: "Artifact"
+    manifest: Manifest
+
+    def read(self, file: str) -> bytearray:
+        """Return the content of a file. Raise `AtollError` if its SHA-256 is not that of the manifest."""
+        entry = self.manifest.files.get(file)
+        if entry is None:
+            raise AtollError(f"{self.artifact.folder} has no file {file} in its manifest")
+        data = bytearray(entry.size)
+        with self.artifact.path(file).open("rb") as stream:
+            complete = stream.readinto(data) == entry.size and not stream.read(1)
+        if not complete or hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise AtollError(f"{self.artifact.path(file)} does not match the manifest: its SHA-256 differs")
+        return data
 
 
 def to_json(value: object) -> bytes:
@@ -362,29 +386,6 @@ class Artifact:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-
-
-def differences(was: Any, now: Any, key: str = "") -> list[str]:
-    """Return what changed between two nested settings, one phrase for each leaf."""
-    if was == now:
-        return []
-    if isinstance(was, dict) and isinstance(now, dict):
-        names = list(dict.fromkeys([*was, *now]))
-        return [
-            phrase
-            for name in names
-            for phrase in differences(
-                was.get(name), now.get(name), f"{key}.{name}" if key and key != "made_from" else name
-            )
-        ]
-    return [f"{key} was {_short(was)}, now {_short(now)}"]
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    # Twelve digits distinguish the hashes of one run, as in git's abbreviated commits.
-    is_hash = len(text) >= 32 and all(letter in "0123456789abcdef" for letter in text)
-    return f"{text[:12]}…" if is_hash else text
 
 
 def _flush(path: Path) -> None:

@@ -1,17 +1,19 @@
 """The paths of a run. Other modules take their paths from here, except for the few that only one module uses.
 
-    RUN/atoll.yaml, policy.json, report.html
+    RUN/atoll.yaml, report.html
+    RUN/root/000001-DIGEST.json                     versions of the root, if the run is shared (core/trust.py)
+    RUN/snapshot/000001-000004.json                 the finished networks as one signed model
     RUN/data/{ingest,features,clusters,latents,text}
     RUN/data/shards/cluster_003
     RUN/{experts/003,router,monolith,student}       one folder for each job
         metrics.jsonl, grids/                       training metrics and preview images
         checkpoints/000000012800                    state to resume from, after 12,800 images
         final                                       the trained network
-        final.signatures.json                       signatures over its manifest, if the run has a policy
     RUN/samples                                     images of `atoll sample`
     RUN/evaluation/{latest.json,…}
     RUN/launch/logs                                 one log for each job of `atoll launch`
-    RUN/quarantine/experts-003.json                 why `atoll pull` refused an expert
+    RUN/quarantine/experts-003.json                 why `atoll pull` refused a network
+    RUN/.quarantine/experts/003                     a downloaded network that is being checked
 
 Names are relative to the run and use forward slashes, because they are also keys of an object store.
 """
@@ -23,17 +25,19 @@ from typing import Literal
 from atoll.core.errors import AtollError, unknown
 
 CONFIG_FILE = "atoll.yaml"
-POLICY_FILE = "policy.json"
+ROOTS, SNAPSHOTS = "root", "snapshot"
 REPORT_FILE = "report.html"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.jsonl"
 
 INGEST, FEATURES, CLUSTERS = "data/ingest", "data/features", "data/clusters"
-LATENTS, TEXT = "data/latents", "data/text"
+LATENTS, TEXT, SHARDS = "data/latents", "data/text", "data/shards"
 LAUNCH = "launch"
 LAUNCH_LOGS, LAUNCH_LISTS = f"{LAUNCH}/logs", f"{LAUNCH}/local"
 LAUNCH_SLURM, LAUNCH_FAILURES = f"{LAUNCH}/slurm", f"{LAUNCH}/failures"
 SAMPLES = "samples"
+QUARANTINE = ".quarantine"
+EXPERT_LEASES = "leases/experts"
 EVALUATION = "evaluation"
 LATEST_EVALUATION = f"{EVALUATION}/latest.json"
 
@@ -50,6 +54,16 @@ JOB_PATTERN = r"^(experts/[0-9]{3,5}|router|monolith|student)$"
 """Pattern of job names, to check those in HTTP requests. It allows 99,999 experts."""
 CHECKPOINTS_PATTERN = "experts/[0-9]{3,6}/checkpoints"
 """Pattern of the folders of experts' checkpoints, to check names from untrusted manifests."""
+
+
+def root(version: int, digest: str) -> str:
+    """Return the name of one version of the root. With the digest in it, others cannot occupy the name in advance."""
+    return f"{ROOTS}/{version:06d}-{digest}.json"
+
+
+def snapshot(root: int, version: int) -> str:
+    """Return the name of a snapshot under one version of the root."""
+    return f"{SNAPSHOTS}/{root:06d}-{version:06d}.json"
 
 
 def shards(cluster: int) -> str:
@@ -97,6 +111,11 @@ def checkpoint(job: str, images: int) -> str:
     """Return the name of the checkpoint after `images` training images."""
     # Twelve digits keep the order of names equal to the order of numbers, up to 10^12 images.
     return f"{checkpoints(job)}/{images:012d}"
+
+
+def notice(job: str) -> str:
+    """Return the name of the file with the reason why a network was refused."""
+    return f"quarantine/{job.replace('/', '-')}.json"
 
 
 def metrics(job: str) -> str:

@@ -268,7 +268,7 @@ def check_choice(choice: str | Mapping[str, Any], kind: Literal["DiT", "Router"]
             raise AtollError(unknown("kind of network", own, known))
         return
     name = parts.pop("name", DEFAULT_NAME)
-    if name not in NAMES:
+    if not isinstance(name, str) or name not in NAMES:
         raise AtollError(unknown("network size", name, NAMES))
     spec = {**NAMES[name], **parts}
     # The size comes from the data, which may not be prepared yet. One patch is a size that is always valid.

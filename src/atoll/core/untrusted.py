@@ -36,7 +36,16 @@ _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 
 
 class Refused(AtollError):  # noqa: N818 - a decision, not a fault of the program
-    """Untrusted input was refused; the message is the reason."""
+    """Untrusted input was refused; the message is the reason, in printable characters and of bounded length."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(printable(reason))
+
+
+def printable(text: str, limit: int = 1000) -> str:
+    """Return a text of others for a terminal: no control characters, which could move the cursor or hide lines."""
+    # 1,000 characters: longer than our own messages, shorter than a screen.
+    return "".join(letter if letter.isprintable() else " " for letter in text[:limit])
 
 
 class Foreign(BaseModel):

@@ -36,7 +36,7 @@ def load(
     on the first of them. `device` names a single one. The default `dtype` is bfloat16 on accelerators and float32 on
     CPUs. At most `max_loaded_experts` experts are on each device at once; None means all. Experts that are not finished
     are listed in `.missing`, and the model works without them; with `strict` they are an error. `verify` checks the
-    hash of every file; a run with a policy always checks hashes and signatures.
+    hash of every file; a copy of a shared run is always checked against its signed snapshot.
     """
     used = parse_devices(devices if device is None else [str(device)])
     options = DeviceOptions(used[0], compute_dtype(used[0], dtype), quantize, compile, used)

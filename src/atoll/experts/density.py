@@ -38,6 +38,10 @@ CAPTION_WEIGHT = 1 / 16
 overconfident. 1/16 was chosen on the held-out captions of eight clusters of emoji (docs/explanation/routing.md)."""
 FIT_IMAGES = 2048
 """Images that a density is fitted to: 32 for each of the 64 directions, read and decomposed in seconds."""
+# Mean and N - 1 directions span the images that they were fitted to. For N = 2 both can be computed from them; for more
+# images only up to a rotation of N - 1 dimensions. 4 and 16 are choices: nothing recognizable remains of one image.
+MIN_IMAGES, MIN_IMAGES_WITH_DIRECTIONS = 4, 16
+"""Fewest images of a density, and of one with principal directions; below, it would reveal the images."""
 DENSITY_FILE = "cluster.safetensors"
 _FIELDS = ("mean", "directions", "variances", "rest", "count")
 _CAPTION = "caption."
@@ -147,14 +151,20 @@ def _principal(centred: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, (vectors.T @ centred) / (values * len(centred)).sqrt()[:, None] if few else vectors.T
 
 
-def fit_density(shards: Shards) -> Density:
-    """Fit a density to the normalized latents, captions and classes of at most `FIT_IMAGES` evenly spread images."""
+def fit_density(shards: Shards) -> Density | None:
+    """Fit a density to the normalized latents, captions and classes of at most `FIT_IMAGES` evenly spread images.
+
+    Return None for a cluster of so few images that their mean would reveal them.
+    """
+    if len(shards) < MIN_IMAGES:
+        return None
     rows = np.linspace(0, len(shards) - 1, min(len(shards), FIT_IMAGES)).round().astype(np.int64)
     batch = shards.read(rows)
     latents = shards.statistics.normalize(batch.mean.float())
     std = torch.tensor(shards.statistics.std).view(-1, 1, 1)
     noise = None if batch.std is None else (batch.std.float() / std).square()
-    caption = None if batch.pooled is None else Density.fit(batch.pooled.float(), count=1, rank=CAPTION_RANK)
+    rank, caption_rank = (RANK, CAPTION_RANK) if len(rows) >= MIN_IMAGES_WITH_DIRECTIONS else (0, 0)
+    caption = None if batch.pooled is None else Density.fit(batch.pooled.float(), count=1, rank=caption_rank)
     known = len(shards.content.labels)
     classes = torch.bincount(batch.label[batch.label >= 0], minlength=known).float() if known else None
-    return replace(Density.fit(latents, noise, len(shards)), caption=caption, classes=classes)
+    return replace(Density.fit(latents, noise, len(shards), rank=rank), caption=caption, classes=classes)

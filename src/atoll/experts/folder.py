@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
+from atoll.core.local_trust import check_origin
 from atoll.core.manifests import PIPELINE
 from atoll.core.untrusted import Foreign
 from atoll.data.bounded import link_outside
@@ -136,7 +137,9 @@ def verify(folder: Path, index: ModelIndex) -> dict[str, StoredNetwork]:
         )
     _check_unlisted(folder, artifact.open(PIPELINE, verify=True))
     names = [*index.expert_names(folder), *(["router"] if index.has_router else [])]
-    return {name: StoredNetwork.open(folder / name) for name in names}
+    found = {name: StoredNetwork.open(folder / name) for name in names}
+    check_origin(folder, {one.content.job: one.content.manifest for one in found.values()})
+    return found
 
 
 def _check_unlisted(folder: Path, manifest: Manifest) -> None:

@@ -7,23 +7,23 @@ from safetensors.torch import load_file
 
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, Manifest, VerifiedFiles
 from atoll.core.errors import AtollError
+from atoll.core.local_trust import open_network
 from atoll.core.manifests import EXPERT, ROUTER
-from atoll.core.signing import open_trusted
 from atoll.data.encoders import Encoders
 from atoll.experts.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, ExpertReference
 from atoll.experts.source import ModelReference
 from atoll.nets import load_network
-from atoll.nets.io import WEIGHTS_FILE
+from atoll.nets.io import WEIGHTS_FILE, tensors_of
 
 
 def open_run(run: Path, model: str, *, verify: bool = False, strict: bool = False) -> ModelReference:
     """Find the networks of a model: `experts` with the router, `expert:3`, `monolith` or `student`.
 
-    `verify` checks the hash of every file; a run with a policy always checks hashes and signatures. Experts that are
-    not finished are listed in `.missing`; with `strict` they are an error.
+    `verify` checks the hash of every file; a copy of a shared run is always checked against its snapshot. Experts that
+    are not finished are listed in `.missing`; with `strict` they are an error.
     """
     if model != "experts":
         experts = [expert_of_run(run, layout.model_job(model), verify=verify)]
@@ -46,17 +46,25 @@ def expert_of_run(run: Path, job: str, *, verify: bool = False) -> ExpertReferen
         flag = f"--expert {layout.expert_number(job)}" if layout.is_expert(job) else f"--{job}"
         state = "is not finished" if (run / job).is_dir() else "is missing"
         raise AtollError(f"{artifact.folder} {state}; train it with: atoll train {run} {flag}")
-    return expert_of_artifact(artifact, open_trusted(artifact, EXPERT, verify))
+    return expert_of_artifact(artifact, *open_network(artifact, EXPERT, verify=verify))
 
 
-def expert_of_artifact(artifact: Artifact, manifest: Manifest) -> ExpertReference:
-    """Return a reference to the expert of an artifact whose manifest was checked."""
+def expert_of_artifact(artifact: Artifact, manifest: Manifest, files: VerifiedFiles | None = None) -> ExpertReference:
+    """Return a reference to the expert of an artifact whose manifest was checked.
+
+    With `files`, the reference reads its files through them each time that it is opened.
+    """
+    density = None
+    if DENSITY_FILE in manifest.files:
+        density = Density.from_tensors(
+            tensors_of(files.read(DENSITY_FILE)) if files else load_file(artifact.path(DENSITY_FILE))
+        )
     return ExpertReference(
         Declaration.of(EXPERT.parse(manifest, artifact.folder)),
-        partial(load_network, artifact.folder),
+        partial(load_network, artifact.folder, files.read if files else None),
         manifest.files[WEIGHTS_FILE].size,
         artifact.path(WEIGHTS_FILE),
-        Density.from_tensors(load_file(artifact.path(DENSITY_FILE))) if DENSITY_FILE in manifest.files else None,
+        density,
     )
 
 
@@ -65,9 +73,15 @@ def router_of_run(run: Path, *, verify: bool = False) -> ExpertReference | None:
     artifact = Artifact(run, layout.final(layout.ROUTER))
     if artifact.manifest() is None:
         return None
-    manifest = open_trusted(artifact, ROUTER, verify)
+    manifest, files = open_network(artifact, ROUTER, verify=verify)
+    return router_of_artifact(artifact, manifest, files)
+
+
+def router_of_artifact(artifact: Artifact, manifest: Manifest, files: VerifiedFiles | None = None) -> ExpertReference:
+    """Return a reference to the router of an artifact whose manifest was checked; `files` as for an expert."""
     declaration = Declaration.of(ROUTER.parse(manifest, artifact.folder))
-    return ExpertReference(declaration, partial(load_network, artifact.folder), manifest.files[WEIGHTS_FILE].size)
+    network = partial(load_network, artifact.folder, files.read if files else None)
+    return ExpertReference(declaration, network, manifest.files[WEIGHTS_FILE].size)
 
 
 def _encoders(expert: ExpertReference) -> Encoders:

@@ -4,6 +4,7 @@ DST/
     model_index.json       the components: AtollPipeline
     expert_0/ …, router/   networks with their declarations (atoll.experts.stored)
     vae/, text_encoder/, tokenizer/, scheduler/
+    root/, snapshot/       of a shared run: its root and its signed snapshot (core/trust.py)
     manifest.json          SHA-256 of every file above
     README.md              the model card; not hashed, because people edit it
 """
@@ -16,6 +17,7 @@ from typing import Any
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Kind, Manifest
 from atoll.core.errors import AtollError
+from atoll.core.local_trust import copy_trust, open_network
 from atoll.core.manifests import EXPERT, PIPELINE, ROUTER, ExpertContent, NetworkContent, PipelineContent, RouterContent
 from atoll.core.progress import progress
 from atoll.data.stages.latents import Codec
@@ -46,6 +48,7 @@ def export(run: Path, destination: Path, model: str = "experts", *, license: str
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
     if artifact.begin(PIPELINE, made_from) is None:
         _write(artifact, sampler, trained)
+        copy_trust(run, artifact)
         artifact.commit(PipelineContent(experts=len(ensemble.references), model=model), exclude=[CARD_FILE])
     manifest = artifact.open(PIPELINE, verify=True)
     # An existing card may have been edited.
@@ -67,7 +70,8 @@ def _trained(run: Path, ensemble: Ensemble) -> dict[str, Manifest]:
     kinds: dict[str, Kind[Any]] = {expert.name: EXPERT for expert in ensemble.experts}
     if ensemble.router is not None:
         kinds[layout.ROUTER] = ROUTER
-    return {job: Artifact(run, layout.final(job)).open(kind, verify=True) for job, kind in kinds.items()}
+    artifacts = {job: Artifact(run, layout.final(job)) for job in kinds}
+    return {job: open_network(artifacts[job], kind, verify=True)[0] for job, kind in kinds.items()}
 
 
 def _public(job: str, manifest: Manifest) -> NetworkContent:

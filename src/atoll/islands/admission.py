@@ -1,15 +1,18 @@
-"""Admission: the checks that an expert of another contributor must pass, from the cheapest to the most expensive.
+"""Admission: the checks that every network must pass, from the cheapest to the most expensive.
 
-1. The manifest: plain JSON, known files, sizes within the policy, the signature of a publisher.
-2. The declaration: the right cluster; data, latents and statistics of this run; an objective and a network that the
-   policy allows.
+1. The manifest: plain JSON, known files, sizes within the policy, the signature of a publisher or owner.
+2. The declaration: the right job and clusters; data, latents and statistics of this run; an objective and a network
+   that the policy allows.
 3. The files, in quarantine: hashes, exactly filled safetensors, the tensor names, shapes and dtypes of the declared
-   network (built on the meta device, without memory), finite values.
-4. The held-out loss on its cluster, measured here: at most the limit of the policy, and close to the claimed value.
+   network (built on the meta device, without memory), finite values, no copy of another network of the run.
+4. Its behavior, measured on the shards of the run (`atoll.islands.measured`).
 
-A contribution that fails is refused with the reason, and its files are deleted.
+`atoll admit` and `atoll push` run all of them before they sign. `atoll pull` runs the first three: it trusts the signed
+snapshot for the fourth, and needs no shards. A network that fails is refused with the reason, and its files are
+deleted.
 """
 
+import hashlib
 import math
 import shutil
 from collections.abc import Mapping
@@ -25,30 +28,23 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
-from atoll.core.errors import AtollError
-from atoll.core.manifests import EXPERT, SHARDS, BridgeSpec, ShardsContent
+from atoll.core.artifacts import Artifact, Kind, Manifest
+from atoll.core.errors import AtollError, first_line
+from atoll.core.manifests import EXPERT, ROUTER, SHARDS, BridgeSpec, ShardsContent
 from atoll.core.networks import read_network
-from atoll.core.policy import Policy, Role
-from atoll.core.signing import verify
+from atoll.core.trust import Network, Policy
 from atoll.core.untrusted import Refused, check_bounded, strict_json
-from atoll.data.dataset import Shards
 from atoll.data.stages.latents import Statistics
 from atoll.experts.density import CAPTION_RANK, DENSITY_FILE, RANK
-from atoll.experts.expert import DeviceOptions, open_expert
-from atoll.experts.run import expert_of_artifact
-from atoll.experts.validation import validate
+from atoll.islands.measured import check_measured
+from atoll.islands.remote_run import RemoteRun
 from atoll.islands.safetensors_headers import safetensors_header
-from atoll.islands.store import Store
-from atoll.islands.transfer import fetch, read_manifest, signature_key
-from atoll.nets import DiT, build
+from atoll.islands.transfer import fetch, read_manifest
+from atoll.nets import DiT, Router, build
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
 
 DATA_FIELDS = ("labels", "source", "fingerprint", "latents", "statistics", "text")
-"""Fields of the manifest that must equal those of the cluster's shards."""
-# Other hardware and precisions round differently. A choice, not a measurement: an order of magnitude above rounding.
-CLAIM_TOLERANCE = 0.1
-"""Maximum relative difference between the claimed and the measured held-out loss."""
+"""Fields of the manifest that must equal those of the shards."""
 _BUILD_ERRORS = (
     AtollError,
     ValueError,
@@ -72,23 +68,34 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Contribution:
-    """An expert that a contributor offers for one cluster of a run."""
+    """A network that somebody offers for one job of a run."""
 
-    expert: int
+    job: str
     manifest: Manifest
-    shards: Manifest
-    """The manifest of the cluster's shards, from the run itself."""
+    shards: tuple[Manifest, ...]
+    """The manifests of the shards of its clusters, from the run itself."""
     policy: Policy
 
     @cached_property
     def data(self) -> ShardsContent:
-        """The content of the shards manifest."""
-        return SHARDS.parse(self.shards, layout.shards(self.expert))
+        """The content of the first shards manifest; the other clusters have the same latents, text and labels."""
+        return SHARDS.parse(self.shards[0], layout.shards(self.clusters[0]))
+
+    @property
+    def clusters(self) -> tuple[int, ...]:
+        """The clusters that it must be trained on."""
+        number = layout.expert_number(self.job)
+        return tuple(range(len(self.shards))) if number is None else (number,)
+
+    @property
+    def kind(self) -> Kind[Any]:
+        """The kind of artifact that it must be."""
+        return ROUTER if self.job == layout.ROUTER else EXPERT
 
     @property
     def name(self) -> str:
         """The name of the artifact that it becomes if it is admitted."""
-        return layout.final(layout.expert_job(self.expert))
+        return layout.final(self.job)
 
     @property
     def claims(self) -> Mapping[str, Any]:
@@ -96,55 +103,80 @@ class Contribution:
         return self.manifest.content
 
 
-def review(store: Store, expert: int, digest: str | None, *, policy: Policy | None, quarantine: Path) -> Artifact:
-    """Download a contribution into quarantine, run all checks, and return it there; raise `Refused` if one fails."""
-    rules = policy or Policy()
-    name = layout.final(layout.expert_job(expert))
+@dataclass(frozen=True)
+class Reviewed:
+    """A network that passed, in quarantine, and its entry in the snapshot."""
+
+    artifact: Artifact
+    network: Network
+
+
+def review(remote: RemoteRun, job: str, digest: str, *, quarantine: Path, measure: bool) -> Reviewed:
+    """Download a network into quarantine and run all checks; raise `Refused` if one fails.
+
+    Without `measure`, its behavior is not measured and no shards are downloaded.
+    """
+    name = layout.final(job)
     shutil.rmtree(quarantine, ignore_errors=True)
     try:
-        manifest = read_manifest(store, name, digest)
-        data = read_manifest(store, layout.shards(expert))
-        if manifest is None or data is None:
-            raise Refused(f"{store.url} has no {'manifest' if manifest is None else 'shards'} for {name}")
-        contribution = Contribution(expert, manifest, data, rules)
-        check_signatures(store, contribution, ("publish",))
+        manifest = read_manifest(remote.store, name, digest)
+        if manifest is None:
+            raise Refused(f"{remote.store.url} has no manifest for {name}")
+        signature = remote.read_signature("publish", name, digest)
+        number = layout.expert_number(job)
+        clusters = range(len(remote.trust.current.shards)) if number is None else [number]
+        shards = tuple(map(remote.shards, clusters))
+        contribution = Contribution(job, manifest, shards, remote.policy)
         check_declaration(contribution)
         artifact = Artifact(quarantine, name)
-        fetch(store, name, manifest, target=artifact, quiet=True)
-        own = Artifact(quarantine, layout.shards(expert))
-        fetch(store, own.name, data, target=own, only=lambda file: not file.startswith("train-"), quiet=True)
-        check_files(contribution, artifact)
-        check_loss(contribution, artifact, own)
-        return artifact
+        fetch(remote.store, name, manifest, target=artifact, quiet=True)
+        network = Network(manifest=digest, weights=check_files(contribution, artifact), publisher=signature.key)
+        check_new(remote, job, network)
+        if measure:
+            data = [Artifact(quarantine, layout.shards(cluster)) for cluster in clusters]
+            for target, own in zip(data, shards, strict=True):
+                # The density of an expert is computed again from all of its cluster; the others need held-out images.
+                only = "" if layout.is_expert(job) else "held-out-"
+                fetch(remote.store, target.name, own, target=target, only=only, quiet=True)
+            check_behavior(contribution, artifact, data)
+        return Reviewed(artifact, network)
     except AtollError:
         shutil.rmtree(quarantine, ignore_errors=True)
         raise
 
 
-def check_signatures(store: Store, contribution: Contribution, roles: tuple[Role, ...]) -> dict[Role, object]:
-    """Return the signatures over a manifest; refuse it if the policy requires one that is missing or invalid."""
-    found: dict[Role, object] = {}
-    for role in roles:
-        key = signature_key(contribution.name, contribution.manifest.digest, role)
-        data = store.read(key, 4096)
-        found[role] = None if data is None else strict_json(data, key)
-        try:
-            verify(contribution.policy, role, contribution.name, manifest=contribution.manifest, signature=found[role])
-        except AtollError as error:
-            raise Refused(str(error)) from error
-    return {role: value for role, value in found.items() if value is not None}
+def check_behavior(contribution: Contribution, artifact: Artifact, data: list[Artifact]) -> None:
+    """Measure a network that passed all other checks; refuse it if it cannot be evaluated on the data."""
+    try:
+        check_measured(artifact, contribution.manifest, data, policy=contribution.policy)
+    except AtollError:
+        raise
+    except _BUILD_ERRORS as error:
+        raise Refused(f"it cannot be evaluated on the data of this run: {first_line(error)}") from error
+
+
+def check_new(remote: RemoteRun, job: str, network: Network) -> None:
+    """Refuse weights that were withdrawn, and copies of another network of the run."""
+    if network.weights in remote.trust.current.withdrawn:
+        raise Refused("its weights were withdrawn by the owners of the run")
+    for other, known in remote.networks().items():
+        if other != job and known.weights == network.weights:
+            raise Refused(f"its weights are a copy of those of {other}")
 
 
 # Checks before the download
 
 
 def check_declaration(contribution: Contribution) -> None:
-    """Refuse a manifest that does not fit the run, the cluster and the policy."""
-    if contribution.manifest.kind != EXPERT.name:
-        raise Refused(f"it is an artifact of kind {contribution.manifest.kind!r}; expected {EXPERT.name!r}")
+    """Refuse a manifest that does not fit the run, the job and the policy."""
+    kind = contribution.kind
+    if contribution.manifest.kind != kind.name:
+        raise Refused(f"it is an artifact of kind {contribution.manifest.kind!r}; expected {kind.name!r}")
     _check_listing(contribution)
     _check_origin(contribution)
-    _check_objective(contribution)
+    _check_conditioning(contribution)
+    if kind is EXPERT:
+        _check_objective(contribution)
     tensors = declared_tensors(contribution)
     tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     data = contribution.data
@@ -158,9 +190,16 @@ def check_declaration(contribution: Contribution) -> None:
         if entry.size > limit:
             raise Refused(f"{name} has {entry.size:,} bytes; the declared network needs at most {limit:,}")
     try:
-        EXPERT.parse(contribution.manifest, contribution.name)
+        content = kind.parse(contribution.manifest, contribution.name)
     except AtollError as error:
         raise Refused(str(error)) from error
+    if contribution.job == layout.ROUTER:
+        sizes = tuple(SHARDS.parse(own, layout.SHARDS).rows["train"] for own in contribution.shards)
+        # Logits are divided by the temperature; training fits it between 0.05 and 20.
+        if content.cluster_sizes != sizes or not 0.05 <= content.temperature <= 20:
+            raise Refused(
+                f"it declares clusters of {content.cluster_sizes[:8]} images, temperature {content.temperature}"
+            )
 
 
 def _check_listing(contribution: Contribution) -> None:
@@ -170,7 +209,8 @@ def _check_listing(contribution: Contribution) -> None:
             raise Refused(f"{name} is missing")
     for name in files:
         is_ema = name.startswith("ema-") and name.endswith(".safetensors") and "/" not in name
-        if name not in (CONFIG_FILE, WEIGHTS_FILE, DENSITY_FILE) and not is_ema:
+        is_density = name == DENSITY_FILE and layout.is_expert(contribution.job)
+        if name not in (CONFIG_FILE, WEIGHTS_FILE) and not is_density and not is_ema:
             raise Refused(f"{name} is not a file of an expert; expected {CONFIG_FILE}, {WEIGHTS_FILE} and EMA weights")
     size = sum(entry.size for entry in files.values())
     if size > contribution.policy.max_bytes:
@@ -179,22 +219,29 @@ def _check_listing(contribution: Contribution) -> None:
 
 def _check_origin(contribution: Contribution) -> None:
     """Refuse an expert that was not trained on this cluster's shards, with the latents of this run."""
-    claims, data = contribution.claims, contribution.shards.content
-    job = layout.expert_job(contribution.expert)
-    if claims.get("job") != job or claims.get("clusters") != [contribution.expert]:
-        raise Refused(f"it declares job {claims.get('job')!r} of clusters {claims.get('clusters')!r}; expected {job!r}")
+    claims, data, clusters = contribution.claims, contribution.data.model_dump(mode="json"), contribution.clusters
+    if claims.get("job") != contribution.job or claims.get("clusters") != list(clusters):
+        found = f"job {claims.get('job')!r} of clusters {claims.get('clusters')!r}"
+        raise Refused(f"it declares {found}; expected {contribution.job!r} of {list(clusters)[:8]}")
     for key in DATA_FIELDS:
         if key not in claims:
             raise Refused(f"it does not declare its {key}")
         if claims[key] != data[key]:
-            raise Refused(f"its field {key!r} differs from that of cluster {contribution.expert} of this run")
-    if contribution.manifest.made_from.get("data") != [contribution.shards.digest]:
-        raise Refused(f"it was not trained on the shards of cluster {contribution.expert} of this run")
+            raise Refused(f"its field {key!r} differs from that of cluster {clusters[0]} of this run")
+    if contribution.manifest.made_from.get("data") != [own.digest for own in contribution.shards]:
+        raise Refused(f"it was not trained on the shards of cluster {', '.join(map(str, clusters[:8]))} of this run")
+
+
+def _check_conditioning(contribution: Contribution) -> None:
+    data, conditioning = contribution.data, contribution.claims.get("conditioning")
+    possible = ({"text", "pooled"} if data.text else set()) | ({"label"} if data.labels else set())
+    if not isinstance(conditioning, list) or not set(map(str, conditioning)) <= possible:
+        raise Refused(f"it is conditioned on {str(conditioning)[:80]}; this run's data has {sorted(possible)}")
 
 
 def _check_objective(contribution: Contribution) -> None:
     claims, policy = contribution.claims, contribution.policy
-    spec, bridge, conditioning = (claims.get(key) for key in ("objective", "bridge", "conditioning"))
+    spec, bridge = claims.get("objective"), claims.get("bridge")
     try:
         check_bounded(spec, "objective")
         if not isinstance(spec, dict) or flow.objective(**spec).spec.model_dump(mode="json") != spec:
@@ -202,7 +249,8 @@ def _check_objective(contribution: Contribution) -> None:
     except _BUILD_ERRORS as error:
         raise Refused(f"its objective cannot be built: {error}") from error
     allowed = [flow.objective(name).spec.model_dump(mode="json") for name in policy.objectives or ()]
-    if policy.objectives is not None and spec not in allowed:
+    # The objective of monolith and student is the owner's choice.
+    if layout.is_expert(contribution.job) and policy.objectives is not None and spec not in allowed:
         raise Refused(f"its objective is not among those that the policy allows: {', '.join(policy.objectives)}")
     try:
         given = BridgeSpec.model_validate(bridge, strict=True)
@@ -211,10 +259,6 @@ def _check_objective(contribution: Contribution) -> None:
         valid = False
     if not valid:
         raise Refused(f"its bridge is {str(bridge)[:80]}; expected a prediction_error from 0 to 10")
-    data = contribution.data
-    possible = ({"text", "pooled"} if data.text else set()) | ({"label"} if data.labels else set())
-    if not isinstance(conditioning, list) or not set(map(str, conditioning)) <= possible:
-        raise Refused(f"it is conditioned on {str(conditioning)[:80]}; this run's data has {sorted(possible)}")
 
 
 def declared_tensors(contribution: Contribution) -> dict[str, Tensor]:
@@ -223,10 +267,9 @@ def declared_tensors(contribution: Contribution) -> dict[str, Tensor]:
     if not isinstance(description, dict):
         raise Refused("it does not declare its network")
     kind = description.get("_class_name")
-    if kind not in contribution.policy.networks:
-        raise Refused(
-            f"its network is a {str(kind)[:40]!r}; the policy allows {', '.join(contribution.policy.networks)}"
-        )
+    allowed = ("Router",) if contribution.job == layout.ROUTER else contribution.policy.networks
+    if kind not in allowed:
+        raise Refused(f"its network is a {str(kind)[:40]!r}; the policy allows {', '.join(allowed)}")
     check_bounded(description, "network")
     shape = contribution.data.latents.shape
     side = description.get("size", description.get("sample_size", shape[-1]))
@@ -241,6 +284,8 @@ def declared_tensors(contribution: Contribution) -> dict[str, Tensor]:
     scale = network.config.normalization if isinstance(network, DiT) else None
     if scale is not None and Statistics.of_scale(scale, shape[0]) != Statistics.of(contribution.data.statistics):
         raise Refused(f"its network is for latents normalized as {scale}; this run normalizes them differently")
+    if isinstance(network, Router) and network.config.experts != len(contribution.clusters):
+        raise Refused(f"its network is for {network.config.experts} experts; this run has {len(contribution.clusters)}")
     count = sum(parameter.numel() for parameter in network.parameters())
     if count > contribution.policy.max_parameters:
         raise Refused(f"its network has {count:,} parameters; the policy allows {contribution.policy.max_parameters:,}")
@@ -250,8 +295,11 @@ def declared_tensors(contribution: Contribution) -> dict[str, Tensor]:
 # Checks in quarantine
 
 
-def check_files(contribution: Contribution, artifact: Artifact) -> None:
-    """Refuse files that differ from the declared network in any tensor, or hold values that are not finite."""
+def check_files(contribution: Contribution, artifact: Artifact) -> str:
+    """Refuse files that differ from the declared network in any tensor, or hold values that are not finite.
+
+    Return the digest of its weights.
+    """
     config = strict_json(artifact.path(CONFIG_FILE).read_bytes(), CONFIG_FILE, 1 << 16)
     if config != contribution.claims["network"]:
         raise Refused(f"{CONFIG_FILE} is not the network that the manifest declares")
@@ -273,6 +321,18 @@ def check_files(contribution: Contribution, artifact: Artifact) -> None:
                 if kind != expected[name]:
                     raise Refused(f"{file}: {name} is {kind[0]} {list(kind[1])}; expected {expected[name]}")
         _check_finite(artifact.path(file))
+    return weights_digest(artifact.path(WEIGHTS_FILE))
+
+
+def weights_digest(file: Path) -> str:
+    """Return the SHA-256 of the tensors of a safetensors file, which does not depend on their order or on metadata."""
+    digest = hashlib.sha256()
+    with safe_open(file, "pt") as tensors:
+        for name in sorted(tensors.keys()):
+            tensor = tensors.get_tensor(name).contiguous()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _dtype_name(tensor: Tensor) -> str:
@@ -314,28 +374,3 @@ def _check_finite(file: Path) -> None:
         for name in tensors.keys():  # noqa: SIM118 - not a dictionary
             if not bool(tensors.get_tensor(name).isfinite().all()):
                 raise Refused(f"{file.name}: {name} holds values that are not finite")
-
-
-@torch.no_grad()
-def check_loss(contribution: Contribution, artifact: Artifact, data: Artifact) -> None:
-    """Measure the held-out loss on its cluster; refuse it above the policy's limit or far from the claimed value."""
-    held_out = Shards([data], "held-out")
-    content = EXPERT.parse(contribution.manifest, contribution.name)
-    max_loss, claim = contribution.policy.max_held_out_loss, content.held_out_loss
-    if not len(held_out):
-        if max_loss is not None:
-            raise Refused(f"cluster {contribution.expert} has no held-out images to check the limit {max_loss} with")
-        return
-    expert = open_expert(expert_of_artifact(artifact, contribution.manifest), held_out.statistics, DeviceOptions())
-    loss = validate(expert.velocity, held_out, seed=_seed(contribution), conditioning=expert.conditioning).mean
-    assert loss is not None  # there are held-out images
-    if not math.isfinite(loss) or (max_loss is not None and loss > max_loss):
-        raise Refused(f"its held-out loss on cluster {contribution.expert} is {loss:.4g}; the limit is {max_loss}")
-    if claim is None or abs(claim - loss) > CLAIM_TOLERANCE * loss:
-        raise Refused(f"it claims a held-out loss of {claim}; measured here: {loss:.4g}")
-
-
-def _seed(contribution: Contribution) -> int:
-    """Return the seed of its training, which also fixes the noise of its held-out loss."""
-    seed = contribution.manifest.made_from.get("train", {}).get("seed", 0)
-    return seed if isinstance(seed, int) and 0 <= seed < 1 << 31 else 0

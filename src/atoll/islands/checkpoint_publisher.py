@@ -12,14 +12,14 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CHECKPOINT
-from atoll.core.signing import Signer
 from atoll.islands.leases import Lease, LeaseLost
-from atoll.islands.store import Store
-from atoll.islands.transfer import parts_of, signature_key, upload, uploaded_manifest_key
+from atoll.islands.remote_run import RemoteRun
+from atoll.islands.transfer import parts_of, upload, uploaded_manifest_key
 from atoll.train.spec import TrainSpec
 
-_OBJECT = r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json|signatures/[0-9a-f]{64}\.publish\.json)"
-"""The part of a key below the name of a checkpoint, as `atoll.islands.transfer` writes it."""
+_OBJECT = r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json)"
+"""The part of a key below the name of a checkpoint, as `atoll.islands.transfer` writes it. Signatures are kept: each
+names the checkpoint before, so together they are the history of the training, which an auditor can compare."""
 
 
 class CheckpointPublisher:
@@ -27,16 +27,17 @@ class CheckpointPublisher:
 
     def __init__(
         self,
-        store: Store,
+        remote: RemoteRun,
         lease: Lease,
         spec: TrainSpec,
         *,
-        signer: Signer | None,
         every: float,
         stop: threading.Event,
         resumed: Collection[str] = (),
     ) -> None:
-        self.store, self.lease, self.signer, self.every, self.stop = store, lease, signer, every, stop
+        self.remote, self.lease, self.every, self.stop = remote, lease, every, stop
+        # The digest of the last published checkpoint, also of the one that this worker resumed from.
+        self.previous = lease.record.checkpoint.partition("@")[2] if lease.record.checkpoint and resumed else None
         # The only keys that this class ever deletes: those that it wrote, and those of the checkpoint that the worker
         # downloaded, verified and resumed from, whose progress the next one includes. No key comes from a listing or a
         # record, which anybody with write access could forge.
@@ -91,13 +92,13 @@ class CheckpointPublisher:
             manifest = copy.open(CHECKPOINT)
             kept = checkpoint_keys(self.name, manifest)
             self._superseded |= kept
-            upload(self.store, copy, manifest, name=self.name, quiet=True)
-            if self.signer is not None:
-                signature = self.signer.sign("publish", self.name, manifest)
-                self.store.write(signature_key(self.name, manifest.digest, "publish"), signature)
+            self.remote.write_signature("checkpoint", self.name, manifest.digest, previous=self.previous)
+            upload(self.remote.store, copy, manifest, name=self.name, quiet=True)
             # With this record the checkpoint becomes the one that a takeover resumes from.
-            self.lease.renew(checkpoint=f"{self.name}@{manifest.digest}", images=int(copy.folder.name))
-            self.store.delete(sorted(self._superseded - kept))
+            images = int(copy.folder.name)
+            self.lease.renew(checkpoint=f"{self.name}@{manifest.digest}", images=images, published=images)
+            self.previous = manifest.digest
+            self.remote.store.delete(sorted(self._superseded - kept))
             self._superseded = kept
         except LeaseLost as lost:
             print(f"checkpoint not published: {lost}", flush=True)
@@ -108,9 +109,9 @@ class CheckpointPublisher:
 
 
 def checkpoint_keys(name: str, manifest: Manifest) -> set[str]:
-    """Return all keys of a published checkpoint in the store."""
+    """Return the keys of a published checkpoint in the store, except for its signature."""
     parts = {part.key for entry in manifest.files.values() for part in parts_of(name, entry)}
-    return parts | {uploaded_manifest_key(name, manifest.digest), signature_key(name, manifest.digest, "publish")}
+    return parts | {uploaded_manifest_key(name, manifest.digest)}
 
 
 def is_checkpoint_key(key: str, job: str) -> bool:

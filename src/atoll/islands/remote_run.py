@@ -1,250 +1,245 @@
-"""A run in a store: push it, admit contributions, pull the finished model."""
+"""A run in a store, opened by somebody who trusts its owner but not the store.
 
-import json
-import shutil
-from contextlib import suppress
+The fingerprint of the run's root comes with its URL (`s3://bucket/run#sha256=…`). Everything else is checked against
+it: settings and shards by their digests in the root, finished networks by the signed snapshot, and everything that
+contributors write by their signatures. Objects that fail a check count as absent, so that nobody who can only create
+objects can stop the others.
+"""
+
+import hashlib
+from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest, to_json
 from atoll.core.config import Config
-from atoll.core.errors import AtollError
-from atoll.core.layout import CONFIG_FILE, MANIFEST_FILE, POLICY_FILE
-from atoll.core.manifests import EXPERT
-from atoll.core.policy import Policy, Role, policy_of
-from atoll.core.signing import SIGNATURES_FILE, Signer, verify
+from atoll.core.errors import AtollError, wrong_fields
+from atoll.core.layout import CONFIG_FILE
+from atoll.core.local_trust import check_seen, local_trust, save_root
+from atoll.core.signing import Role, Signature, Signer
+from atoll.core.trust import (
+    MAX_BYTES,
+    Network,
+    Policy,
+    Root,
+    Signed,
+    Snapshot,
+    Trust,
+    parse_signed,
+)
 from atoll.core.untrusted import Refused, strict_json
-from atoll.islands.leases import Lease, LeaseLost, LeaseStatus, State, get_lease
-from atoll.islands.safetensors_headers import safetensors_header
-from atoll.islands.shared_settings import not_shared, read_shared, shared_part
+from atoll.islands.shared_settings import MAX_BYTES as MAX_SETTINGS
+from atoll.islands.shared_settings import read_shared, shared_part
 from atoll.islands.store import Store
-from atoll.islands.transfer import commit, fetch, publish, read_manifest, signature_key
+from atoll.islands.transfer import read_manifest, signature_key
 
-# Far above real files (`shared_settings.MAX_BYTES`, 64 kB, limits the settings themselves), far below a problem.
-_MAX_SETTINGS = 1 << 20
-"""Maximum number of bytes of atoll.yaml and policy.json in a store."""
+FRAGMENT = "#sha256="
+_MAX_SIGNATURE = 1024
+"""Maximum number of bytes of a signature; it takes 400."""
 
 
-def push(run: Path, store: Store, signer: Signer | None = None) -> list[str]:
-    """Upload settings, policy, shards and finished networks of a run; return the names of the artifacts.
+def split_url(url: str, fingerprint: str | None = None) -> tuple[str, str | None]:
+    """Return the URL of a store and the fingerprint, which is given apart or in the fragment of the URL."""
+    url, mark, fragment = url.partition(FRAGMENT)
+    given = fragment if mark else fingerprint
+    if given is not None and (len(given) != 64 or any(letter not in "0123456789abcdef" for letter in given)):
+        raise AtollError(f"{given[:80]!r} is not a fingerprint; expected the 64 hexadecimal digits that push printed")
+    if mark and fingerprint is not None and fingerprint != fragment:
+        raise AtollError("the URL and --trust give different fingerprints")
+    return url, given
 
-    Objects that the store already has are not sent again.
-    """
-    store.probe()
-    config = configuration.load(run)
-    files = {CONFIG_FILE: shared_part(config)}
-    if (run / POLICY_FILE).is_file():
-        files[POLICY_FILE] = (run / POLICY_FILE).read_bytes()
-    if kept := not_shared(config):
-        print(f"not shared, because these settings belong to this machine: {', '.join(kept)}", flush=True)
-    for file, data in files.items():
-        if not store.create(file, data):
-            raise AtollError(f"{store.url}/{file} exists and differs from {run / file}; use another URL")
-    policy, sent = policy_of(run), []
-    networks = [layout.final(job) for job in layout.jobs(run)]
-    for name in (*layout.shard_folders(run), *networks):
-        artifact = Artifact(run, name)
-        manifest = artifact.manifest()
+
+@dataclass(frozen=True)
+class Access:
+    """How a verb opens a shared run."""
+
+    fingerprint: str | None = None
+    unsigned: bool = False
+    """Accept a run without a fingerprint, which anybody could have written."""
+    signer: Signer | None = None
+
+
+@dataclass
+class RemoteRun:
+    """A shared run whose root and settings are verified. It signs and verifies for the leases (`leases.Authority`)."""
+
+    store: Store
+    trust: Trust
+    config: Config
+    signer: Signer | None = None
+
+    @classmethod
+    def open(cls, store: Store, folder: Path | None, access: Access) -> "RemoteRun":
+        """Verify root and settings; write them to the local copy in `folder`, if one is given.
+
+        A local copy that was verified before is the fingerprint, if no other is given.
+        """
+        known = local_trust(folder) if folder is not None else None
+        fingerprint = access.fingerprint or (known.roots[0].digest if known else None)
+        files = read_all(store, layout.ROOTS)
+        if not files:
+            raise AtollError(_without_root(store))
+        if fingerprint is None and not access.unsigned:
+            raise AtollError(
+                f"{store.url}: anyone could have written this run. Add the fingerprint that its owner got from atoll "
+                f"push ('{store.url}{FRAGMENT}…', or --trust), or accept that risk with --unsigned"
+            )
+        trust = Trust.of(files, fingerprint, store.url)
+        trust.check_valid(store.url)
+        check_seen(trust)
+        settings = _read_settings(store, trust)
+        config = read_shared(settings, f"{store.url}/{CONFIG_FILE}")
+        if folder is not None:
+            config = _save_copy(folder, settings, config)
+            for data in files.values():
+                _keep_root(folder, trust, data)
+        return cls(store, trust, config, access.signer)
+
+    @property
+    def policy(self) -> Policy:
+        """The limits on contributions."""
+        return self.trust.current.policy
+
+    @property
+    def key(self) -> str:
+        """The public key of this user; empty without one."""
+        return self.signer.public if self.signer else ""
+
+    # Signatures
+
+    def sign(self, role: Role, slot: str, digest: str, *, previous: str | None = None) -> Signature | None:
+        """Return this user's signature; None without a key."""
+        if self.signer is None:
+            return None
+        return self.signer.sign(self.trust.statement(role, slot, digest, previous=previous))
+
+    def verify(self, signature: Signature | None, role: Role, slot: str, *, digest: str) -> str:
+        """Return the name of the signer, or raise `Refused`."""
+        if signature is None:
+            raise Refused(f"{slot or role} is not signed")
+        if signature.version > self.trust.current.version:
+            self.refresh()
+        return self.trust.verify(signature, role, slot, digest=digest)
+
+    def refresh(self) -> None:
+        """Read versions of the root that were published since the run was opened."""
+        files = read_all(self.store, layout.ROOTS)
+        self.trust = Trust.of(files, self.trust.roots[0].digest, self.store.url)
+        check_seen(self.trust)
+
+    def write_signature(self, role: Role, name: str, digest: str, *, previous: str | None = None) -> None:
+        """Sign an artifact. Its manifest is uploaded afterwards, so nobody can occupy the name of the signature."""
+        if signature := self.sign(role, name, digest, previous=previous):
+            self.store.write(signature_key(name, digest), to_json(signature.model_dump()))
+
+    def read_signature(self, role: Role, name: str, digest: str) -> Signature:
+        """Return the valid signature over an artifact, or raise `Refused`."""
+        key = signature_key(name, digest)
+        data = self.store.read(key, _MAX_SIGNATURE)
+        if data is None:
+            raise Refused(f"{name} is not signed")
+        try:
+            signature = Signature.model_validate(strict_json(data, key), strict=True)
+        except ValidationError as error:
+            raise Refused(f"{key} is not a signature: {wrong_fields(error)}") from error
+        self.verify(signature, role, name, digest=digest)
+        return signature
+
+    # Data and networks
+
+    def shards(self, cluster: int) -> Manifest:
+        """Return the manifest of a cluster's shards, as the root lists it."""
+        name = layout.shards(cluster)
+        manifest = read_manifest(self.store, name, self.trust.current.shards[cluster])
         if manifest is None:
-            continue
-        if policy is not None and name in networks:
-            _sign(store, artifact, manifest, policy=policy, signer=signer)
-        publish(store, artifact, manifest)
-        sent.append(artifact.name)
-    if not sent:
-        raise AtollError(f"{run} has nothing to share yet; prepare it with: atoll prepare {run}")
-    return sent
+            raise Refused(
+                f"{self.store.url} has no {name}; the owner publishes it with: atoll push RUN {self.store.url}"
+            )
+        return manifest
+
+    def snapshot(self, *, check: bool = True) -> Signed[Snapshot] | None:
+        """Return the newest valid snapshot; None if there is none yet. It must not be older than one seen before.
+
+        Without `check` it may be: after the key of an admitter was withdrawn, its snapshots no longer count.
+        """
+        found = self.trust.newest_snapshot(read_all(self.store, layout.SNAPSHOTS))
+        if check:
+            check_seen(self.trust, found.content.order if found else (0, 0))
+        return found
+
+    def networks(self) -> dict[str, Network]:
+        """Return the finished networks of the run, by job."""
+        found = self.snapshot()
+        return self.trust.usable(found.content) if found else {}
+
+    def write_snapshot(self, networks: dict[str, Network], *, check: bool = True) -> Signed[Snapshot]:
+        """Add networks to the newest snapshot and publish it as the next one. A job that it lists is not replaced.
+
+        Two admitters may do this at the same time. The store lets one of them create each key; the other one reads the
+        snapshot again, so that no network is lost.
+        """
+        assert self.signer is not None
+        root, taken = self.trust.current.version, 0
+        while True:
+            found = self.snapshot(check=check)
+            listed = self.trust.usable(found.content) if found else {}
+            version = found.content.version + 1 if found and found.content.root == root else 1
+            content = Snapshot(
+                run=self.trust.run, root=root, version=max(version, taken + 1), networks=listed | networks
+            )
+            signed = Signed(content, (self.signer.sign(content.statement()),))
+            if self.store.create(layout.snapshot(*content.order), signed.to_json()):
+                check_seen(self.trust, content.order)
+                return signed
+            taken = content.version  # also if the object that took the key is not a valid snapshot
 
 
-def _sign(store: Store, artifact: Artifact, manifest: Manifest, *, policy: Policy, signer: Signer | None) -> None:
-    """Sign a network in every role that the policy requires; write the signatures to the store and to the run."""
-    roles: list[Role] = [role for role in ("publish", "admit") if policy.keys(role)]
-    if roles and (signer is None or any(signer.public not in policy.keys(role).values() for role in roles)):
-        raise AtollError(
-            f"{artifact.name} must be signed for {store.url} with a key that the policy lists; pass it with --key"
-        )
-    signed = {role: signer.sign(role, artifact.name, manifest) for role in roles if signer}
-    for role, signature in signed.items():
-        store.write(signature_key(artifact.name, manifest.digest, role), signature)
-    content = to_json({role: json.loads(signature) for role, signature in signed.items()})
-    Artifact(artifact.run, ".").write(SIGNATURES_FILE.format(name=artifact.name), content)
+def read_all(store: Store, folder: str) -> dict[str, bytes]:
+    """Return the small objects below a folder, by key; skip those that are too large to be what we look for."""
+    found = {}
+    for entry in store.entries(folder):
+        if entry.size <= MAX_BYTES and (data := store.read(entry.key, MAX_BYTES)) is not None:
+            found[entry.key] = data
+    return found
 
 
-def open_config(store: Store, folder: Path) -> tuple[Config, Policy | None]:
-    """Return settings and policy of a shared run, and store them in the local copy.
+def _without_root(store: Store) -> str:
+    if store.entry(CONFIG_FILE) is None:
+        return f"{store.url} holds no run; upload one with: atoll push RUN {store.url}"
+    return (
+        f"{store.url} was shared by an earlier version of Atoll, without a signed root; its owner shares it again with "
+        "this version and another URL: atoll push RUN URL"
+    )
 
-    On later calls they must equal the local copy: the owner of the store cannot change a run that others have joined.
-    The local copy may also hold settings of this machine, such as `island`; these are kept.
-    """
-    settings = store.read(CONFIG_FILE, _MAX_SETTINGS)
-    if settings is None:
-        raise AtollError(f"{store.url} holds no run; upload one with: atoll push RUN {store.url}")
-    config = read_shared(settings, f"{store.url}/{CONFIG_FILE}")
+
+def _read_settings(store: Store, trust: Trust) -> bytes:
+    settings = store.read(CONFIG_FILE, MAX_SETTINGS)
+    if settings is None or hashlib.sha256(settings).hexdigest() != trust.current.settings:
+        state = "is missing" if settings is None else "is not the one that the owners signed"
+        raise Refused(f"{store.url}/{CONFIG_FILE} {state}; ask the owner to push the run again")
+    return settings
+
+
+def _save_copy(folder: Path, settings: bytes, config: Config) -> Config:
+    """Write the settings to the local copy, and return them with the settings of this machine, such as `island`."""
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / CONFIG_FILE).exists():
-        local = configuration.load(folder)
-        _check_unchanged(store, folder / CONFIG_FILE, shared_part(local) == shared_part(config))
-    else:
-        local = config
+    if not (folder / CONFIG_FILE).exists():
         Artifact(folder, ".").write(CONFIG_FILE, settings)
-    data, file = store.read(POLICY_FILE, _MAX_SETTINGS), folder / POLICY_FILE
-    if file.exists():
-        _check_unchanged(store, file, file.read_bytes() == data)
-    elif data is not None:
-        Artifact(folder, ".").write(POLICY_FILE, data)
-    return local, policy_of(folder)
+        return config
+    local = configuration.load(folder)
+    if shared_part(local) != shared_part(config):
+        raise AtollError(f"{folder / CONFIG_FILE} differs from that of the shared run; use another folder")
+    return local
 
 
-def _check_unchanged(store: Store, local: Path, unchanged: bool) -> None:
-    if not unchanged:
-        raise AtollError(
-            f"{store.url}/{local.name} has changed since {local} was written; to accept it, delete {local}"
-        )
-
-
-def finish_commit(store: Store, job: str, lease_status: LeaseStatus | None) -> None:
-    """Commit the manifest of a job if its worker stopped between its last record and the commit.
-
-    The record in state `done` decides; the manifest that it names is already uploaded. So any worker may finish.
-    """
-    if (
-        lease_status is None
-        or lease_status.record.state != "done"
-        or store.entry(f"{layout.final(job)}/{MANIFEST_FILE}")
-    ):
+def _keep_root(folder: Path, trust: Trust, data: bytes) -> None:
+    """Write one object to the local copy, if it is a version of the verified root."""
+    try:
+        signed = parse_signed(Root, data, "root")
+    except Refused:
         return
-    manifest = read_manifest(store, layout.final(job), lease_status.record.manifest)
-    if manifest is not None:
-        commit(store, layout.final(job), manifest)
-
-
-# Admission of contributions
-
-
-def admit(store: Store, run: Path, signer: Signer) -> dict[str, str]:
-    """Review every waiting contribution; return `admitted` or the reason of the refusal for each job."""
-    config, policy = open_config(store, run)
-    if policy is None or signer.public not in policy.admitters.values():
-        raise AtollError(f"{store.url}: the policy does not list your key ({signer.public}) among the admitters")
-    verdicts = {}
-    for expert in range(config.clusters.count):
-        job = layout.expert_job(expert)
-        lease_status = get_lease(store, job)
-        if lease_status is None or not lease_status.proposed:
-            finish_commit(store, job, lease_status)
-            continue
-        # The reviewer holds the lease during the review, so that two admitters do not check the same contribution.
-        # State `held` is for a contribution whose earlier reviewer stopped; `epoch` excludes a record that came since.
-        states: tuple[State, ...] = ("proposed", "held")
-        holder = f"admission {signer.public[:8]}"
-        lease = Lease.acquire(store, job, holder=holder, state=states, epoch=lease_status.record.epoch)
-        if lease is not None:
-            with lease, suppress(LeaseLost):
-                verdicts[job] = _review_or_return(store, run, expert, lease=lease, policy=policy, signer=signer)
-    return verdicts
-
-
-def _review_or_return(store: Store, run: Path, expert: int, *, lease: Lease, policy: Policy, signer: Signer) -> str:
-    """Return the verdict; if the review itself fails, return the contribution to the queue and raise the error."""
-    try:
-        return _review(store, run, expert, lease=lease, policy=policy, signer=signer)
-    except LeaseLost:
-        raise
-    except BaseException:
-        with suppress(LeaseLost, AtollError):
-            lease.end("proposed")
-        raise
-
-
-def _review(store: Store, run: Path, expert: int, *, lease: Lease, policy: Policy, signer: Signer) -> str:
-    from atoll.islands.admission import review
-
-    name, digest = layout.final(layout.expert_job(expert)), lease.record.manifest
-    try:
-        artifact = review(store, expert, digest, policy=policy, quarantine=run / ".quarantine" / lease.job)
-    except Refused as reason:
-        lease.end("refused", why=str(reason), manifest=None)
-        return str(reason)
-    manifest = artifact.open(EXPERT)
-    shutil.rmtree(run / ".quarantine" / lease.job, ignore_errors=True)
-    store.write(signature_key(name, manifest.digest, "admit"), signer.sign("admit", name, manifest))
-    lease.end("done")
-    commit(store, name, manifest)
-    return "admitted"
-
-
-# Download of the model
-
-
-def pull(store: Store, run: Path, shards: bool = False) -> dict[str, str]:
-    """Download the finished networks of a run after checking each; return the outcome of each job."""
-    config, policy = open_config(store, run)
-    verdicts = {}
-    for expert in range(config.clusters.count):
-        job = layout.expert_job(expert)
-        finish_commit(store, job, get_lease(store, job))
-        verdicts[job] = _pull_expert(store, run, expert, policy=policy)
-        if shards:
-            _pull_artifact(store, run, layout.shards(expert), policy=None)
-    for job in layout.OTHERS:
-        if read_manifest(store, layout.final(job)) is not None:
-            verdicts[job] = _pull_artifact(store, run, layout.final(job), policy=policy)
-    return verdicts
-
-
-def _pull_expert(store: Store, run: Path, expert: int, *, policy: Policy | None) -> str:
-    from atoll.islands.admission import Contribution, check_signatures, review
-
-    name = layout.final(layout.expert_job(expert))
-    target, quarantine = Artifact(run, name), run / ".quarantine" / f"{expert:03d}"
-    notice = run / "quarantine" / f"experts-{expert:03d}.json"
-    try:
-        manifest = read_manifest(store, name)
-        local = target.manifest()
-        if manifest is None:
-            return "missing"
-        if local is not None and local.digest == manifest.digest:
-            return "up to date"
-        artifact = review(store, expert, None, policy=policy, quarantine=quarantine)
-        contribution = Contribution(expert, manifest, manifest, policy or Policy())
-        signatures = check_signatures(store, contribution, ("publish", "admit"))
-    except Refused as reason:
-        notice.parent.mkdir(exist_ok=True)
-        notice.write_bytes(to_json({"job": name, "reason": str(reason)}))
-        return f"refused: {reason}"
-    _move_into_run(run, artifact, target, signatures=signatures)
-    notice.unlink(missing_ok=True)
-    shutil.rmtree(quarantine, ignore_errors=True)
-    return "fetched"
-
-
-def _move_into_run(run: Path, artifact: Artifact, target: Artifact, *, signatures: dict[Role, object]) -> None:
-    if target.folder.exists():
-        raise AtollError(f"{target.folder} differs from the store; move it away, or pull into another folder")
-    target.folder.parent.mkdir(parents=True, exist_ok=True)
-    if signatures:
-        Artifact(run, ".").write(SIGNATURES_FILE.format(name=target.name), to_json(signatures))
-    artifact.folder.rename(target.folder)
-
-
-def _pull_artifact(store: Store, run: Path, name: str, *, policy: Policy | None) -> str:
-    """Download an artifact of the run's owner; verify its hashes and, if the policy lists publishers, a signature."""
-    manifest = read_manifest(store, name)
-    if manifest is None:
-        return "missing"
-    signature = _signature(store, name, manifest) if policy and policy.publishers else None
-    verify(policy, "publish", name, manifest=manifest, signature=signature)
-    target = Artifact(run, name)
-    if policy is not None and signature is not None:  # before the manifest, because every reader of it checks them
-        Artifact(run, ".").write(SIGNATURES_FILE.format(name=name), to_json({"publish": signature}))
-    fetch(store, name, manifest, target=target)
-    for file in manifest.files:
-        if file.endswith(".safetensors"):
-            safetensors_header(target.path(file))
-    return "fetched"
-
-
-def _signature(store: Store, name: str, manifest: Manifest) -> object:
-    key = signature_key(name, manifest.digest, "publish")
-    return strict_json(store.read(key, 4096) or b"null", key)
+    if signed.content in trust.roots:
+        save_root(folder, signed)

@@ -2,9 +2,9 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import yaml
 from rich.markup import escape
@@ -15,8 +15,11 @@ from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE, MANIFEST_FILE
 from atoll.core.metrics_file import TAIL_BYTES, parse_lines
+from atoll.core.trust import Network
 from atoll.core.untrusted import Refused
-from atoll.islands.leases import MAX_FAILURES, PARALLEL_READS, LeaseStatus, list_leases
+from atoll.islands.admit import waits_for_review
+from atoll.islands.lease_records import MAX_FAILURES, PARALLEL_READS, LeaseStatus, list_leases
+from atoll.islands.remote_run import RemoteRun
 from atoll.islands.store import Store
 
 # The duration of a lease, so that a job without one is called stale after the same time as a job with one.
@@ -41,44 +44,60 @@ class JobStatus:
     why: str = ""
 
 
-def status(store: Store) -> list[JobStatus]:
-    """Return the status of every job of a run."""
+def status(store: Store, remote: RemoteRun | None = None) -> list[JobStatus]:
+    """Return the status of every job of a shared run, or of a local run if `remote` is None. It only reads."""
+    finished = remote.networks() if remote else None
+    config = remote.config if remote else _local_config(store)
+    # By the clock of this machine: measuring that of the store needs the right to write.
+    found = list_leases(store, authority=remote, now=time.time())
+    jobs = [layout.expert_job(expert) for expert in range(config.clusters.count)]
+
+    def line(job: str) -> JobStatus | None:
+        lease_status, ignored = found.leases.get(job), found.ignored.get(job)
+        try:
+            made = _line(store, job, lease_status, finished=finished, total=config.train.total_images)
+        except Refused as reason:  # hostile objects of one job must not hide the status of the others
+            made = JobStatus(job, "failed", why=str(reason))
+        if made is not None and ignored:
+            made = replace(made, why=f"{made.why} (ignored a record: {ignored})".strip())
+        return made
+
+    with ThreadPoolExecutor(PARALLEL_READS) as pool:
+        return [made for made in pool.map(line, (*jobs, *layout.OTHERS)) if made is not None]
+
+
+def is_local(store: Store) -> bool:
+    """Return whether this is the folder of a run that was trained here and never shared, which has no root."""
+    return store.path is not None and not store.entries(layout.ROOTS)
+
+
+def _local_config(store: Store) -> configuration.Config:
     settings = store.read(CONFIG_FILE)
     if settings is None:
         raise AtollError(f"{store.url} holds no run: there is no {CONFIG_FILE}")
-    config = configuration.resolve(yaml.safe_load(settings) or {}, source=f"{store.url}/{CONFIG_FILE}")
-    leases = list_leases(store)
-    jobs = [layout.expert_job(expert) for expert in range(config.clusters.count)]
-    with ThreadPoolExecutor(PARALLEL_READS) as pool:
-        lines = pool.map(lambda job: _safe_line(store, job, leases.get(job), config=config), (*jobs, *layout.OTHERS))
-        return [line for line in lines if line is not None]
-
-
-def _safe_line(
-    store: Store, job: str, lease_status: LeaseStatus | None, *, config: configuration.Config
-) -> JobStatus | None:
-    try:
-        return _line(store, job, lease_status, config=config)
-    except Refused as reason:  # hostile objects of one job must not hide the status of the others
-        return JobStatus(job, "failed", why=str(reason))
+    return configuration.resolve(yaml.safe_load(settings) or {}, source=f"{store.url}/{CONFIG_FILE}")
 
 
 def _line(
-    store: Store, job: str, lease_status: LeaseStatus | None, *, config: configuration.Config
+    store: Store, job: str, lease_status: LeaseStatus | None, *, finished: Mapping[str, Network] | None, total: int
 ) -> JobStatus | None:
-    if store.entry(f"{layout.final(job)}/{MANIFEST_FILE}"):
+    # In a shared run the snapshot decides what is finished; in a local run the manifest in the job's folder.
+    done = job in finished if finished is not None else store.entry(f"{layout.final(job)}/{MANIFEST_FILE}")
+    if done:
         return JobStatus(job, "done", where=lease_status.record.holder if lease_status else "")
     if lease_status is not None:
-        return _leased_status(job, lease_status)
-    if store.path is not None and (line := _unleased_status(store, job, config.train.total_images)):
+        return _leased_status(job, lease_status, shared=finished is not None)
+    if finished is None and (line := _unleased_status(store, job, total)):
         return line
     if job in layout.DENSE:
         return None  # monolith and student are optional: a row only if they were started
     return JobStatus(job, "free" if layout.is_expert(job) else "missing")
 
 
-def _leased_status(job: str, lease_status: LeaseStatus) -> JobStatus:
+def _leased_status(job: str, lease_status: LeaseStatus, *, shared: bool) -> JobStatus:
     record = lease_status.record
+    if shared and waits_for_review(lease_status):
+        return JobStatus(job, "proposed", record.holder, record.images, record.total)
     state = {"held": "running", "released": "free", "refused": "free"}.get(record.state, record.state)
     if lease_status.expired:
         state = "stale"
@@ -130,10 +149,10 @@ def as_json(lines: list[JobStatus]) -> str:
     return json.dumps([asdict(line) for line in lines])
 
 
-def watch(store: Store, seconds: float) -> Iterator[list[JobStatus]]:
+def watch(store: Store, remote: RemoteRun | None, seconds: float) -> Iterator[list[JobStatus]]:
     """Yield the status repeatedly, every `seconds`."""
     while True:
-        yield status(store)
+        yield status(store, remote)
         time.sleep(seconds)
 
 

@@ -1,9 +1,8 @@
 """Upload and download of artifacts: files first, the manifest last.
 
     NAME/sha256/HASH            a file, named by the hash of its content; above 32 MB in parts HASH.0000, HASH.0001, …
-    NAME/manifests/DIGEST.json  an uploaded manifest; it is valid only if a lease record or manifest.json refers to it
-    NAME/signatures/DIGEST.…    signatures over it
-    NAME/manifest.json          the committed manifest: created once, never replaced
+    NAME/manifests/DIGEST.json  a manifest; it counts only if root, snapshot or a lease record names its digest
+    NAME/signatures/DIGEST.json the signature of its author
 
 Content addressing makes concurrent uploads safe: equal bytes have equal names, and other bytes have other names, so two
 writers cannot mix their files. It also makes uploads resumable: objects that exist are not sent again. A download is
@@ -25,7 +24,6 @@ from obstore import exceptions
 
 from atoll.core.artifacts import Artifact, Content, FileEntry, Kind, Manifest
 from atoll.core.errors import AtollError, first_line
-from atoll.core.layout import MANIFEST_FILE
 from atoll.core.progress import progress
 from atoll.core.untrusted import MAX_JSON, Refused, strict_manifest
 from atoll.islands.store import ATTEMPTS, Store, backoff
@@ -65,13 +63,13 @@ def uploaded_manifest_key(name: str, digest: str) -> str:
     return f"{name}/manifests/{digest}.json"
 
 
-def signature_key(name: str, digest: str, role: str) -> str:
+def signature_key(name: str, digest: str) -> str:
     """Return the key of the signature over an uploaded manifest."""
-    return f"{name}/signatures/{digest}.{role}.json"
+    return f"{name}/signatures/{digest}.json"
 
 
 def upload(store: Store, artifact: Artifact, manifest: Manifest, *, name: str, quiet: bool = False) -> None:
-    """Upload the files of an artifact and its manifest under `name`, without committing it."""
+    """Upload the files of an artifact, then its manifest, under `name`."""
     tasks = [(artifact.path(file), part) for file, entry in manifest.files.items() for part in parts_of(name, entry)]
     stored = {entry.key: entry.size for entry in store.entries(f"{name}/sha256")}
     missing = {part.key: (file, part) for file, part in tasks if stored.get(part.key) != part.size}
@@ -89,26 +87,14 @@ def upload(store: Store, artifact: Artifact, manifest: Manifest, *, name: str, q
     store.write(uploaded_manifest_key(name, manifest.digest), manifest.to_json())
 
 
-def publish(store: Store, artifact: Artifact, manifest: Manifest) -> None:
-    """Upload an artifact under its name in the run, and commit it. A committed manifest is permanent."""
-    upload(store, artifact, manifest, name=artifact.name)
-    commit(store, artifact.name, manifest)
-
-
-def commit(store: Store, name: str, manifest: Manifest) -> None:
-    """Make an uploaded manifest the committed one; raise an error if another one is."""
-    if not store.create(f"{name}/{MANIFEST_FILE}", manifest.to_json()):
-        raise AtollError(f"{store.url}/{name} was already published with different content; nothing was changed")
-
-
-def read_manifest(store: Store, name: str, digest: str | None = None) -> Manifest | None:
-    """Return the committed manifest, or the uploaded one with this digest; None if it is missing."""
-    key = f"{name}/{MANIFEST_FILE}" if digest is None else uploaded_manifest_key(name, digest)
+def read_manifest(store: Store, name: str, digest: str) -> Manifest | None:
+    """Return the uploaded manifest with this digest; None if it is missing."""
+    key = uploaded_manifest_key(name, digest)
     data = store.read(key, MAX_JSON)
     if data is None:
         return None
     manifest = strict_manifest(data, f"{store.url}/{key}")
-    if digest is not None and manifest.digest != digest:
+    if manifest.digest != digest:
         raise Refused(f"{store.url}/{key} does not match the digest in its name")
     return manifest
 
@@ -119,11 +105,14 @@ def fetch(
     manifest: Manifest,
     *,
     target: Artifact,
-    only: Callable[[str], bool] = lambda _: True,
+    only: str = "",
     quiet: bool = False,
 ) -> None:
-    """Download an artifact, or some of its files, into the folder of a run; verify every byte against the manifest."""
-    wanted = {file: entry for file, entry in manifest.files.items() if only(file)}
+    """Download an artifact into the folder of a run, and verify every byte against the manifest.
+
+    With `only`, download only the files whose names start with it.
+    """
+    wanted = {file: entry for file, entry in manifest.files.items() if file.startswith(only)}
     expected = replace(manifest, files=wanted)
     if done := target.begin(Kind(manifest.kind, Content, manifest.version), manifest.made_from):
         if done.digest != expected.digest:

@@ -1,9 +1,9 @@
 """`atoll join`: acquire a free expert of a shared run, download its shards, train it, publish it, and repeat."""
 
 import os
+import re
 import shutil
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,19 +19,19 @@ from atoll.core import layout, renamed
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.device import compute_dtype, device, dtype_name
-from atoll.core.errors import AtollError
-from atoll.core.layout import MANIFEST_FILE
+from atoll.core.errors import AtollError, first_line
 from atoll.core.manifests import CHECKPOINT, EXPERT, SHARDS
-from atoll.core.policy import Policy
-from atoll.core.signing import Signer, verify
-from atoll.core.untrusted import Refused, strict_json
-from atoll.islands.admission import Contribution, check_declaration, check_files, check_loss
+from atoll.core.trust import Network, Policy
+from atoll.core.untrusted import Refused, printable
+from atoll.islands.admission import Contribution, check_behavior, check_declaration, check_files
+from atoll.islands.admit import waits_for_review
 from atoll.islands.checkpoint_publisher import CheckpointPublisher, checkpoint_keys, is_checkpoint_key
-from atoll.islands.leases import DURATION, Lease, LeaseLost, LeaseStatus, RecordChanges, State, list_leases
-from atoll.islands.remote_run import finish_commit, open_config
+from atoll.islands.lease_records import LeaseStatus, RecordChanges, State, list_leases, new_name
+from atoll.islands.leases import DURATION, Lease, LeaseLost
+from atoll.islands.remote_run import Access, RemoteRun
 from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
-from atoll.islands.transfer import commit, fetch, read_manifest, signature_key, upload
+from atoll.islands.transfer import fetch, read_manifest, upload
 from atoll.train.cost import parameter_count
 from atoll.train.job import train_job
 from atoll.train.loop import Requeue
@@ -54,22 +54,28 @@ LOCAL_OVERRIDES = {"train.sample_every": "0", "train.trackers": "[]"}
 class Worker:
     """A contributor of a shared run."""
 
-    store: Store
+    remote: RemoteRun
     folder: Path
     config: Config
-    policy: Policy | None = None
-    signer: Signer | None = None
+    """The shared settings, with those of this machine."""
     objective: str | None = None
     network: str | None = None
     overrides: dict[str, str] = field(default_factory=dict)
     duration: float = DURATION
     publish_every: float = 300.0
-    name: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
+    name: str = field(default_factory=new_name)
     stop: threading.Event = field(default_factory=threading.Event)
     _skipped: set[int] = field(default_factory=set)
     """Experts to skip from now on: finished, or failed on this machine."""
     failed: list[str] = field(default_factory=list)
     """Jobs that failed on this machine."""
+    _rate: float = 0.0
+    """Images per second of the last finished expert on this machine."""
+
+    @property
+    def store(self) -> Store:
+        """The store of the run."""
+        return self.remote.store
 
     def run(self, expert: int | None = None, wait: bool = False, limit: int | None = None) -> int:
         """Train experts until none is free (with `wait`: until all are done) or `stop` is set.
@@ -96,42 +102,63 @@ class Worker:
         count = self.config.clusters.count
         start = crc32(self.name.encode()) % count
         wanted = [expert] if expert is not None else [(start + k) % count for k in range(count)]
-        leases, unfinished = list_leases(self.store, "leases/experts"), False
+        self.remote.refresh()
+        leases, finished = (
+            list_leases(self.store, layout.EXPERT_LEASES, authority=self.remote).leases,
+            self.remote.networks(),
+        )
+        unfinished = False
         for number in wanted:
             self.config.objective(number)  # raises an error if there is no such expert
-            if number in self._skipped:
+            job = layout.expert_job(number)
+            if number in self._skipped or job in finished or not self._may_publish(job):
                 continue
+            unfinished = True
             try:
-                lease, is_open = self._acquire_one(number, leases.get(layout.expert_job(number)))
+                lease = self._acquire_one(number, leases.get(job))
             except Refused as reason:  # hostile objects of one expert must not stop work on the others
-                print(f"{layout.expert_job(number)} is skipped: {reason}", flush=True)
+                print(f"{job} is skipped: {reason}", flush=True)
                 self._skipped.add(number)
                 continue
-            unfinished |= is_open
             if lease is not None:
                 print(f"{lease.job}: lease acquired", flush=True)
                 return lease, True
         return None, unfinished
 
-    def _acquire_one(self, number: int, lease_status: LeaseStatus | None) -> tuple[Lease | None, bool]:
-        """Return the lease of one expert if it is free, and whether the expert is unfinished."""
-        job = layout.expert_job(number)
-        if lease_status is not None and (not lease_status.free or (self._needs_admission and lease_status.proposed)):
-            finish_commit(self.store, job, lease_status)
-            done = lease_status.record.state == "done"
-            self._skipped |= {number} if done else set()
-            return None, not done
-        if self.store.entry(f"{layout.final(job)}/{MANIFEST_FILE}"):
-            self._skipped.add(number)
-            return None, False
-        return Lease.acquire(
-            self.store, job, self.duration, holder=self.name, overrides=self._overrides_for(number)
-        ), True
+    def _may_publish(self, job: str) -> bool:
+        """Return whether the root delegates this expert to this worker."""
+        return self.remote.trust.current.signer_name(self.remote.key, "publish", layout.final(job)) is not None
 
-    @property
-    def _needs_admission(self) -> bool:
-        """Whether contributions wait for an admitter."""
-        return bool(self.policy and self.policy.admitters)
+    def _acquire_one(self, number: int, lease_status: LeaseStatus | None) -> Lease | None:
+        """Return the lease of one expert if it is free, or if this worker would finish it much earlier."""
+        job, withdrawn = layout.expert_job(number), False
+        if lease_status is not None:
+            withdrawn = lease_status.record.manifest in self.remote.trust.current.withdrawn
+            free = not waits_for_review(lease_status) and (lease_status.free or self._is_faster(lease_status))
+            if not withdrawn and not free:
+                return None
+        lease = Lease.acquire(
+            self.store,
+            job,
+            self.duration,
+            holder=self.name,
+            overrides=self._overrides_for(number),
+            # With an epoch, only a record that is still the current one is taken over.
+            state=("held", "done", "proposed") if lease_status else (),
+            epoch=lease_status.record.epoch if lease_status else None,
+            authority=self.remote,
+        )
+        if lease is not None and withdrawn:
+            lease.renew(manifest=None, checkpoint=None, images=0, published=0)
+        return lease
+
+    def _is_faster(self, lease_status: LeaseStatus) -> bool:
+        """Return whether this worker, from the last checkpoint, needs at most half of the time of the holder."""
+        record = lease_status.record
+        if record.state != "held" or record.manifest is not None or not self._rate or not record.rate:
+            return False
+        mine = (record.total - record.published) / self._rate
+        return 0 < 2 * mine <= (record.total - record.images) / record.rate
 
     def _overrides_for(self, expert: int) -> dict[str, str]:
         """Return the contributor's settings as dotted overrides for this expert."""
@@ -148,10 +175,9 @@ class Worker:
         try:
             spec, resumed = self._open_job(lease, expert)
             publisher = CheckpointPublisher(
-                self.store,
+                self.remote,
                 lease,
                 spec,
-                signer=self.signer,
                 every=self.publish_every,
                 stop=self.stop,
                 resumed=resumed,
@@ -164,7 +190,8 @@ class Worker:
                 raise
             finally:
                 publisher.close(send)
-            self._publish_expert(lease, spec, manifest, expert=expert)
+            self._publish_expert(lease, spec, manifest, previous=publisher.previous)
+            self._rate = lease.record.rate or self._rate
             self._skipped.add(expert)
             return True
         except Requeue:
@@ -180,7 +207,7 @@ class Worker:
             self._skipped.add(expert)
             self.failed.append(lease.job)
             print(f"{lease.job} failed: {error}", flush=True)
-            self._end_lease(lease, "failed", why=str(error), failures=lease.record.failures + 1)
+            self._end_lease(lease, "failed", why=public_reason(error), failures=lease.record.failures + 1)
         return False
 
     def _end_lease(self, lease: Lease, state: State, **changes: Unpack[RecordChanges]) -> None:
@@ -193,10 +220,7 @@ class Worker:
     def _open_job(self, lease: Lease, expert: int) -> tuple[TrainSpec, set[str]]:
         """Download shards and the last published checkpoint; return the job and the keys of that checkpoint."""
         own = layout.shards(expert)
-        data = read_manifest(self.store, own)
-        if data is None:
-            raise AtollError(f"{self.store.url} has no {own}; publish it with: atoll push RUN {self.store.url}")
-        fetch(self.store, own, data, target=Artifact(self.folder, own))
+        fetch(self.store, own, self.remote.shards(expert), target=Artifact(self.folder, own))
         overrides = dict(lease.record.overrides)
         try:
             check_overrides(overrides)
@@ -204,7 +228,7 @@ class Worker:
         except AtollError as error:
             # The overrides in the lease come from another worker. If they are not allowed, training starts anew.
             print(f"{lease.job}: the settings of the previous worker are ignored: {error}", flush=True)
-            lease.renew(overrides=self._overrides_for(expert), checkpoint=None, images=0)
+            lease.renew(overrides=self._overrides_for(expert), checkpoint=None, images=0, published=0)
             spec = self._resolve(expert, self._overrides_for(expert))
         remove_incompatible(spec)
         pointer = lease.record.checkpoint
@@ -213,7 +237,7 @@ class Worker:
     def _resolve(self, expert: int, overrides: dict[str, str]) -> TrainSpec:
         config = configuration.load(self.folder, {**LOCAL_OVERRIDES, **overrides})
         spec = resolve_job(self.folder, config, "expert", expert=expert)
-        check_allowed(spec, self.policy or Policy())
+        check_allowed(spec, self.remote.policy)
         return spec
 
     def _fetch_checkpoint(self, pointer: str, spec: TrainSpec) -> set[str]:
@@ -224,9 +248,7 @@ class Worker:
             if manifest is None:
                 raise Refused("it no longer exists")
             check_checkpoint(manifest, spec)
-            key = signature_key(name, digest, "publish")
-            signature = strict_json(self.store.read(key, 4096) or b"null", key)
-            verify(self.policy, "publish", name, manifest=manifest, signature=signature)
+            self.remote.read_signature("checkpoint", name, digest)
             images = CHECKPOINT.parse(manifest, spec.job).images
             target = Artifact(self.folder, layout.checkpoint(spec.job, images))
             fetch(self.store, name, manifest, target=target)
@@ -239,28 +261,37 @@ class Worker:
             print(f"{spec.job}: the published checkpoint is ignored: {error}", flush=True)
             return set()
 
-    def _publish_expert(self, lease: Lease, spec: TrainSpec, manifest: Manifest, *, expert: int) -> None:
-        """Check the result like any contribution, upload it, and commit it with the last record of the lease."""
-        data = Artifact(self.folder, layout.shards(expert))
-        contribution = Contribution(expert, manifest, data.open(SHARDS), self.policy or Policy())
+    def _publish_expert(self, lease: Lease, spec: TrainSpec, manifest: Manifest, *, previous: str | None) -> None:
+        """Check the result like any contribution, upload it, and propose it; an admitter adds it to the snapshot."""
+        cluster = spec.clusters[0]
+        data = Artifact(self.folder, layout.shards(cluster))
+        contribution = Contribution(lease.job, manifest, (data.open(SHARDS),), self.remote.policy)
         check_declaration(contribution)
-        check_files(contribution, spec.result)
-        check_loss(contribution, spec.result, data)
+        weights = check_files(contribution, spec.result)
+        check_behavior(contribution, spec.result, [data])
         lease.check()
-        upload(self.store, spec.result, manifest, name=spec.result.name)
-        if self.signer is not None:
-            key = signature_key(spec.result.name, manifest.digest, "publish")
-            self.store.write(key, self.signer.sign("publish", spec.result.name, manifest))
+        name, digest = spec.result.name, manifest.digest
+        self.remote.write_signature("publish", name, digest, previous=previous)
+        upload(self.store, spec.result, manifest, name=name)
         # Checkpoints of all attempts at this job are useless once it is finished. They are listed while the lease is
         # held: checkpoints that appear after it has ended belong to another worker and stay.
         listed = self.store.entries(layout.checkpoints(spec.job))
         old = [entry.key for entry in listed if is_checkpoint_key(entry.key, spec.job)]
-        state: State = "proposed" if self._needs_admission else "done"
-        lease.end(state, manifest=manifest.digest, images=spec.settings.total_images, checkpoint=None)
-        if not self._needs_admission:
-            commit(self.store, spec.result.name, manifest)
+        admits = self.remote.trust.current.admits(self.remote.key)
+        if admits:
+            network = Network(manifest=digest, weights=weights, publisher=self.remote.key)
+            self.remote.write_snapshot({lease.job: network})
+        state: State = "done" if admits else "proposed"
+        lease.end(state, manifest=digest, images=spec.settings.total_images, checkpoint=None, published=0)
         self.store.delete(old)
-        print(f"{spec.job}: {'waits for admission' if self._needs_admission else 'published'}", flush=True)
+        print(f"{spec.job}: {'published' if admits else 'waits for admission'}", flush=True)
+
+
+def public_reason(error: BaseException) -> str:
+    """Return why a job failed, for the lease, which everybody can read: no paths, and no texts of other libraries."""
+    if not isinstance(error, AtollError):
+        return f"{type(error).__name__}; the contributor has the details"
+    return printable(re.sub(r"(?:[A-Za-z]:)?[~.]{0,2}[/\\\\][^\s;,:'\")]+", "…", first_line(error)), 200)
 
 
 def check_overrides(overrides: dict[str, str]) -> None:
@@ -298,8 +329,9 @@ def check_checkpoint(manifest: Manifest, spec: TrainSpec) -> None:
         images = CHECKPOINT.parse(manifest, spec.job).images
     except AtollError as error:
         raise Refused(f"it is not a checkpoint of this job: {error}") from error
-    if images > spec.settings.total_images:
-        raise Refused("it is not a checkpoint of this job: it has seen more images than the job trains on")
+    # A checkpoint of a finished job would be signed and published without a single step of training.
+    if images >= spec.settings.total_images:
+        raise Refused("it leaves nothing to train: it has seen all images of the job")
     if Manifest("", made_from(spec), {}, {}).to_json() != Manifest("", manifest.made_from, {}, {}).to_json():
         raise Refused("it was made with other settings")
     # In float32: the weights, two moments of AdamW, each EMA, and one more copy as a margin; 16 MB for all other state.
@@ -341,20 +373,22 @@ def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def open_worker(url: str, folder: Path | None, **options: Any) -> Worker:
+def open_worker(url: str, folder: Path | None, access: Access, **options: Any) -> Worker:
     """Open a worker for the run at a URL, with its local copy in `folder`."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise AtollError("atoll join supports one process; to train one expert on several GPUs, use atoll launch")
     store = Store.open(url)
-    store.probe()
     folder = folder or default_folder(url)
-    config, policy = open_config(store, folder)
-    signer = options.pop("signer")
-    listed = policy.publishers.values() if policy else ()
-    if listed and (signer is None or signer.public not in listed):
-        mine = "none" if signer is None else signer.public
-        raise AtollError(f"{url}: the policy does not list your key ({mine}); ask the owner of the run to add it")
-    return Worker(store, folder, config, policy, signer, **options)
+    remote = RemoteRun.open(store, folder, access)
+    store.probe()
+    worker = Worker(remote, folder, remote.config, **options)
+    experts = range(remote.config.clusters.count)
+    if not any(worker._may_publish(layout.expert_job(expert)) for expert in experts):
+        raise AtollError(
+            f"{url}: the root of the run does not list your key ({remote.key or 'none'}); the owner adds it with: "
+            f"atoll trust RUN add publisher NAME {remote.key or 'KEY'}, then atoll push"
+        )
+    return worker
 
 
 def default_folder(url: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Literal
 from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.islands.leases import list_leases
+from atoll.islands.lease_records import list_leases
 from atoll.islands.store import Store
 from atoll.launch.base import Launcher, LaunchSettings, logs_of
 from atoll.launch.plan import Group, LaunchRequest, missing_groups, with_flops
@@ -87,7 +87,7 @@ def inspect_run(launcher: Launcher, run: Path, config: Config, *, request: Launc
     active_here = launcher.active_steps(groups)
     active_elsewhere = {
         job: lease_status.record.holder
-        for job, lease_status in list_leases(Store.open(run)).items()
+        for job, lease_status in list_leases(Store.open(run)).leases.items()
         if job in names_of(groups)
         and job not in active_here
         and lease_status.record.state == "held"

@@ -32,7 +32,8 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.metrics_file import last_line
-from atoll.islands.leases import Lease, LeaseLost, LeaseStatus, State, get_lease
+from atoll.islands.lease_records import LeaseStatus, State, get_lease
+from atoll.islands.leases import Lease, LeaseLost
 from atoll.islands.store import Store
 from atoll.launch.base import NODE_VARIABLE, RETRY_CODE, SUBMISSION_VARIABLE, logs_of
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,6 +21,19 @@ WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 CONFIG_FILE = "config.json"
 WRAPPERS = ("ema", "state_dict_ema", "model", "state_dict")
 """Keys under which a checkpoint may store its weights; EMA weights are preferred."""
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The dtypes of networks by their names in safetensors."""
 
 
 def read_weights(file: str | Path) -> dict[str, Tensor]:
@@ -44,6 +57,21 @@ def read_weights(file: str | Path) -> dict[str, Tensor]:
             "save its state dict as .safetensors on a machine where you trust the file, and use that"
         ) from error
     return _unwrap(content, file)
+
+
+def tensors_of(data: bytearray) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file in memory. They share its memory and are not copied."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8:start]))
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            dtype, shape, (first, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            flat = torch.empty(0, dtype=dtype)
+            if end > first:
+                flat = torch.frombuffer(data, dtype=dtype, count=(end - first) // dtype.itemsize, offset=start + first)
+            tensors[name] = flat.view(shape)
+    return tensors
 
 
 def _unwrap(content: object, file: Path) -> dict[str, Tensor]:
@@ -100,13 +128,16 @@ def save_network(network: DiT | Router | DiffusersExpert, folder: str | Path) ->
     (folder / CONFIG_FILE).write_text(json.dumps(network.config.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
-def load_network(folder: str | Path) -> DiT | Router | DiffusersExpert:
-    """Load a network that `save_network` wrote; raise an error if a tensor does not fit."""
+def load_network(folder: str | Path, read: Callable[[str], bytearray] | None = None) -> DiT | Router | DiffusersExpert:
+    """Load a network that `save_network` wrote; raise an error if a tensor does not fit.
+
+    `read` returns the content of a file by name, such as `VerifiedFiles.read`; by default the files are memory-mapped.
+    """
     file = Path(folder) / CONFIG_FILE
     if not file.is_file():
         raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    config = read_network(json.loads(file.read_text(encoding="utf-8")))
-    state = without_retired(read_weights(Path(folder) / WEIGHTS_FILE))
+    config = read_network(json.loads(read(CONFIG_FILE) if read else file.read_bytes()))
+    state = without_retired(tensors_of(read(WEIGHTS_FILE)) if read else read_weights(Path(folder) / WEIGHTS_FILE))
     native = not isinstance(config, DiffusersConfig)
     # DiT and router store all their buffers, so initialization can be skipped on the meta device. Diffusers models have
     # buffers that are not saved.

@@ -107,8 +107,8 @@ def _commit(
         save_network(network, spec.result.folder)
         for other in others:
             spec.result.write_tensors(f"ema-{other}.safetensors", other_emas[other])
-        if spec.kind == "expert":
-            spec.result.write_tensors(density.DENSITY_FILE, density.fit_density(task.shards).tensors())
+        if spec.kind == "expert" and (fitted := density.fit_density(task.shards)):
+            spec.result.write_tensors(density.DENSITY_FILE, fitted.tensors())
         made = spec.result.commit(content)
         Checkpoints(spec.run, spec.job, {}, context).clear()
         print(f"{spec.job}: done, {spec.result.folder}", flush=True)

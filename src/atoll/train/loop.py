@@ -11,7 +11,8 @@ interruptions or, up to rounding, on the number of processes and micro-batches. 
 checkpoint, of N images, and to continue at position N; on the same machine, the final weights have the same bits.
 
 A job stops in an orderly way on SIGTERM or SIGUSR1, or if the callback requests it: all processes agree on the step
-after which they stop (`any_rank`), save, and raise `Requeue`. A kill loses the images since the last checkpoint.
+after which they stop (`any_rank`), save, and raise `Requeue`. A kill loses the images since the last committed
+checkpoint. Checkpoints are written by a thread (`CheckpointSaver`) while training goes on.
 """
 
 import math

@@ -1,0 +1,243 @@
+"""Lease records: their fields, and how they are read from a store that strangers can write to.
+
+Everybody with write access to the store can write records. So each field is checked by type, pattern and bounds when a
+record is read, and the signature of the holder by an `Authority`, which knows who may hold the job. A record that fails
+is ignored and listed in `atoll status`: the newest valid record below it is the current one, and the key above it can
+be created. (Without an authority, signatures are not checked: for tests of the protocol.)
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Annotated, Literal, Protocol, TypedDict
+from uuid import uuid4
+
+from pydantic import Field, ValidationError, field_validator
+
+from atoll.core import layout
+from atoll.core.artifacts import to_json
+from atoll.core.config_sections import Section
+from atoll.core.errors import wrong_fields
+from atoll.core.signing import Role, Signature
+from atoll.core.untrusted import Refused, printable, strict_json
+from atoll.islands.store import Entry, Store
+
+# S3 reports modification times in whole seconds, so a measured age can be off by one second; twice that is safe.
+MARGIN = 2.0
+"""Seconds added to the duration before a takeover."""
+# A convention: one failure can be due to one machine; after three, the job itself is the likely cause.
+MAX_FAILURES = 3
+"""Number of failures after which nobody takes the job."""
+# A choice: longer than any pause of training that works, such as compilation or the validation at the end.
+MAX_IDLE = 3600.0
+"""Seconds without a trained image after which another worker may take over."""
+# An order of magnitude: reads wait for the network, not for the processor.
+PARALLEL_READS = 16
+"""Number of records that are read in parallel."""
+MAX_WHY = 500
+"""Maximum number of characters of a reason: two or three sentences, which fit into the table of `atoll status`."""
+_MAX_OVERRIDES = 4096
+"""Maximum number of bytes of the overrides. All allowed keys, with a network given field by field, take under 2,000."""
+_MAX_RECORD = 8192
+"""Maximum number of bytes of a record: overrides, reason, holder at their limits (four bytes a letter), signature."""
+LAST_EPOCH = 999_999
+"""Keys have six digits, enough for 460 days of renewals every 40 seconds."""
+_MAX_COUNT = 1 << 53
+"""The largest integer that every JSON parser represents exactly (double precision)."""
+_KEY = re.compile(r"leases/([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)/([0-9]{6})", re.ASCII)
+_OVERRIDE_KEY = r"^(experts|networks|train)(\.[A-Za-z0-9_-]{1,64}){0,3}$"
+_HEX_32, _HEX_64 = r"^[0-9a-f]{32}$", r"^[0-9a-f]{64}$"
+_CHECKPOINT = rf"^{layout.CHECKPOINTS_PATTERN}/[0-9a-f]{{16}}@[0-9a-f]{{64}}$"
+
+State = Literal["held", "released", "failed", "proposed", "refused", "done"]
+
+
+class Record(Section):
+    """The content of a lease key."""
+
+    epoch: int = Field(ge=0, le=LAST_EPOCH)
+    """Number of the record. The highest one is the current record of the job."""
+    state: State
+    """What the holder does with the job, or how it ended."""
+    holder: str = Field(max_length=200)
+    """Name of the worker, which the contributor chooses or which is random: a host name would be published."""
+    nonce: str = Field(pattern=_HEX_32)
+    """Random number of this acquisition, by which the holder recognizes its records."""
+    issued: float
+    """Unix time by the clock of the holder. Informative only: no decision depends on it."""
+    duration: float = Field(gt=0, le=86400)
+    """Seconds without renewal after which another worker may take over."""
+    images: int = Field(0, ge=0, le=_MAX_COUNT)
+    """Images seen so far."""
+    published: int = Field(0, ge=0, le=_MAX_COUNT)
+    """Images seen by the last published checkpoint."""
+    idle: float = Field(0.0, ge=0, le=_MAX_COUNT)
+    """Seconds since the last trained image."""
+    total: int = Field(0, ge=0, le=_MAX_COUNT)
+    """Images to train on in all."""
+    rate: float = Field(0.0, ge=0, le=_MAX_COUNT)
+    """Images per second."""
+    overrides: dict[Annotated[str, Field(pattern=_OVERRIDE_KEY)], str] = Field(default_factory=dict, max_length=64)
+    """Configuration overrides of the holder. A worker that takes over a checkpoint trains on with the same ones."""
+    checkpoint: str | None = Field(None, pattern=_CHECKPOINT)
+    """Name and digest of the last published checkpoint, as `NAME@DIGEST`."""
+    manifest: str | None = Field(None, pattern=_HEX_64)
+    """Digest of the manifest of the trained expert, in states `proposed` and `done`."""
+    why: str = Field("", max_length=MAX_WHY)
+    """Reason of a failure or a refusal."""
+    failures: int = Field(0, ge=0, le=_MAX_COUNT)
+    """Number of failures so far. After three, nobody takes the job."""
+    signature: Signature | None = None
+    """The signature of the holder over all other fields."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the signed fields."""
+        return hashlib.sha256(to_json(self.model_dump(mode="json", exclude={"signature"}))).hexdigest()
+
+    @field_validator("overrides")
+    @classmethod
+    def _check_overrides(cls, overrides: dict[str, str]) -> dict[str, str]:
+        if not all(value.isprintable() for value in overrides.values()) or len(to_json(overrides)) > _MAX_OVERRIDES:
+            raise ValueError(f"expected printable settings of at most {_MAX_OVERRIDES:,} bytes")
+        return overrides
+
+    @field_validator("holder", "why")
+    @classmethod
+    def _replace_control_characters(cls, text: str) -> str:
+        return printable(text)
+
+
+class RecordChanges(TypedDict, total=False):
+    """The fields of a record that its holder may change; omitted fields keep their values."""
+
+    images: int
+    published: int
+    total: int
+    rate: float
+    overrides: dict[str, str]
+    checkpoint: str | None
+    manifest: str | None
+    why: str
+    failures: int
+
+
+class Authority(Protocol):
+    """Signs the records of this worker, and decides whose records count."""
+
+    def sign(self, role: Role, slot: str, digest: str) -> Signature | None:
+        """Return this user's signature; None without a key."""
+
+    def verify(self, signature: Signature | None, role: Role, slot: str, *, digest: str) -> str:
+        """Return the name of the signer, or raise `Refused`."""
+
+
+@dataclass(frozen=True)
+class LeaseStatus:
+    """The current record of a job, and its age in seconds by the clock of the store."""
+
+    record: Record
+    age: float
+
+    @property
+    def expired(self) -> bool:
+        """Whether the holder has not renewed for so long that another worker may take over."""
+        # A reviewer trains nothing, so its lease only expires by age.
+        idle = self.record.manifest is None and self.record.idle > MAX_IDLE
+        return self.record.state == "held" and (idle or self.age > self.record.duration + MARGIN)
+
+    @property
+    def free(self) -> bool:
+        """Whether any worker may acquire the lease."""
+        failed = self.record.state == "failed" and self.record.failures < MAX_FAILURES
+        return self.expired or failed or self.record.state in ("released", "refused")
+
+    @property
+    def proposed(self) -> bool:
+        """Whether a contribution waits for admission, including one whose reviewer stopped before a verdict."""
+        return self.record.state == "proposed" or (self.expired and self.record.manifest is not None)
+
+
+def new_name() -> str:
+    """Return a random name of a worker."""
+    return f"worker-{uuid4().hex[:8]}"
+
+
+def key_of(job: str, epoch: int) -> str:
+    """Return the key of one epoch of a lease."""
+    return f"leases/{job}/{epoch:06d}"
+
+
+@dataclass(frozen=True)
+class LeaseList:
+    """The current record of every job that ever had a lease, and why newer records were ignored, by job."""
+
+    leases: dict[str, LeaseStatus]
+    ignored: dict[str, str]
+
+
+def list_leases(
+    store: Store, prefix: str = "leases", *, authority: Authority | None = None, now: float | None = None
+) -> LeaseList:
+    """Read the current records. `now` is the time; by default that of the store, which needs the right to write."""
+    keys, ignored = list_keys(store, prefix), dict[str, str]()
+    with ThreadPoolExecutor(PARALLEL_READS) as pool:
+        found = pool.map(lambda job: newest_record(store, job, keys[job], authority=authority, ignored=ignored), keys)
+        newest = [(job, pair) for job, pair in zip(keys, found, strict=True) if pair is not None]
+    time_now = store.now() if now is None and newest else now or 0.0
+    leases = {job: LeaseStatus(record, max(0.0, time_now - entry.modified)) for job, (entry, record) in newest}
+    return LeaseList(leases, ignored)
+
+
+def get_lease(store: Store, job: str, *, authority: Authority | None = None) -> LeaseStatus | None:
+    """Return the current record of one job, or None if it never had a lease."""
+    return list_leases(store, f"leases/{job}", authority=authority).leases.get(job)
+
+
+def list_keys(store: Store, prefix: str) -> dict[str, dict[int, Entry]]:
+    """Return the stored object of every epoch of every job; skip objects whose key is not that of a lease."""
+    found: dict[str, dict[int, Entry]] = {}
+    for entry in store.entries(prefix):
+        if match := _KEY.fullmatch(entry.key):
+            found.setdefault(match.group(1), {})[int(match.group(2))] = entry
+    return found
+
+
+def newest_record(
+    store: Store,
+    job: str,
+    keys: Mapping[int, Entry],
+    *,
+    authority: Authority | None,
+    ignored: dict[str, str] | None = None,
+) -> tuple[Entry, Record] | None:
+    """Return the valid record of the highest epoch; note in `ignored` why the newest invalid one above it is not."""
+    for epoch in sorted(keys, reverse=True):
+        try:
+            if record := read_record(store, job, epoch, authority=authority):
+                return keys[epoch], record
+        except Refused as reason:
+            if ignored is not None:
+                ignored.setdefault(job, str(reason))
+    return None
+
+
+def read_record(store: Store, job: str, epoch: int, *, authority: Authority | None) -> Record | None:
+    """Return a record, or None if it was removed since it was listed; raise `Refused` if it is not valid."""
+    key = key_of(job, epoch)
+    data = store.read(key, _MAX_RECORD)
+    if data is None:
+        return None
+    try:
+        record = Record.model_validate(strict_json(data, key), strict=True)
+    except ValidationError as error:
+        raise Refused(f"{store.url}/{key} is not a lease: {wrong_fields(error)}") from error
+    # A record may only point at checkpoints of its own job; otherwise a worker would fetch those of another expert.
+    owned = f"{layout.checkpoints(job)}/"
+    if record.epoch != epoch or not (record.checkpoint or owned).startswith(owned):
+        raise Refused(f"{store.url}/{key} is not a lease of {job} in epoch {epoch}")
+    if authority is not None:
+        authority.verify(record.signature, "lease", job, digest=record.digest)
+    return record
