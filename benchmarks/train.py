@@ -164,7 +164,7 @@ def peak(name: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         config = make_run(Path(scratch), rows=256, batch_size=32, total_images=96)
         job = resolve_job(Path(scratch), config.model_copy(update={"networks": {"default": name}}), "expert", expert=0)
-        estimate = job_bytes(job.network, job.shapes, job.settings, dtype=torch.float32, objective=job.objective)
+        estimate = job_bytes(job.network, job.shapes, job.settings, device=torch.device("cpu"), objective=job.objective)
         before = memory_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak (VmHWM)
         train(build_task(job), job.settings, Checkpoints(Path(scratch), job.job, {}, ALONE), context=ALONE)

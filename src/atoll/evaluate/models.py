@@ -85,8 +85,7 @@ class EvaluatedModel:
             kind = cast(layout.JobKind, content.job if content.job in layout.OTHERS else "expert")
             settings, shapes = job_settings(config, kind), DataShapes.of(content)
             objective = content.objective if isinstance(content, ExpertContent) and kind != "student" else None
-            dtype = compute_dtype(device(), settings.precision)
-            sizes.append(job_bytes(content.network, shapes, settings, dtype=dtype, objective=objective))
+            sizes.append(job_bytes(content.network, shapes, settings, device=device(), objective=objective))
         longest = max(one.seconds for one in spent)
         return TrainingCost(**totals, longest_job_seconds=longest, memory_bytes=max(sizes))
 

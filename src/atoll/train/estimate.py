@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -44,7 +45,7 @@ class JobCosts:
 
     @classmethod
     def of(cls, spec: TrainSpec, gpus: int | None = None) -> Self:
-        """Count the costs of a job on some number of GPUs."""
+        """Count the costs of a job on some number of GPUs; None is this machine."""
         settings, cost, processes = spec.settings, image_cost(spec.network, spec.shapes), _processes(gpus)
         flops = cost.training_flops(settings.activation_checkpointing)
         return cls(
@@ -55,12 +56,12 @@ class JobCosts:
             forward_flops_per_image=cost.forward_flops,
             flops_per_image=flops,
             flops=flops * settings.total_images,
-            bytes=_teacher_bytes(spec)
+            bytes=_teacher_bytes(spec, torch.bfloat16 if gpus else compute_dtype(device()))
             + job_bytes(
                 spec.network,
                 spec.shapes,
                 settings,
-                dtype=compute_dtype(device(), settings.precision),
+                device=torch.device("cuda") if gpus else device(),
                 objective=spec.objective,
                 processes=processes,
             ),
@@ -99,14 +100,14 @@ def planned_for_gpus(config: Config) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": "bfloat16"})})
 
 
-def _teacher_bytes(spec: TrainSpec) -> int:
+def _teacher_bytes(spec: TrainSpec, dtype: torch.dtype) -> int:
     """Return the bytes of the largest teacher of a student, of which one is in memory; 0 for other jobs."""
     if spec.kind != "student":
         return 0
     results = [Artifact(spec.run, layout.final(layout.expert_job(number))) for number in spec.clusters]
     found = [result.read(EXPERT).network for result in results if result.manifest() is not None]
     # Before the experts are trained, the student's own network is the best guess.
-    return compute_dtype(device()).itemsize * max(parameter_count(network) for network in found or [spec.network])
+    return dtype.itemsize * max(parameter_count(network) for network in found or [spec.network])
 
 
 def estimate(spec: TrainSpec, gpus: int | None = None) -> JobEstimate:
@@ -130,7 +131,7 @@ def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts
     """Count the costs of all experts and the router of a run on GPUs."""
     config = planned_for_gpus(config)
     specs = [resolve_job(run, config, "expert", expert=number) for number in range(config.clusters.count)]
-    costs = [JobCosts.of(spec, gpus) for spec in (*specs, resolve_job(run, config, "router"))]
+    costs = [JobCosts.of(spec, _processes(gpus)) for spec in (*specs, resolve_job(run, config, "router"))]
     flops = sum(job.flops for job in costs)
     return RunCosts(
         jobs=costs,

@@ -7,9 +7,11 @@ and gradients in the order in which a step allocates and releases them, with rec
 (tokens x tokens), and autocast.
 
 The rest is added: weights, two Adam moments and the EMAs in float32, and the buffers of FSDP2. A preview runs beside
-the optimizer's state, so a job needs the larger of a step and a preview.
+the optimizer's state, so a job needs the larger of a step and a preview. On a CPU there are also the holes in the heap,
+and the copy of the state from which checkpoints are written.
 
 Not counted: the context of the device, the fragmentation of its memory, and the autoencoder that decodes previews.
+Compiled networks need less memory.
 """
 
 import json
@@ -27,8 +29,10 @@ from torch.utils._pytree import tree_map_only
 
 from atoll import flow
 from atoll.core.config_sections import Train
+from atoll.core.device import compute_dtype
 from atoll.core.manifests import ObjectiveSpec
 from atoll.core.networks import NetworkConfig, RouterConfig, read_network
+from atoll.ensemble.plan import HEAP
 from atoll.experts.validation import BATCH
 from atoll.nets import build
 from atoll.nets.blocks import set_checkpointing, transformer_blocks
@@ -70,11 +74,14 @@ def job_bytes(
     shapes: DataShapes,
     settings: Train,
     *,
-    dtype: torch.dtype,
+    device: torch.device,
     objective: ObjectiveSpec | None = None,
     processes: int = 1,
 ) -> int:
-    """Estimate the peak memory of one process of a training job; `objective` is None for routers and students."""
+    """Estimate the peak memory of one process of a training job; `objective` is None for routers and students.
+
+    The device need not be in this machine, if the settings name a precision.
+    """
     sharded, replicated = (processes > 1 and settings.parallel == parallel for parallel in ("fsdp2", "ddp"))
     kept = settings.grad_accum_steps > 1 or replicated  # DDP keeps the gradients in its buckets
     step = _Pass(
@@ -82,7 +89,7 @@ def job_bytes(
         latents=shapes.latents,
         text=shapes.text and shapes.text[:2],
         rows=max(1, settings.batch_size // settings.grad_accum_steps // processes),
-        dtype=dtype,
+        dtype=compute_dtype(device, settings.precision),
         gradients="kept" if kept else "sharded" if sharded else "new",
         checkpointing=settings.activation_checkpointing,
         parts=processes if sharded else 1,
@@ -93,7 +100,8 @@ def job_bytes(
         # The network has the EMA weights, and a copy the trained ones.
         preview = weights + _peak(replace(step, rows=rows, gradients="none"))
         most = max(most, preview + (weights if replicated else 0))
-    return WORKSPACE + weights * (3 + len(settings.ema)) + most
+    state = weights * (3 + len(settings.ema))
+    return 2 * state + int(HEAP * most) if device.type == "cpu" else WORKSPACE + state + most
 
 
 def preview_rows(network: NetworkConfig, settings: Train, objective: ObjectiveSpec | None) -> int:
