@@ -1,16 +1,24 @@
-# Functions of the emoji recipes. Source this file from the root of the repository.
+# Functions of the recipes. Source this file from the root of the repository.
 #
+# DATASET is emoji (built in, latents, captions) or cifar10 (fetched with npm, pixels, class labels).
 # An arm is one variant of an experiment: the run ROOT/seedS/NAME. Arms share ingest, features, latents and text, and reuse
 # each other's finished experts by hard links: an expert depends only on its cluster and settings.
 # As in the DDM paper the total batch size is divided among the experts and everything else is equal, so every arm spends the
 # FLOPs of the monolith: STEPS steps of TOTAL images.
 atoll=${ATOLL:-.venv/bin/atoll}
-ROOT=${ROOT:-runs/emoji-recipes}
+python=${ATOLL_PYTHON:-.venv/bin/python}
+DATASET=${DATASET:-emoji}
+ROOT=${ROOT:-runs/$DATASET-recipes}
 SEED=${SEED:-0}
 STEPS=${STEPS:-1600}
 TOTAL=${TOTAL:-256}
-NETWORK=${NETWORK:-'{name: DiT-XS/2, width: 96, depth: 4, heads: 3}'}
-ROUTER_CONDITIONING=${ROUTER_CONDITIONING:-pooled} # input of the router besides the noisy latent
+# Both have 64 tokens: latents of 16 x 16 with patch 2, pixels of 32 x 32 with patch 4.
+case $DATASET in
+emoji) NETWORK=${NETWORK:-'{name: DiT-XS/2, width: 96, depth: 4, heads: 3}'} ;;
+cifar10) NETWORK=${NETWORK:-'{name: DiT-XS/4, width: 128, depth: 4, heads: 4}'} ;;
+*) echo "unknown DATASET $DATASET; expected emoji or cifar10" >&2; exit 1 ;;
+esac
+ROUTER_CONDITIONING=${ROUTER_CONDITIONING:-auto} # input of the router besides the noisy image: the caption or the label
 JOBS=${JOBS:-2} # jobs at a time, one thread each
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 here=recipes/common
@@ -24,6 +32,10 @@ link() { # link FROM TO: copy a folder by hard links, completely or not at all
     mkdir -p "$(dirname "$2")"
     cp -al "$1" "$2.part"
     mv "$2.part" "$2"
+}
+
+dataset_settings() { # dataset_settings: print the settings of the dataset
+    sed "s|SOURCE|$ROOT/cifar10/train.parquet|" $here/$DATASET.yaml
 }
 
 settings() { # settings SECTION BATCH_SIZE IMAGES: print what depends on the size of a job, for `train` or `monolith`
@@ -41,7 +53,8 @@ YAML
 
 prepare() { # prepare: the data that all arms share
     mkdir -p "$ROOT/base"
-    { cat $here/atoll.yaml; echo "clusters: {count: 8}"; } > "$ROOT/base/atoll.yaml"
+    [ $DATASET != cifar10 ] || $python $here/cifar10.py "$ROOT/cifar10"
+    { dataset_settings; echo "clusters: {count: 8}"; } > "$ROOT/base/atoll.yaml"
     $atoll prepare "$ROOT/base"
 }
 
@@ -49,7 +62,7 @@ partition() { # partition K METHOD: the data in K clusters, for all arms with th
     local run=$ROOT/$2$1
     mkdir -p "$run"
     for part in ingest features latents text; do link "$ROOT/base/data/$part" "$run/data/$part"; done
-    { cat $here/atoll.yaml; echo "clusters: {count: $1, method: $2}"; } > "$run/atoll.yaml"
+    { dataset_settings; echo "clusters: {count: $1, method: $2}"; } > "$run/atoll.yaml"
     $atoll prepare "$run"
 }
 
@@ -71,7 +84,7 @@ make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters
         link "$ROOT/$3$2/data" "$run/data"
     fi
     {
-        cat $here/atoll.yaml
+        dataset_settings
         echo "networks: {default: $NETWORK}"
         echo "router: {network: $NETWORK, conditioning: $ROUTER_CONDITIONING, total_images: $((STEPS * TOTAL / 8)), batch_size: 64, lr: 1.0e-3}"
         echo "clusters: {count: $2, method: $3}"
@@ -108,5 +121,5 @@ evaluate() { # evaluate NAME OPTION...: metrics of an arm; the features of the r
 }
 
 table() { # table NAME...: the metrics of these arms, over all evaluated seeds
-    ${ATOLL_PYTHON:-.venv/bin/python} $here/table.py "$ROOT" "$recipe" "$@"
+    $python $here/table.py "$ROOT" "$recipe" "$@"
 }
