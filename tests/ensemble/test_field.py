@@ -2,7 +2,7 @@
 
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 import atoll
 from atoll.core.errors import AtollError
 from atoll.ensemble import Ensemble
+from atoll.ensemble.guidance import GuidanceWeights
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.expert import OpenRouter
 from atoll.nets import Condition
@@ -54,7 +55,13 @@ def assert_alike(got: Tensor, expected: Tensor) -> None:
 
 
 def naive(
-    ensemble: Ensemble, given: dict[str, Tensor], conditions: Condition, routing: str, guidance_scale: Tensor
+    ensemble: Ensemble,
+    given: dict[str, Tensor],
+    conditions: Condition,
+    routing: str,
+    guidance_scale: Tensor,
+    *,
+    weights: GuidanceWeights = "separate",
 ) -> Tensor:
     """Compute one image at a time: all experts, two forward passes for guidance, a loop for the sum."""
     velocities = []
@@ -63,7 +70,8 @@ def naive(
         draw, cluster = given["draw"][i : i + 1], given["cluster"][i : i + 1]
         halves = []
         for this in (conditions[i : i + 1], conditions[i : i + 1].unconditional()):
-            w = ensemble.route(x, t, this, routing=routing, cluster=cluster, draw=draw)[0]
+            routed = conditions[i : i + 1] if weights == "conditional" else this
+            w = ensemble.route(x, t, routed, routing=routing, cluster=cluster, draw=draw)[0]
             parts = [
                 ensemble.cache.get(k).expert.velocity(x, t, Condition(this.text, this.text_mask, dropped=this.dropped))
                 for k in range(len(ensemble.references))
@@ -105,9 +113,9 @@ def test_a_conditioned_router_has_other_weights_for_the_null_condition(tmp_path:
     without = ensemble.route(given["x"], given["t"], None, routing="full")
     assert (with_text - without).abs().max() > 0.01
     guidance = torch.full((B,), 4.0)
-    for routing in ("full", "top-1", "sample-1"):
-        expected = naive(ensemble, given, conditions, routing, guidance)
-        how = {"routing": routing, "draw": given["draw"]}
+    for routing, weights in product(("full", "top-1", "sample-1", "nearest"), get_args(GuidanceWeights)):
+        expected = naive(ensemble, given, conditions, routing, guidance, weights=weights)
+        how = {"routing": routing, "draw": given["draw"], "guidance_weights": weights}
         got = ensemble.velocity(given["x"], given["t"], conditions, guidance_scale=4.0, **how)
         assert_alike(got, expected)
 

@@ -41,6 +41,8 @@ class Sample:
     """Classifier-free guidance scale; 1 disables guidance."""
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     """Interval of times t (0 is data, 1 is noise) in which guidance is applied."""
+    guidance_weights: Literal["conditional", "separate"] = "separate"
+    """Expert weights of the unconditional velocity: those of the prompt, or those of the router without the prompt."""
     rescale: float = 0.0
     """Guidance rescale from 0 to 1: moves the standard deviation of the guided velocity to that of the conditional."""
     solver: Literal[SOLVERS] = "euler"  # type: ignore[valid-type]
@@ -108,7 +110,8 @@ class Sample:
             self.prompts or None, self.labels or None, count, clusters=self.clusters or None,
             batch_size=self.batch_size, trace=self.save_routing, processes=processes, routing=self.routing,
             steps=self.steps,
-            guidance_scale=self.guidance_scale, guidance_interval=self.guidance_interval, rescale=self.rescale,
+            guidance_scale=self.guidance_scale, guidance_interval=self.guidance_interval,
+            guidance_weights=self.guidance_weights, rescale=self.rescale,
             solver=self.solver, shift=self.shift, scheduler_times=self.scheduler_times, seed=self.seed,
         )  # fmt: skip
         if processes.rank > 0:

@@ -31,6 +31,8 @@ class Evaluate:
     """Number of solver steps."""
     guidance_scale: float = 4.0
     """Classifier-free guidance scale; 1 disables guidance."""
+    guidance_weights: Literal["conditional", "separate"] = "separate"
+    """Expert weights of the unconditional velocity: those of the prompt, or those of the router without the prompt."""
     solver: Literal[SOLVERS] = "euler"  # type: ignore[valid-type]
     """ODE solver."""
     seed: int = 0
@@ -88,7 +90,13 @@ class Evaluate:
             num_images=self.num_images,
             models=self.models,
             routings=self.routings,
-            settings=Settings(steps=self.steps, guidance_scale=self.guidance_scale, solver=self.solver, seed=self.seed),
+            settings=Settings(
+                steps=self.steps,
+                guidance_scale=self.guidance_scale,
+                guidance_weights=self.guidance_weights,
+                solver=self.solver,
+                seed=self.seed,
+            ),
             extractors=self.extractors,
             reference=self.reference,
             num_real=self.num_real,

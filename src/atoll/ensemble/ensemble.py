@@ -10,9 +10,10 @@ experts goes as follows. Under guidance, G of the images also need the velocity 
    and without conditions. Its velocities are weighted and added to (N + G, C, H, W).
 3. `guide` combines the last G rows with the rows of their images to (N, C, H, W).
 
-Guidance combines mixtures, not experts: v_null + g (v - v_null), where v and v_null are weighted sums that may have
-different weights. With the exact weights p_t(k | x, c) and p_t(k | x) both sums are exact marginal velocities. A router
-that is not conditioned has the same weights for both, and then the order does not matter.
+Guidance combines mixtures, not experts: v_null + g (v - v_null), where v and v_null are weighted sums. A conditioned
+router can weight both by p_t(k | x, c) ("conditional"), or v_null by p_t(k | x) ("separate"). With separate weights
+both sums are exact marginal velocities, but their difference is one of clusters as well as of conditions, and guidance
+amplifies both. A router that is not conditioned has the same weights for both.
 
 On an accelerator the host must read the weights before it can launch the experts. It waits for the device once in an
 evaluation, when it reads the logits of the router (or the states, for `nearest`). Rules, weights, and the grouping of
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from atoll.core.device import download, upload
 from atoll.core.errors import AtollError
 from atoll.ensemble.batching import ExpertBatches, attention_kernels
-from atoll.ensemble.guidance import Guidance, guide, guided_rows
+from atoll.ensemble.guidance import Guidance, GuidanceWeights, guide, guided_rows
 from atoll.ensemble.routing import Routing, RoutingState, parse
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference, OpenExpert, OpenRouter
@@ -113,6 +114,7 @@ class Ensemble(nn.Module):
         *,
         routing: str | Routing | None = None,
         guidance_scale: Guidance = 1.0,
+        guidance_weights: GuidanceWeights = "separate",
         cluster: Tensor | None = None,
         rescale: float = 0.0,
         draw: Tensor | None = None,
@@ -130,7 +132,8 @@ class Ensemble(nn.Module):
         conditions = self._conditions(condition, x)
         guided = guided_rows(guidance_scale, len(x), conditioned=conditions.conditioned and bool(self.conditioning))
         weights = self.route(
-            x, t, conditions, routing=routing, guided=guided, cluster=cluster, draw=draw, state=state
+            x, t, conditions, routing=routing, guided=guided, guidance_weights=guidance_weights, cluster=cluster,
+            draw=draw, state=state,
         )  # fmt: skip
         # Row i of the mixture is image images[i] with condition rows[i].
         images = torch.cat([torch.arange(len(x)), guided])
@@ -146,6 +149,7 @@ class Ensemble(nn.Module):
         *,
         routing: str | Routing | None = None,
         guided: Tensor | None = None,
+        guidance_weights: GuidanceWeights = "separate",
         cluster: Tensor | None = None,
         draw: Tensor | None = None,
         state: RoutingState | None = None,
@@ -155,8 +159,8 @@ class Ensemble(nn.Module):
         They are on the CPU, as `guided` (guided,), the indices of the guided images. They are computed in three steps.
 
         1. *Source.* The probabilities of the experts come from the router, from the densities of the clusters, or from
-           the given clusters. If the source is conditioned and there is guidance, it gives two rows for each image,
-           p(k | x, c) and p(k | x), so 2 · batch rows. Otherwise it gives one row for each image.
+           the given clusters. If the source is conditioned, and there is guidance with separate weights, it gives two
+           rows for each image, p(k | x, c) and p(k | x), so 2 · batch rows. Otherwise it gives one row for each image.
         2. *Rule.* A rule (top-2, nucleus, drawn …) turns every row of probabilities into weights that sum to 1.
         3. *Guidance rows.* The row of a guided image with the null condition is p(k | x) of step 1 if the source gave
            it; otherwise both velocities of the image have the same weights.
@@ -169,8 +173,9 @@ class Ensemble(nn.Module):
             weights = torch.ones(len(x), 1)
             state.record(t, weights, weights)
         else:
+            null = len(guided) > 0 and guidance_weights == "separate"
             t = self._update_sources(
-                x, t, self._conditions(condition, x), chosen=chosen, cluster=cluster, null=len(guided) > 0, state=state
+                x, t, self._conditions(condition, x), chosen=chosen, cluster=cluster, null=null, state=state
             )
             weights = chosen.apply(t, state, draw=draw, count=len(x))
         offset = len(weights) - len(x)  # of the rows with the null condition; 0 if there is one row for each image

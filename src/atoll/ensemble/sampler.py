@@ -217,6 +217,7 @@ class Sampler:
             state.conditions,
             routing=settings.routing,
             guidance_scale=guidance_scale,
+            guidance_weights=settings.guidance_weights,
             cluster=state.cluster,
             rescale=settings.rescale,
             draw=state.draw,

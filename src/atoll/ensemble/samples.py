@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import get_args
 
 import torch
 from PIL import Image
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.core.errors import AtollError, unknown
+from atoll.ensemble.guidance import GuidanceWeights
 from atoll.ensemble.routing import Decision, parse
 from atoll.experts.validation import Processes
 
@@ -23,6 +25,7 @@ class Settings:
     steps: int = 50
     guidance_scale: float = 4.0
     guidance_interval: tuple[float, float] = (0.0, 1.0)
+    guidance_weights: GuidanceWeights = "separate"
     rescale: float = 0.0
     solver: str = "euler"
     shift: float = 1.0
@@ -35,6 +38,8 @@ class Settings:
         low, high = self.guidance_interval
         if self.solver not in flow.SOLVERS:
             raise AtollError(unknown("solver", self.solver, flow.SOLVERS))
+        if self.guidance_weights not in get_args(GuidanceWeights):
+            raise AtollError(unknown("guidance weights", self.guidance_weights, get_args(GuidanceWeights)))
         if self.steps < 1 or self.shift <= 0 or not 0 <= self.rescale <= 1 or not 0 <= low <= high <= 1:
             raise AtollError(
                 "expected steps >= 1, shift > 0, rescale in [0, 1] and a guidance interval in [0, 1], got "

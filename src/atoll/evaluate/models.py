@@ -110,12 +110,13 @@ class EvaluatedModel:
         return any(content.conditioning for content in self._contents() if content.job != layout.ROUTER)
 
     def _router_calls(self, settings: Settings, guided: Sequence[bool]) -> int:
-        """Return how often the router runs for one image; a conditioned router runs twice under guidance."""
+        """Return how often the router runs for one image: twice under guidance with separate weights."""
         router = next(content for content in self._contents() if content.job == layout.ROUTER)
         # `drawn` chooses an expert at the first evaluation and keeps it.
         once = [rule.name for rule in parse(settings.routing).rules] == ["drawn"]
         evaluations = guided[:1] if once else guided
-        return len(evaluations) + (sum(evaluations) if router.conditioning else 0)
+        twice = router.conditioning and settings.guidance_weights == "separate"
+        return len(evaluations) + (sum(evaluations) if twice else 0)
 
     def _costs(self) -> dict[str, Cost]:
         return {content.job: image_cost(content.network, DataShapes.of(content)) for content in self._contents()}

@@ -48,6 +48,8 @@ class SampleProtocol(Content):
     steps: int
     guidance_scale: float
     guidance_interval: tuple[float, float]
+    guidance_weights: str = "separate"
+    """Expert weights of the unconditional velocity. Results of older versions lack them; they are separate."""
     rescale: float
     solver: str
     shift: float

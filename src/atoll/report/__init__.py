@@ -66,6 +66,7 @@ def _models(run: Path, routings: Sequence[str]) -> list[EvaluatedModel]:
 def _settings(evaluation: EvaluationResult | None, options: Options) -> Settings:
     """Return the settings of the last evaluation, with those of the options in their place."""
     protocol = evaluation and evaluation.protocol
-    last = {key: getattr(protocol, key) for key in ("steps", "guidance_scale", "solver", "seed")} if protocol else {}
+    used = ("steps", "guidance_scale", "guidance_weights", "solver", "seed")
+    last = {key: getattr(protocol, key) for key in used} if protocol else {}
     given = {"steps": options.steps, "guidance_scale": options.guidance_scale, "seed": options.seed}
     return Settings(**last | {key: value for key, value in given.items() if value is not None})

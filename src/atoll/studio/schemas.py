@@ -284,6 +284,7 @@ class ImageSettings(ResponseSchema):
     steps: int
     guidance_scale: float
     guidance_interval: tuple[float, float]
+    guidance_weights: str
     rescale: float
     solver: str
     shift: float
