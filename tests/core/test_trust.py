@@ -117,6 +117,15 @@ def test_owners_who_sign_two_versions_are_found() -> None:
         chain(signed(V1, "owner"), signed(V2, "owner"), signed(other, "owner"))
 
 
+def test_roots_of_a_stranger_do_not_stop_the_run() -> None:
+    """Copies of the owner's root, and a root of the stranger's own with two successors."""
+    own = first(run="b" * 32, owners=public("mallory"))
+    forked = [signed(after(own, publishers={}), "mallory"), signed(after(own, admitters={}), "mallory")]
+    objects = [signed(V1, "owner"), signed(V1, "owner"), signed(own, "mallory"), *forked, signed(V2, "owner")]
+    assert chain(*objects, fingerprint=V1.digest).current == V2
+    assert chain(*objects[:2]).current == V1, "copies are one root, also without a fingerprint"
+
+
 def test_an_expired_root_is_refused_with_what_to_do() -> None:
     trust = chain(signed(first(expires=TODAY - timedelta(days=1)), "owner"))
     with pytest.raises(AtollError, match=r"expired on .*atoll trust RUN renew"):

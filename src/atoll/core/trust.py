@@ -256,8 +256,9 @@ class Trust:
                 found.setdefault(signed.content.version, []).append(signed)
             except Refused as reason:
                 reasons.append(f" ({reason})")
-        candidates = [cls._follow((), one, found) for one in found.get(1, [])]
-        chains = [chain for chain in candidates if chain]
+        # By digest: a stranger may store copies of a root under other names.
+        distinct = {chain[0].digest: chain for one in found.get(1, []) if (chain := cls._follow(one, found))}
+        chains = list(distinct.values())
         if fingerprint is not None:
             chains = [chain for chain in chains if fingerprint in {root.digest for root in chain}]
         if not chains:
@@ -268,28 +269,31 @@ class Trust:
             )
         if len(chains) > 1:
             raise AtollError(f"{source} has several roots; give the fingerprint of the right one (#sha256=…)")
+        # Only in the chosen chain: a stranger may sign two roots that follow a root of his own.
+        if len(cls._successors(chains[0][-1], found)) > 1:
+            raise AtollError(f"the owners signed two different roots of version {len(chains[0]) + 1}; ask them")
         return cls(chains[0])
 
     @classmethod
-    def _follow(
-        cls, chain: tuple[Root, ...], last: Signed[Root], found: dict[int, list[Signed[Root]]]
-    ) -> tuple[Root, ...]:
-        """Return the chain with `last` and all valid versions after it; empty if `last` is not valid."""
-        while True:
-            root, before = last.content, chain[-1] if chain else None
-            chain = (*chain, root)
-            if not _may_follow(root, before) or missing_signatures(root, before, last.signatures):
-                return chain[:-1]
-            valid = [
-                one
-                for one in found.get(root.version + 1, [])
-                if _may_follow(one.content, root) and not missing_signatures(one.content, root, one.signatures)
-            ]
-            if len({one.content.digest for one in valid}) > 1:
-                raise AtollError(f"the owners signed two different roots of version {root.version + 1}; ask them")
-            if not valid:
-                return chain
-            last = valid[0]
+    def _follow(cls, first: Signed[Root], found: dict[int, list[Signed[Root]]]) -> tuple[Root, ...]:
+        """Return a root and the versions after it, as long as one follows; empty if the root is not valid."""
+        root = first.content
+        if not _may_follow(root, None) or missing_signatures(root, None, first.signatures):
+            return ()
+        chain = [root]
+        while len(following := cls._successors(chain[-1], found)) == 1:
+            chain += following
+        return tuple(chain)
+
+    @staticmethod
+    def _successors(root: Root, found: dict[int, list[Signed[Root]]]) -> list[Root]:
+        """Return the different roots that may follow a root and have all signatures."""
+        valid = {
+            one.content.digest: one.content
+            for one in found.get(root.version + 1, [])
+            if _may_follow(one.content, root) and not missing_signatures(one.content, root, one.signatures)
+        }
+        return list(valid.values())
 
     @property
     def current(self) -> Root:
