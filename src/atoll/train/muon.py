@@ -8,7 +8,7 @@ The update of a matrix W (rows, columns) with gradient G, after Jordan et al. 20
 
 All singular values of O are near 1, so its RMS is near 1 / sqrt(max(rows, columns)). The last factor makes the RMS of
 the update 0.2, about that of AdamW, so that both share one learning rate and weight decay ("Muon is Scalable for LLM
-Training", Liu et al. 2025, arXiv 2502.16982, equation 4; `match_rms_adamw` in torch.optim.Muon).
+Training", Liu et al. 2025, arXiv 2502.16982; `match_rms_adamw` in torch.optim.Muon).
 
 Hidden matrices are the weights of linear layers inside the transformer blocks. AdamW trains the rest: embeddings, the
 final layer, tables, biases and norms, and the modulation of a block, whose input is the timestep and not a token.
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.core.device import compute_dtype
 from atoll.nets.blocks import transformer_blocks
 
 MOMENTUM = 0.95
@@ -51,7 +52,7 @@ FUSED = {"qkv": 3, "key_value": 2}
 class HiddenMatrix:
     """A weight (count · rows, columns) that holds `count` matrices, one below the other."""
 
-    weight: nn.Parameter
+    weight: Tensor
     count: int
 
     @property
@@ -84,17 +85,18 @@ class Stack:
         count = sum(matrix.count for matrix in matrices)
         self.momentum = torch.zeros(count, self._rows, self._columns, device=matrices[0].weight.device)
 
-    def views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def views(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every weight with the part of the momentum that belongs to it, in its shape."""
         sizes = [matrix.count for matrix in self._matrices]
-        for matrix, part in zip(self._matrices, self.momentum.split(sizes), strict=True):
+        for matrix, part in zip(self._matrices, self.momentum.split_with_sizes(sizes), strict=True):
             yield matrix.weight, part.view_as(matrix.weight)
 
     @torch.no_grad()
     def step(self, lr: float, *, weight_decay: float, dtype: torch.dtype, found_inf: Tensor | None) -> None:
         """Update the weights, unless `found_inf` is 1."""
-        weights = [matrix.weight for matrix in self._matrices]
-        gradient = torch.cat([self._split(weight.grad) for weight in weights if weight.grad is not None])
+        weights: list[Tensor] = [matrix.weight for matrix in self._matrices]
+        gradients = (torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
+        gradient = torch.cat([self._split(part) for part in gradients])
         keep: Tensor | float = 1.0
         if found_inf is not None:
             # Without a branch on a value of the device: a bad step adds 0 times 0 to momentum and weights.
@@ -107,10 +109,7 @@ class Stack:
         update = update.float().mul_(-lr * RMS * math.sqrt(max(self._rows, self._columns)) * keep)
         if weight_decay:
             torch._foreach_mul_(weights, 1 - lr * weight_decay * keep)
-        torch._foreach_add_(
-            [part for weight in weights for part in self._split(weight)],
-            list(update),
-        )
+        torch._foreach_add_([part for weight in weights for part in self._split(weight)], list(update))
 
     def _split(self, weight: Tensor) -> Tensor:
         return weight.view(-1, self._rows, self._columns)
@@ -147,6 +146,14 @@ def newton_schulz(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return x if wide else x.mT
 
 
+def muon_dtype(device: torch.device, precision: str) -> torch.dtype:
+    """Return the precision of Newton-Schulz: that of training on accelerators, float32 on a CPU.
+
+    Without bfloat16 instructions, its products in bfloat16 take about 20 times as long as in float32.
+    """
+    return torch.float32 if device.type == "cpu" else compute_dtype(device, precision)
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for the hidden matrices and fused AdamW for the rest of a network, as one optimizer."""
 
@@ -172,6 +179,4 @@ class Muon(torch.optim.Optimizer):
         self._adamw.step()
         group = self.param_groups[0]
         for stack in self._stacks:
-            stack.step(
-                group["lr"], weight_decay=group["weight_decay"], dtype=self._dtype, found_inf=self.found_inf
-            )
+            stack.step(group["lr"], weight_decay=group["weight_decay"], dtype=self._dtype, found_inf=self.found_inf)
