@@ -95,21 +95,23 @@ class Stack:
     def step(self, lr: float, *, weight_decay: float, dtype: torch.dtype, found_inf: Tensor | None) -> None:
         """Update the weights, unless `found_inf` is 1."""
         weights: list[Tensor] = [matrix.weight for matrix in self._matrices]
-        gradients = (torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
-        gradient = torch.cat([self._split(part) for part in gradients])
-        keep: Tensor | float = 1.0
-        if found_inf is not None:
-            # Without a branch on a value of the device: a bad step adds 0 times 0 to momentum and weights.
-            gradient.masked_fill_(found_inf.bool(), 0.0)
-            keep = 1.0 - found_inf
-        self.momentum.lerp_(gradient, (1 - MOMENTUM) * keep)
-        update = newton_schulz(gradient.lerp_(self.momentum, MOMENTUM), dtype)
-        del gradient
+        # Without a branch on a value of the device: a bad step adds 0 to momentum and weights.
+        keep = 1.0 if found_inf is None else 1.0 - found_inf
+        update = newton_schulz(self._momentum_step(weights, found_inf, keep), dtype)
         # In float32 before it is scaled: a sum of two dtypes would be one kernel for every weight.
         update = update.float().mul_(-lr * RMS * math.sqrt(max(self._rows, self._columns)) * keep)
         if weight_decay:
             torch._foreach_mul_(weights, 1 - lr * weight_decay * keep)
         torch._foreach_add_([part for weight in weights for part in self._split(weight)], list(update))
+
+    def _momentum_step(self, weights: list[Tensor], found_inf: Tensor | None, keep: Tensor | float) -> Tensor:
+        """Update the momentum; return the Nesterov momentum (n, rows, columns), a tensor without other references."""
+        gradients = (torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
+        gradient = torch.cat([self._split(part) for part in gradients])
+        if found_inf is not None:
+            gradient.masked_fill_(found_inf.bool(), 0.0)  # 0 times a value that is not finite would not be 0
+        self.momentum.lerp_(gradient, (1 - MOMENTUM) * keep)
+        return gradient.lerp_(self.momentum, MOMENTUM)
 
     def _split(self, weight: Tensor) -> Tensor:
         return weight.view(-1, self._rows, self._columns)
@@ -140,9 +142,9 @@ def newton_schulz(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     wide = x.shape[1] <= x.shape[2]
     x = x if wide else x.mT  # X X^T has the smaller side
     for _ in range(STEPS):
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        factor = x @ x.mT
+        factor = torch.baddbmm(factor, factor, factor, beta=b, alpha=c)
+        x = torch.baddbmm(x, factor, x, beta=a)
     return x if wide else x.mT
 
 
