@@ -60,7 +60,7 @@ def test_the_plan_has_a_ddpm_expert_and_a_monolith_of_equal_flops(minutes: float
     assert objectives.count("velocity") == len(objectives) - objectives.count("epsilon")
 
     def flops(job: TrainSpec) -> int:
-        return job.settings.total_images * image_cost(job.network, job.shapes).training_flops(checkpointing=False)
+        return job.settings.total_images * image_cost(job.network, job.shapes).training_flops(job.settings)
 
     spent = [flops(resolve_job(tmp_path, config, "expert", expert=number)) for number in range(count)]
     assert flops(resolve_job(tmp_path, config, "monolith")) == sum(spent)

@@ -96,6 +96,16 @@ def test_the_estimate_of_a_step(fresh: Path, *, network: str, batch: str, precis
     assert estimate == pytest.approx(measured, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("network", "batch"), [("DiT-S/2", "64"), ("DiT-B/2", "2")])
+def test_the_estimate_of_a_step_with_muon(fresh: Path, *, network: str, batch: str, precision: str) -> None:
+    """With two images, the update needs more memory than the activations."""
+    estimate, measured = measure(
+        fresh, networks__default=network, train__batch_size=batch, train__precision=precision, train__optimizer="muon"
+    )
+    assert estimate == pytest.approx(measured, rel=TOLERANCE)
+
+
 def test_the_estimate_with_gradient_accumulation(fresh: Path) -> None:
     estimate, measured = measure(
         fresh, networks__default="DiT-S/2", train__batch_size="16", train__grad_accum_steps="4"

@@ -97,6 +97,7 @@ def test_a_step_of_an_expert_waits_once_and_copies_ahead(own_run: Path, objectiv
         {"train__activation_checkpointing": "true"},
         {"train__conditioning": "none"},
         {"train__ema": "{short: 100, long: 1000}"},
+        {"train__optimizer": "muon", "train__weight_decay": "0.1"},
     ],
 )
 def test_a_step_with_other_settings_waits_once(own_run: Path, overrides: dict[str, str]) -> None:

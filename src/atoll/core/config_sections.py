@@ -24,7 +24,9 @@ class Objective(Section):
     times: TimesName = Field("uniform", description="distribution of the training times")
     time_mean: float = Field(0.0, description="mean of logit-normal and log-normal times")
     time_std: float = Field(1.0, gt=0, description="standard deviation of logit-normal and log-normal times")
-    time_shift: float = Field(1.0, gt=0, description="values above 1 train more at high noise")
+    time_shift: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        1.0, description="values above 1 train more at high noise; auto is sqrt(elements of a latent / 4096)"
+    )
     weighting: WeightingName = Field("constant", description="loss weight as a function of time")
     min_snr_gamma: float = Field(5.0, gt=0, description="gamma of the min-snr weighting")
 
@@ -153,17 +155,21 @@ class Train(Section):
     total_images: int = Field(500_000, ge=1, description="images seen in training, counted with repetition")
     batch_size: int = Field(64, ge=1, description="images per optimizer step, over all processes")
     grad_accum_steps: int = Field(1, ge=1, description="micro-batches per optimizer step")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="adamw, or muon for the matrices of the transformer blocks and adamw for the rest"
+    )
     lr: float = Field(3e-4, gt=0, description="learning rate")
     warmup_images: int = Field(10_000, ge=0, description="images over which the learning rate rises linearly from 0")
     lr_schedule: Literal["constant", "cosine"] = Field("constant", description="learning rate after the warmup")
     beta2: float = Field(0.99, gt=0, lt=1, description="beta2 of AdamW")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="compute precision; auto is bfloat16 on GPUs that compute in it; weights stay float32"
     )
     ema: HalfLives = Field(
-        {"ema": 25_000.0}, description="EMAs of the weights, name: half-life in images; sampling uses the first"
+        {"ema": 25_000.0},
+        description="EMAs of the weights, name: half-life in images; the best on validation images is the result",
     )
     conditioning: Literal["auto", "text", "label", "both", "none"] = Field(
         "auto", description="what experts are conditioned on; auto is text if the data has captions, else labels"
@@ -195,6 +201,12 @@ class Train(Section):
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of grad_accum_steps {self.grad_accum_steps}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _muon_has_whole_matrices(self) -> Self:
+        if self.optimizer == "muon" and self.parallel == "fsdp2":
+            raise ValueError("muon needs whole matrices, and fsdp2 shards them; set parallel: ddp or optimizer: adamw")
         return self
 
 

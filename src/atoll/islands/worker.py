@@ -42,7 +42,7 @@ POLL_SECONDS = 5.0
 """Seconds between two checks for a free expert with `--wait`."""
 CONTRIBUTOR_KEYS = (
     *("total_images", "batch_size", "grad_accum_steps", "lr", "warmup_images", "lr_schedule", "beta2", "weight_decay"),
-    *("max_grad_norm", "precision", "ema"),
+    *("optimizer", "max_grad_norm", "precision", "ema"),
     *("conditioning", "cfg_dropout", "activation_checkpointing", "compile", "save_every", "seed"),
 )
 """Keys of `train` that a contributor may set. They are stored in the lease, so that another worker can resume."""

@@ -141,7 +141,7 @@ def with_flops(run: Path, config: Config, groups: Sequence[Group]) -> list[Group
             cost = image_cost(spec.network, spec.shapes)
         except AtollError:
             return 0
-        return spec.settings.total_images * cost.training_flops(spec.settings.activation_checkpointing)
+        return spec.settings.total_images * cost.training_flops(spec.settings)
 
     return [
         replace(group, steps=tuple(replace(step, flops=flops(group, step)) for step in group.steps)) for group in groups

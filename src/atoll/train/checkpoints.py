@@ -1,9 +1,9 @@
 """Checkpoints for resuming: safetensors files that torch.distributed.checkpoint (DCP) loads, with a manifest.
 
 A checkpoint is the artifact `JOB/checkpoints/IMAGES`, named by the images seen. For every parameter of shape S it holds
-four or more float32 tensors of shape S: weight, both Adam moments, and one for each EMA. Each process writes one file,
-with the shards that it holds under FSDP2, or else its share of the tensors. The files record the offsets of shards, so
-another number of processes can load them and each reads only its shards.
+three or more float32 tensors of shape S: weight, both moments of AdamW or the momentum of Muon, and one for each EMA.
+Each process writes one file, with the shards that it holds under FSDP2, or else its share of the tensors. The files
+record the offsets of shards, so another number of processes can load them and each reads only its shards.
 
 Training does not wait while a checkpoint is written (`CheckpointSaver`). The state is copied to host memory, which
 costs one state of host memory. A thread then writes the copy, hashes it meanwhile, and commits the checkpoint in three
@@ -56,8 +56,9 @@ class TrainState:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.ema.parameters.items():
             tensors[f"network.{name}"] = parameter.detach()
-            for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"optimizer.{key}.{name}"] = self._moments(parameter)[key]
+            for key, moment in self._moments(parameter).items():
+                if key != "step":
+                    tensors[f"optimizer.{key}.{name}"] = moment
         for ema, weights in self.ema.weights.items():
             tensors |= {f"ema.{ema}.{name}": weight for name, weight in weights.items()}
         return tensors
@@ -65,11 +66,13 @@ class TrainState:
     def at_step(self, step: int) -> None:
         """Set the optimizer's step count, which is not stored."""
         for parameter in self.ema.parameters.values():
-            self._moments(parameter)["step"].fill_(step)
+            if "step" in (moments := self._moments(parameter)):  # Muon needs no step count
+                moments["step"].fill_(step)
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the optimizer's state of one parameter; create it before the first step."""
-        # AdamW creates its state in its first step. Loading needs the tensors before that, under AdamW's names.
+        # AdamW creates its state in its first step. Loading needs the tensors before that, under AdamW's names. Muon
+        # has its state from the start.
         state: dict[str, Tensor] = self.optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError, first_line
 from atoll.core.networks import DiffusersConfig, NetworkConfig, RouterConfig, read_network
 from atoll.nets import Condition, build
 from atoll.train.data_shapes import DataShapes
+from atoll.train.muon import hidden_matrices
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass: one matrix product for the inputs, one for the weights."""
@@ -50,9 +52,17 @@ class Cost:
     largest_product: Product
     """The linear layer with the most FLOPs: the first one of the MLP of a transformer."""
 
-    def training_flops(self, checkpointing: bool = False) -> int:
-        """Return the FLOPs of training on one image: forward, backward and, with checkpointing, another forward."""
-        return self.forward_flops * (1 + BACKWARD + checkpointing)
+    muon_flops: int
+    """FLOPs of Muon in one optimizer step; 0 for a network without transformer blocks."""
+
+    def training_flops(self, settings: Train) -> int:
+        """Return the FLOPs of training on one image.
+
+        They are those of the forward and backward pass, with checkpointing another forward pass, and with Muon the
+        share of the image in a step of the optimizer. AdamW has no matrix products.
+        """
+        optimizer = self.muon_flops // settings.batch_size if settings.optimizer == "muon" else 0
+        return self.forward_flops * (1 + BACKWARD + settings.activation_checkpointing) + optimizer
 
 
 def image_cost(config: NetworkConfig, shapes: DataShapes) -> Cost:
@@ -90,7 +100,8 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
             reason = first_line(error)
             raise AtollError(f"a {config.class_name} does not take latents of shape {shape}: {reason}") from error
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    return Cost(parameters, counter.get_total_flops(), max(products, key=lambda product: product.flops))
+    largest, muon = max(products, key=lambda product: product.flops), sum(m.flops for m in hidden_matrices(network))
+    return Cost(parameters, counter.get_total_flops(), largest, muon)
 
 
 def condition_like(config: NetworkConfig, text: tuple[int, int] | None, rows: int) -> Condition:

@@ -47,7 +47,7 @@ class JobCosts:
     def of(cls, spec: TrainSpec, gpus: int | None = None) -> Self:
         """Count the costs of a job on some number of GPUs; None is this machine."""
         settings, cost, processes = spec.settings, image_cost(spec.network, spec.shapes), _processes(gpus)
-        flops = cost.training_flops(settings.activation_checkpointing)
+        flops = cost.training_flops(settings)
         return cls(
             job=spec.job,
             parameters=cost.parameters,

@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from atoll.core.device import device as pick_device
 from atoll.core.manifests import EXPERT, ROUTER, SHARDS, ComputeSpec, DataSpec, NetworkContent
 from atoll.data.dataset import Shards
 from atoll.experts import density
-from atoll.nets import build, load_network, save_network
+from atoll.nets import DiT, Router, build, load_network, save_network
+from atoll.nets.adapters import DiffusersExpert
 from atoll.nets.blocks import set_checkpointing
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.cost import image_cost
@@ -90,16 +91,19 @@ def _commit(
     """Write the result: EMA weights in safetensors, and a manifest with the declaration.
 
     All processes gather the EMA weights, build the full network and share its validation. Then the main process hashes
-    and writes while the others wait in the control group.
+    and writes while the others wait in the control group. The result has the EMA with the smallest validation loss. All
+    processes get the same losses and choose the same.
     """
     name, *others = outcome.ema.weights
-    network = build(spec.network)
-    known = network.state_dict()  # without non-persistent buffers, such as computed positions
-    buffers = {key: value for key, value in task.network.named_buffers() if key in known}
-    network.load_state_dict({**buffers, **_gathered(outcome.ema.weights[name])})
-    content = replace(task, network=network.to(context.device).eval()).finish(
-        _declaration(spec, task, outcome), context
-    )
+    network, content = _finished(spec, task, outcome, ema=name, context=context)
+    losses = {name: cast(float, content.held_out_loss)}  # None without held-out images, and then not compared
+    for other in others if len(task.held_out) else ():
+        candidate = _finished(spec, task, outcome, ema=other, context=context)
+        losses[other] = cast(float, candidate[1].held_out_loss)
+        if losses[other] < losses[name]:
+            name, (network, content) = other, candidate
+    content = content.model_copy(update={"ema": name, "loss_by_ema": losses if len(losses) > 1 else None})
+    others = [other for other in outcome.ema.weights if other != name]
     other_emas = {other: _gathered(outcome.ema.weights[other], keep=context.is_main) for other in others}
 
     def write() -> str:
@@ -117,6 +121,18 @@ def _commit(
     return Manifest.from_values(json.loads(context.on_main(write)))
 
 
+def _finished(
+    spec: TrainSpec, task: Task, outcome: Outcome, *, ema: str, context: DistContext
+) -> tuple[DiT | Router | DiffusersExpert, NetworkContent]:
+    """Return the full network with the weights of an EMA, and its declaration with its validation losses."""
+    network = build(spec.network)
+    known = network.state_dict()  # without non-persistent buffers, such as computed positions
+    buffers = {key: value for key, value in task.network.named_buffers() if key in known}
+    network.load_state_dict({**buffers, **_gathered(outcome.ema.weights[ema])})
+    own = replace(task, network=network.to(context.device).eval())
+    return network, own.finish(_declaration(spec, task, outcome), context)
+
+
 def _gathered(weights: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
     """Gather full weights on the CPU; with `keep` false, take part in the gathering but return nothing."""
     gathered: dict[str, Tensor] = {}
@@ -132,7 +148,7 @@ def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkConten
     """Return the part of the declaration that experts and routers have in common."""
     images = spec.settings.total_images
     cost = image_cost(spec.network, spec.shapes)
-    flops = cost.training_flops(spec.settings.activation_checkpointing)
+    flops = cost.training_flops(spec.settings)
     if spec.kind == "student":
         flops += _teacher_flops(spec, task.shards)
     return NetworkContent(

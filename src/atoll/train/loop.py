@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from atoll.train.distributed import DistContext, full_tensor
 from atoll.train.ema import EMA
 from atoll.train.inputs import copy_ahead
 from atoll.train.metrics_logger import MetricsLogger
+from atoll.train.muon import Muon, muon_dtype
 from atoll.train.previews import save_preview
 from atoll.train.tasks import Task
 
@@ -149,15 +150,14 @@ def train(
     return Outcome(state.ema, logger.seconds)
 
 
-def make_optimizer(network: nn.Module, settings: Train) -> torch.optim.AdamW:
-    """Return a fused AdamW optimizer."""
-    return torch.optim.AdamW(
-        network.parameters(),
-        lr=settings.lr,
-        betas=(0.9, settings.beta2),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+def make_optimizer(network: nn.Module, settings: Train) -> torch.optim.Optimizer:
+    """Return a fused AdamW optimizer, or Muon."""
+    betas = (0.9, settings.beta2)
+    options: dict[str, Any] = {"lr": settings.lr, "betas": betas, "weight_decay": settings.weight_decay, "fused": True}
+    if settings.optimizer == "muon":
+        device = next(network.parameters()).device
+        return Muon(network, dtype=muon_dtype(device, settings.precision), **options)
+    return torch.optim.AdamW(network.parameters(), **options)
 
 
 def clip(network: nn.Module, max_norm: float) -> Tensor:

@@ -6,7 +6,8 @@ and gradients in the order in which a step allocates and releases them, with rec
 `_AsOnAccelerator` replaces what the meta device does differently: fused attention, which does not store its weights
 (tokens x tokens), and autocast.
 
-The rest is added: weights, two Adam moments and the EMAs in float32, and the buffers of FSDP2. A preview runs beside
+After it, Muon updates its matrices. The rest is added: weights, moments and the EMAs in float32, and the buffers of
+FSDP2. A preview runs beside
 the optimizer's state, so a job needs the larger of a step and a preview. On a CPU there are also the holes in the heap,
 and the copy of the state from which checkpoints are written.
 
@@ -38,6 +39,7 @@ from atoll.nets import build
 from atoll.nets.blocks import set_checkpointing, transformer_blocks
 from atoll.train.cost import condition_like
 from atoll.train.data_shapes import DataShapes
+from atoll.train.muon import hidden_matrices, muon_dtype, stacks_of
 from atoll.train.tasks import PREVIEW_CALIBRATION_IMAGES
 
 FLOAT = torch.float32.itemsize
@@ -67,6 +69,8 @@ class _Pass:
     checkpointing: bool
     parts: int
     """Number of processes between which FSDP2 divides the weights."""
+    muon: torch.dtype | None
+    """The precision of Muon; None without an update by Muon."""
 
 
 def job_bytes(
@@ -93,14 +97,16 @@ def job_bytes(
         gradients="kept" if kept else "sharded" if sharded else "new",
         checkpointing=settings.activation_checkpointing,
         parts=processes if sharded else 1,
+        muon=muon_dtype(device, settings.precision) if settings.optimizer == "muon" else None,
     )
     weights = FLOAT * sum(_sizes(step.network)) // step.parts
     most = _peak(step)
     if rows := preview_rows(network, settings, objective):
         # The network has the EMA weights, and a copy the trained ones.
-        preview = weights + _peak(replace(step, rows=rows, gradients="none"))
+        preview = weights + _peak(replace(step, rows=rows, gradients="none", muon=None))
         most = max(most, preview + (weights if replicated else 0))
-    state = weights * (3 + len(settings.ema))
+    # Weights, two moments and the EMAs. Muon has one moment of each of its matrices.
+    state = weights * (3 + len(settings.ema)) - (FLOAT * _hidden_size(step.network) if step.muon else 0)
     return 2 * state + int(HEAP * most) if device.type == "cpu" else WORKSPACE + state + most
 
 
@@ -121,6 +127,13 @@ def _sizes(described: str) -> tuple[int, ...]:
         network = build(read_network(json.loads(described)))
     blocks = [sum(weight.numel() for weight in block.parameters()) for block in transformer_blocks(network)]
     return (sum(weight.numel() for weight in network.parameters()) - sum(blocks), *blocks)
+
+
+@cache
+def _hidden_size(described: str) -> int:
+    """Return the number of weights that Muon trains."""
+    with torch.device("meta"):
+        return sum(matrix.weight.numel() for matrix in hidden_matrices(build(read_network(json.loads(described)))))
 
 
 @cache
@@ -155,6 +168,11 @@ def _peak(one: _Pass) -> int:
             torch.autograd.Variable._execution_engine.run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
+            del output, loss
+    if one.muon:
+        for stack in stacks_of(network):
+            with meter, torch.device("meta"):
+                stack.step(1.0, weight_decay=1.0, dtype=one.muon, found_inf=torch.zeros(()))
     return meter.peak + (_gathered_bytes(one) if one.parts > 1 else 0)
 
 

@@ -8,6 +8,7 @@ predicted from the configuration.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +18,7 @@ import torch
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config import Config
-from atoll.core.config_sections import NetworkChoice, Train
+from atoll.core.config_sections import NetworkChoice, Objective, Train
 from atoll.core.device import compute_dtype, device, dtype_name
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, SHARDS, ObjectiveSpec, ShardsContent
@@ -43,6 +44,8 @@ _NO_EFFECT = {
 }
 """Training settings that do not change the result beyond rounding, so that a job can resume with other values.
 `init_from` is recorded separately, as the path for this job."""
+BASE_ELEMENTS = 4096
+"""Elements of a latent for which `time_shift: auto` is 1: those of Stable Diffusion for 256 pixels, 4 · 32 · 32."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +127,14 @@ def resolve_job(
     _check_network(network, config, data, classes=needed.get("num_classes", 0), key=key)
 
     settings = job_settings(config, kind)
+    if settings.optimizer == "muon" and not image_cost(network, shapes).muon_flops:
+        raise AtollError(
+            f"{key}: muon trains the matrices of transformer blocks, and a {network.class_name} has none; set "
+            "train.optimizer: adamw"
+        )
     images = settings.total_images
     if match_flops is not None:
-        images = expert_flops(match_flops) // image_cost(network, shapes).training_flops(
-            settings.activation_checkpointing
-        )
+        images = expert_flops(match_flops) // image_cost(network, shapes).training_flops(settings)
     # Rounded up, so that every step has a full batch.
     steps = max(1, -(-images // settings.batch_size))
     return TrainSpec(
@@ -141,10 +147,22 @@ def resolve_job(
         conditioning=conditioning,
         network=network,
         init_from=init_from,
-        objective=objective(**objective_choice.model_dump()).spec if kind in ("expert", "monolith") else None,
+        objective=_objective(objective_choice, shapes) if kind in ("expert", "monolith") else None,
         settings=Train.model_validate({**settings.model_dump(), "total_images": steps * settings.batch_size}),
         teacher_block=config.student.block,
     )
+
+
+def _objective(choice: Objective, shapes: DataShapes) -> ObjectiveSpec:
+    """Return the objective with the number that `time_shift: auto` stands for: the more elements, the more noise.
+
+    Elements of a latent are correlated, so at equal noise a larger latent shows more of the image. The square root of
+    their number over 4096 is the shift of RAE (Zheng et al. 2025, arXiv 2510.11690), after SD3 (Esser et al. 2024).
+    """
+    parts = choice.model_dump()
+    if choice.time_shift == "auto":
+        parts["time_shift"] = math.sqrt(math.prod(shapes.latents) / BASE_ELEMENTS)
+    return objective(**parts).spec
 
 
 def made_from(spec: TrainSpec) -> Inputs:
@@ -155,6 +173,9 @@ def made_from(spec: TrainSpec) -> Inputs:
         settings.pop("lr_schedule")
     else:
         settings["cosine_images"] = settings["total_images"]
+    # Jobs that began before there was a choice can resume.
+    if settings["optimizer"] == "adamw":
+        settings.pop("optimizer")
     return {
         "job": spec.job,
         "data": list(spec.data.digests) if spec.data else [],

@@ -1,0 +1,184 @@
+"""Muon: orthogonalized momentum for the hidden matrices of a transformer, AdamW for all other weights.
+
+The update of a matrix W (rows, columns) with gradient G, after Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon):
+
+    M <- 0.95 M + 0.05 G,   N = 0.95 M + 0.05 G                 Nesterov momentum
+    O  = Newton-Schulz(N)                                       near U V^T, where N = U S V^T
+    W <- (1 - lr·decay) W - lr · 0.2 sqrt(max(rows, columns)) · O
+
+All singular values of O are near 1, so its RMS is near 1 / sqrt(max(rows, columns)). The last factor makes the RMS of
+the update 0.2, about that of AdamW, so that both share one learning rate and weight decay ("Muon is Scalable for LLM
+Training", Liu et al. 2025, arXiv 2502.16982; `match_rms_adamw` in torch.optim.Muon).
+
+Hidden matrices are the weights of linear layers inside the transformer blocks. AdamW trains the rest: embeddings, the
+final layer, tables, biases and norms, and the modulation of a block, whose input is the timestep and not a token.
+Queries, keys and values that share one layer are orthogonalized separately, as Jordan et al. recommend.
+
+Matrices of equal shape are stacked (n, rows, columns), so that one batched product serves all of them. The momentum is
+stored in stacks too; the state of a parameter is a view. A step that is not finite is skipped on the device, as by
+fused AdamW (`found_inf`), so the host does not wait.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.core.device import compute_dtype
+from atoll.nets.blocks import transformer_blocks
+
+MOMENTUM = 0.95
+STEPS = 5
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""Momentum, number of Newton-Schulz steps and coefficients of its polynomial, as published. After five steps singular
+values between 0.002 and 1 become values between 0.68 and 1.14, which trains as well as exact ones."""
+RMS = 0.2
+"""RMS of an update with learning rate 1, measured for AdamW by Liu et al. 2025."""
+SMALLEST = 1e-7
+"""Smallest norm that a matrix is divided by, as in torch.optim.Muon: a gradient of zero gives no update."""
+MOMENTUM_BUFFER = "momentum_buffer"
+"""The name of the momentum in the optimizer's state, as in torch.optim.Muon."""
+STACK_BYTES = 128 << 20
+"""Largest stack in float32. A step needs a few copies of a stack. 128 MiB are 100 matrices of width 576 (DiT-S has
+384), or 24 of DiT-XL's 1152: enough to occupy a GPU, and small beside the activations of training."""
+FUSED = {"qkv": 3, "key_value": 2}
+"""Number of matrices in the weights of layers with these names in `atoll.nets.layers`. Those of diffusers hold one."""
+
+
+@dataclass(frozen=True)
+class HiddenMatrix:
+    """A weight (count · rows, columns) that holds `count` matrices, one below the other."""
+
+    weight: Tensor
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of one matrix."""
+        return self.weight.shape[0] // self.count, self.weight.shape[1]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of its Newton-Schulz steps: three products each, of the smaller side m and the larger side n."""
+        m, n = sorted(self.shape)
+        return self.count * STEPS * (2 * m * m * n + 2 * m * m * m + 2 * m * m * n)
+
+
+def hidden_matrices(network: nn.Module) -> Iterator[HiddenMatrix]:
+    """Yield the weights that Muon trains; none for a network without transformer blocks (a UNet)."""
+    for block in transformer_blocks(network):
+        for name, layer in block.named_modules():
+            parts = name.split(".")
+            # In blocks of diffusers, the modulation and its embedders are parts of the norms.
+            if isinstance(layer, nn.Linear) and not any(part.startswith(("modulation", "norm")) for part in parts):
+                yield HiddenMatrix(layer.weight, FUSED.get(parts[-1], 1))
+
+
+class Stack:
+    """Matrices of one shape (rows, columns), updated together, with their momentum (n, rows, columns)."""
+
+    def __init__(self, matrices: list[HiddenMatrix]) -> None:
+        self._matrices, (self._rows, self._columns) = matrices, matrices[0].shape
+        count = sum(matrix.count for matrix in matrices)
+        self.momentum = torch.zeros(count, self._rows, self._columns, device=matrices[0].weight.device)
+
+    def views(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every weight with the part of the momentum that belongs to it, in its shape."""
+        sizes = [matrix.count for matrix in self._matrices]
+        for matrix, part in zip(self._matrices, self.momentum.split_with_sizes(sizes), strict=True):
+            yield matrix.weight, part.view_as(matrix.weight)
+
+    @torch.no_grad()
+    def step(self, lr: float, *, weight_decay: float, dtype: torch.dtype, found_inf: Tensor | None) -> None:
+        """Update the weights, unless `found_inf` is 1."""
+        weights: list[Tensor] = [matrix.weight for matrix in self._matrices]
+        # Without a branch on a value of the device: a bad step adds 0 to momentum and weights.
+        keep = 1.0 if found_inf is None else 1.0 - found_inf
+        update = newton_schulz(self._momentum_step(weights, found_inf, keep), dtype)
+        # In float32 before it is scaled: a sum of two dtypes would be one kernel for every weight.
+        update = update.float().mul_(-lr * RMS * math.sqrt(max(self._rows, self._columns)) * keep)
+        if weight_decay:
+            torch._foreach_mul_(weights, 1 - lr * weight_decay * keep)
+        torch._foreach_add_([part for weight in weights for part in self._split(weight)], list(update))
+
+    def _momentum_step(self, weights: list[Tensor], found_inf: Tensor | None, keep: Tensor | float) -> Tensor:
+        """Update the momentum; return the Nesterov momentum (n, rows, columns), a tensor without other references."""
+        gradients = (torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
+        gradient = torch.cat([self._split(part) for part in gradients])
+        if found_inf is not None:
+            gradient.masked_fill_(found_inf.bool(), 0.0)  # 0 times a value that is not finite would not be 0
+        self.momentum.lerp_(gradient, (1 - MOMENTUM) * keep)
+        return gradient.lerp_(self.momentum, MOMENTUM)
+
+    def _split(self, weight: Tensor) -> Tensor:
+        return weight.view(-1, self._rows, self._columns)
+
+
+def stacks_of(network: nn.Module) -> list[Stack]:
+    """Return the hidden matrices of a network in stacks of equal shape and at most `STACK_BYTES`, but one weight."""
+    by_shape: dict[tuple[int, int], list[list[HiddenMatrix]]] = {}
+    for matrix in hidden_matrices(network):
+        stacks = by_shape.setdefault(matrix.shape, [[]])
+        if sum(other.weight.nbytes for other in stacks[-1]) + matrix.weight.nbytes > STACK_BYTES and stacks[-1]:
+            stacks.append([])
+        stacks[-1].append(matrix)
+    return [Stack(stack) for stacks in by_shape.values() for stack in stacks]
+
+
+def newton_schulz(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return nearly orthogonal matrices (n, rows, columns) with the singular vectors of the given ones.
+
+    With X = U S V^T, the step a X + b (X X^T) X + c (X X^T)² X applies the polynomial a s + b s³ + c s⁵ to every
+    singular value s. Its slope at 0 is large, so that small values grow fast. The given matrices are overwritten.
+    """
+    a, b, c = COEFFICIENTS
+    # The norm of all entries is at least the largest singular value, which must be at most 1.
+    norm = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp_(min=SMALLEST)
+    x = matrices.div_(norm).to(dtype)
+    del matrices
+    wide = x.shape[1] <= x.shape[2]
+    x = x if wide else x.mT  # X X^T has the smaller side
+    for _ in range(STEPS):
+        factor = x @ x.mT
+        factor = torch.baddbmm(factor, factor, factor, beta=b, alpha=c)
+        x = torch.baddbmm(x, factor, x, beta=a)
+    return x if wide else x.mT
+
+
+def muon_dtype(device: torch.device, precision: str) -> torch.dtype:
+    """Return the precision of Newton-Schulz: that of training on accelerators, float32 on a CPU.
+
+    Without bfloat16 instructions, its products in bfloat16 take about 20 times as long as in float32.
+    """
+    return torch.float32 if device.type == "cpu" else compute_dtype(device, precision)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the hidden matrices and fused AdamW for the rest of a network, as one optimizer."""
+
+    found_inf: Tensor | None = None
+    """1 on the device if the next step must be skipped, else 0."""
+
+    def __init__(self, network: nn.Module, *, dtype: torch.dtype, **options: Any) -> None:
+        """Take the precision of Newton-Schulz, and the options of AdamW; learning rate and decay are those of both."""
+        self._stacks, self._dtype = stacks_of(network), dtype
+        momenta = {weight: view for stack in self._stacks for weight, view in stack.views()}
+        super().__init__(list(momenta), {key: options[key] for key in ("lr", "weight_decay")})
+        rest = [weight for weight in network.parameters() if weight not in momenta]
+        self._adamw = torch.optim.AdamW(rest, **options)
+        self._adamw.state = self.state
+        self.param_groups += self._adamw.param_groups
+        for weight, view in momenta.items():
+            self.state[weight][MOMENTUM_BUFFER] = view
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all weights, unless `found_inf` is 1."""
+        assert closure is None
+        self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
+        self._adamw.step()
+        group = self.param_groups[0]
+        for stack in self._stacks:
+            stack.step(group["lr"], weight_decay=group["weight_decay"], dtype=self._dtype, found_inf=self.found_inf)
