@@ -256,6 +256,14 @@ class _Attention(nn.Module):
         self.query_norm = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
         self.key_norm = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
 
+    def encode(self, x: Tensor, norm: nn.RMSNorm | None, rotation: Tensor | None = None) -> Tensor:
+        """Return queries or keys, normalized and rotated if the network does so, in their own precision.
+
+        The norm computes in the precision of its weight: autocast sees to that on GPUs, but not on CPUs.
+        """
+        encoded = x if norm is None else norm(x.to(norm.weight.dtype))
+        return (encoded if rotation is None else rotate(encoded, rotation)).to(x.dtype)
+
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """Apply attention over (batch, heads, tokens, head width), join the heads, and project."""
         joined = attention(queries, keys, values, mask=mask)
@@ -273,11 +281,8 @@ class SelfAttention(_Attention):
         """Map (batch, tokens, width) to the same shape; `rotation` rotates queries and keys (`nets.rotary`)."""
         parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         queries, keys, values = (part.transpose(1, 2) for part in parts)
-        if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = self.query_norm(queries), self.key_norm(keys)
-        if rotation is not None:
-            queries, keys = rotate(queries, rotation), rotate(keys, rotation)
-        return self.attend(queries, keys, values)
+        queries = self.encode(queries, self.query_norm, rotation)
+        return self.attend(queries, self.encode(keys, self.key_norm, rotation), values)
 
 
 class CrossAttention(_Attention):
@@ -292,13 +297,11 @@ class CrossAttention(_Attention):
         """Return keys and values of text tokens, each (batch, heads, length, head width)."""
         parts = self.key_value(text).unflatten(-1, (2, self.heads, -1)).unbind(2)
         keys, values = (part.transpose(1, 2) for part in parts)
-        return (keys if self.key_norm is None else self.key_norm(keys)), values
+        return self.encode(keys, self.key_norm), values
 
     def forward(self, x: Tensor, text: Tensor | tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """Map (batch, tokens, width) to the same shape."""
-        queries = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        if self.query_norm is not None:
-            queries = self.query_norm(queries)
+        queries = self.encode(self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2), self.query_norm)
         keys, values = self.keys_values(text) if isinstance(text, Tensor) else text
         return self.attend(queries, keys, values, mask=mask)
 

@@ -46,7 +46,7 @@ def rotation(
 
 
 def rotate(x: Tensor, turned: Tensor) -> Tensor:
-    """Rotate queries or keys (batch, heads, tokens, head width) by angles of `rotation`, in float32.
+    """Rotate queries or keys (batch, heads, tokens, head width) by angles of `rotation`; return float32.
 
     A pair is a feature of the first half of the head and the one at the same place of the second half.
     """
@@ -56,4 +56,4 @@ def rotate(x: Tensor, turned: Tensor) -> Tensor:
         torch.addcmul(first * cosines, second, sines, value=-1),
         torch.addcmul(second * cosines, first, sines),
     ]
-    return torch.cat(rotated, dim=-1).to(x.dtype)
+    return torch.cat(rotated, dim=-1)
