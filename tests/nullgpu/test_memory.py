@@ -87,7 +87,9 @@ def fresh(run: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("network", "batch"), [("DiT-XS/2", "16"), ("DiT-S/2", "64"), ("DiT-B/2", "4")])
+@pytest.mark.parametrize(
+    ("network", "batch"), [("DiT-XS/2", "16"), ("DiT-S/2", "64"), ("DiT-B/2", "4"), ("ModernDiT-S/2", "64")]
+)
 def test_the_estimate_of_a_step(fresh: Path, *, network: str, batch: str, precision: str, checkpointing: str) -> None:
     estimate, measured = measure(
         fresh, networks__default=network, train__batch_size=batch, train__precision=precision,

@@ -56,8 +56,14 @@ def parts_of(native: str, *foreign: str) -> list[Pair]:
     return [Pair(f"{native}.{part}", tuple(f"{name}.{part}" for name in foreign)) for part in ("weight", "bias")]
 
 
-def differences(config: DiTConfig, **required: object) -> str | None:
-    """Return a sentence about all fields that do not have the required value; None if there are none."""
+def differences(config: DiTConfig | RouterConfig, **required: object) -> str | None:
+    """Return a sentence about all fields that do not have the required value; None if there are none.
+
+    All foreign layouts have the block of the papers, so a ModernDiT fits none of them.
+    """
+    required = {"norm": "layer", "mlp": "gelu", **required}
+    if config.positions == "rope":
+        required = {"positions": "sincos", **required}
     wrong = [
         f"{name} must be {value!r}, but is {getattr(config, name)!r}"
         for name, value in required.items()

@@ -318,7 +318,7 @@ def _paris_router_pairs(config: RouterConfig) -> list[Pair]:
 def _paris_router_refuses(config: RouterConfig) -> str | None:
     if config.num_classes or config.pooled_width:
         return "its router sees neither classes nor text"
-    return None
+    return differences(config, qk_norm=False)
 
 
 def _paris_router_fields(config: RouterConfig) -> ConfigJson:

@@ -21,10 +21,21 @@ SIZES: dict[str, dict[str, int]] = {
     "L": {"width": 1024, "depth": 24, "heads": 16},
     "XL": {"width": 1152, "depth": 28, "heads": 16},
 }
-NAMES: dict[str, dict[str, int]] = {
-    f"DiT-{size}/{patch}": {**shape, "patch": patch} for size, shape in SIZES.items() for patch in (2, 4, 8)
+FAMILIES: dict[str, dict[str, str | bool]] = {
+    "DiT": {},
+    "ModernDiT": {"positions": "rope", "norm": "rms", "qk_norm": True, "mlp": "swiglu"},
 }
-"""The named sizes: DiT-XS/2, …, DiT-XL/8."""
+"""The block of the papers, and one with RoPE, RMSNorm, QK-norm and SwiGLU: the parts of LightningDiT (Yao and Wang
+2025), with the AdaLN-Single and within 1 % of the parameters of the papers' sizes."""
+NAMES: dict[str, dict[str, int | str | bool]] = {
+    f"{family}-{size}/{patch}": {**shape, "patch": patch, **block}
+    for family, block in FAMILIES.items()
+    for size, shape in SIZES.items()
+    for patch in (2, 4, 8)
+}
+"""The named sizes: DiT-XS/2, …, DiT-XL/8, and ModernDiT-XS/2, …, ModernDiT-XL/8."""
+NormKind = Literal["layer", "rms"]
+MlpKind = Literal["gelu", "swiglu"]
 DEFAULT_NAME = "DiT-XS/2"
 DiffusersName = Literal["PixArtExpert", "DiTExpert", "SD3Expert", "UNetExpert"]
 DIFFUSERS_EXPERTS: tuple[str, ...] = get_args(DiffusersName)
@@ -33,8 +44,6 @@ CLASS_NAME = "_class_name"
 """The key of config.json for the class of a network, as in diffusers."""
 ConfigJson = dict[str, JsonValue]
 """The content of a config.json: `_class_name` and the fields of that class."""
-_ADDED = {"null_tokens": 1, "normalization": None}
-"""Fields that the first manifests did not have. At these defaults they are not stored, so that older runs resume."""
 
 _CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
 Positive = Annotated[int, Field(gt=0)]
@@ -87,6 +96,9 @@ class NamedConfig:
     """A network specification that has named sizes and is stored as a config.json."""
 
     class_name: ClassVar[str]
+    added: ClassVar[tuple[str, ...]]
+    """Fields that the first manifests did not have. At their defaults they are not stored, so that older runs resume.
+    """
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> Self:
@@ -112,7 +124,12 @@ class NamedConfig:
 
     def to_dict(self) -> ConfigJson:
         """Return the content of config.json."""
-        kept = {name: value for name, value in asdict(self).items() if name not in _ADDED or value != _ADDED[name]}
+        defaults = {field.name: field.default for field in fields(self)}
+        kept = {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in self.added or getattr(self, name) != defaults[name]
+        }
         return {CLASS_NAME: self.class_name, **kept}
 
 
@@ -121,6 +138,7 @@ class DiTConfig(NamedConfig):
     """The architecture of a DiT."""
 
     class_name = "DiT"
+    added = ("null_tokens", "normalization", "norm", "mlp")
     width: Positive = 384
     depth: Positive = 12
     heads: Positive = 6
@@ -131,6 +149,8 @@ class DiTConfig(NamedConfig):
     size: Positive = 32
     """Side of the latents that the position embedding is made for; it is interpolated for other sizes."""
     mlp_ratio: Ratio = 4.0
+    """Hidden width of the MLP over `width`. A SwiGLU has two thirds of it, and so the same number of parameters."""
+    mlp: MlpKind = "gelu"
     modulation: Literal["single", "zero"] = "single"
     """AdaLN-Single (one shared projection and a table per block) or AdaLN-Zero (one projection per block)."""
     final_modulation: Literal["single", "zero"] | None = None
@@ -143,7 +163,11 @@ class DiTConfig(NamedConfig):
     num_classes: Count = 0
     pooled_width: Count = 0
     qk_norm: bool = False
-    positions: Literal["sincos", "learned"] = "sincos"
+    """RMSNorm of queries and keys, with learned scales."""
+    norm: NormKind = "layer"
+    """The norm that is modulated: LayerNorm or RMSNorm."""
+    positions: Literal["sincos", "learned", "rope"] = "sincos"
+    """Added to the tokens (sincos, learned), or rotary for any grid (rope)."""
     position_scale: Ratio = 1.0
     """Divisor of the position coordinates (`interpolation_scale` in diffusers)."""
     frequency_shift: Literal[0, 1] = 0
@@ -159,7 +183,7 @@ class DiTConfig(NamedConfig):
 
     def __post_init__(self) -> None:
         """Check the fields against each other."""
-        _check_width(self.width, self.heads)
+        _check_width(self.width, self.heads, self.positions)
         _check_patch(self.size, self.patch)
         if self.embedder_per_block and self.modulation != "zero":
             raise ValueError("embedder_per_block needs modulation 'zero': AdaLN-Single has one shared embedder")
@@ -168,6 +192,11 @@ class DiTConfig(NamedConfig):
     def grid(self) -> int:
         """Number of tokens along one side, at the native size."""
         return self.size // self.patch
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.width // self.heads
 
     @property
     def final(self) -> Literal["single", "zero"]:
@@ -180,6 +209,7 @@ class RouterConfig(NamedConfig):
     """The architecture of a router; the default is the DiT-B/2 of DDM and Paris."""
 
     class_name = "Router"
+    added = ("normalization", "positions", "norm", "mlp", "qk_norm")
     experts: Positive = 8
     width: Positive = 768
     depth: Positive = 12
@@ -193,13 +223,22 @@ class RouterConfig(NamedConfig):
     pooled_width: Count = 0
     """Width of the pooled text that the router is conditioned on; 0 if it is not conditioned on text."""
     norm_eps: Ratio = 1e-6
+    qk_norm: bool = False
+    norm: NormKind = "layer"
+    mlp: MlpKind = "gelu"
+    positions: Literal["sincos", "rope"] = "sincos"
     normalization: LatentScale | None = None
     """Scaling of the latents that a released router was trained on."""
 
     def __post_init__(self) -> None:
         """Check the fields against each other."""
-        _check_width(self.width, self.heads)
+        _check_width(self.width, self.heads, self.positions)
         _check_patch(self.size, self.patch)
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.width // self.heads
 
 
 @dataclass(frozen=True, config=_CHECKED)
@@ -270,7 +309,7 @@ def check_choice(choice: str | Mapping[str, Any], kind: Literal["DiT", "Router"]
     name = parts.pop("name", DEFAULT_NAME)
     if not isinstance(name, str) or name not in NAMES:
         raise AtollError(unknown("network size", name, NAMES))
-    spec = {**NAMES[name], **parts}
+    spec: dict[str, Any] = {**NAMES[name], **parts}
     # The size comes from the data, which may not be prepared yet. One patch is a size that is always valid.
     spec.setdefault("size", spec["patch"])
     (DiTConfig if kind == "DiT" else RouterConfig).from_dict(spec)
@@ -289,10 +328,14 @@ def check_fits_data(choice: Mapping[str, Any], needed: Mapping[str, Any]) -> Non
             raise AtollError(f"{name} is {given}, but the prepared data needs {value}; omit {name}")
 
 
-def _check_width(width: int, heads: int) -> None:
+def _check_width(width: int, heads: int, positions: str) -> None:
     # 2D sine-cosine positions take a quarter of the width each for sine and cosine of x and of y.
     if width % heads or width % 4:
         raise ValueError(f"width {width} must be a multiple of 4 and of heads {heads}")
+    if positions == "rope" and width // heads % 4:
+        raise ValueError(
+            f"positions 'rope' need a head width that is a multiple of 4; width / heads is {width // heads}"
+        )
 
 
 def _check_patch(size: int, patch: int) -> None:

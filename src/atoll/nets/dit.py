@@ -18,7 +18,6 @@ from atoll.nets.layers import (
     Block,
     Embedder,
     LinearModulation,
-    Mlp,
     TableModulation,
     Text,
     check_input,
@@ -30,6 +29,8 @@ from atoll.nets.layers import (
     sincos_positions,
     unpatchify,
 )
+from atoll.nets.mlp import Mlp
+from atoll.nets.rotary import rotation
 
 TIME_KNOTS = 1001
 """Number of entries of the optional time table, for the timesteps 0, 1, …, 1000."""
@@ -40,7 +41,7 @@ class FinalLayer(nn.Module):
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.norm_eps = config.norm_eps
+        self.norm, self.norm_eps = config.norm, config.norm_eps
         self.single = config.final == "single"
         self.modulation = (TableModulation if self.single else LinearModulation)(config.width, 2)
         self.linear = nn.Linear(config.width, config.patch * config.patch * config.out_channels)
@@ -52,7 +53,7 @@ class FinalLayer(nn.Module):
         """
         vectors = self.modulation(embedding[:, None] if self.single else functional.silu(embedding)).to(x.dtype)
         shift, scale = vectors.unbind(1)
-        return self.linear(modulated_norm(x, shift, scale, eps=self.norm_eps))  # type: ignore[no-any-return]
+        return self.linear(modulated_norm(x, shift, scale, eps=self.norm_eps, kind=self.norm))  # type: ignore[no-any-return]
 
 
 class DiT(nn.Module):
@@ -71,7 +72,7 @@ class DiT(nn.Module):
         positions = torch.empty(1, config.grid**2, width)
         if config.positions == "learned":
             self.positions = nn.Parameter(positions)
-        else:
+        elif config.positions == "sincos":
             self.register_buffer("positions", positions)
         if config.time_table:
             self.register_buffer("time_table", torch.empty(TIME_KNOTS))
@@ -91,7 +92,9 @@ class DiT(nn.Module):
                 modulation=(TableModulation if single else LinearModulation)(width, 6),
                 text=config.text_width > 0,
                 qk_norm=config.qk_norm,
+                norm=config.norm,
                 norm_eps=(config.norm_eps, config.mlp_norm_eps),
+                mlp=config.mlp,
             )
             for _ in range(config.depth)
         )
@@ -124,7 +127,13 @@ class DiT(nn.Module):
         """Return the input tokens of the final layer and the embedding that modulates it."""
         rows, columns = check_input(x, timestep, self.config.channels, patch=self.config.patch)
         tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype))
-        tokens = tokens + self._positions_for(rows, columns)
+        turned = None
+        if self.config.positions == "rope":
+            turned = rotation(
+                rows, columns, self.config.head_width, scale=self.config.position_scale, device=tokens.device
+            )
+        else:
+            tokens = tokens + self._positions_for(rows, columns)
         added, texts, mask = self._read(condition, len(x))
         embedded = self._embedded_timestep(timestep)
         embeddings = [embedder(embedded, extra) for embedder, extra in zip(self.embedders, added, strict=True)]
@@ -134,9 +143,9 @@ class DiT(nn.Module):
         for index, block in enumerate(self.blocks):
             inputs = (tokens, conditioning[index % len(conditioning)], texts[index % len(texts)])
             if self.checkpointing and torch.is_grad_enabled():
-                tokens = checkpoint(block, *inputs, mask=mask, use_reentrant=False)
+                tokens = checkpoint(block, *inputs, mask=mask, rotation=turned, use_reentrant=False)
             else:
-                tokens = block(*inputs, mask=mask)
+                tokens = block(*inputs, mask=mask, rotation=turned)
         return tokens, embeddings[0]
 
     def _read(
@@ -207,15 +216,9 @@ class DiT(nn.Module):
     def init_weights(self) -> None:
         """Initialize as in the papers; also after `to_empty` on a network that was built on the meta device."""
         init_linears(self)
-        self.positions.copy_(
-            sincos_positions(
-                self.config.width,
-                self.config.grid,
-                self.config.grid,
-                base=self.config.grid,
-                scale=self.config.position_scale,
-            )
-        )
+        if self.config.positions != "rope":
+            grid, scale = self.config.grid, self.config.position_scale
+            self.positions.copy_(sincos_positions(self.config.width, grid, grid, base=grid, scale=scale))
         if self.config.time_table:
             self.time_table.copy_(torch.arange(TIME_KNOTS))
         for part in self.modules():

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from atoll.core.networks import MlpKind, NormKind
 from atoll.nets.conditioning import check_labels
+from atoll.nets.mlp import MLPS, SwiGlu
+from atoll.nets.rotary import rotate
 
 # As in DiT and PixArt, whose checkpoints must load.
 FREQUENCIES = 256
@@ -170,8 +173,15 @@ class Embedder(nn.Module):
             nn.init.normal_(self.null_pooled, std=0.02)
 
 
-def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, *, eps: float) -> Tensor:
-    """Return LayerNorm(x) · (1 + scale) + shift, with shift and scale of shape (batch or 1, width)."""
+def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, *, eps: float, kind: NormKind = "layer") -> Tensor:
+    """Return norm(x) · (1 + scale) + shift, with shift and scale of shape (batch or 1, width).
+
+    RMSNorm divides by the root mean square; LayerNorm subtracts the mean before.
+    """
+    if kind == "rms":
+        if shift.shape[0] == 1:
+            return functional.rms_norm(x, x.shape[-1:], 1 + scale[0], eps) + shift[0]
+        return torch.addcmul(shift[:, None], functional.rms_norm(x, x.shape[-1:], eps=eps), 1 + scale[:, None])
     if shift.shape[0] == 1:  # one timestep for the whole batch: the modulation is the affine map of one fused LayerNorm
         return functional.layer_norm(x, x.shape[-1:], 1 + scale[0], shift[0], eps)
     return torch.addcmul(shift[:, None], functional.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale[:, None])
@@ -246,6 +256,14 @@ class _Attention(nn.Module):
         self.query_norm = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
         self.key_norm = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
 
+    def encode(self, x: Tensor, norm: nn.RMSNorm | None, rotation: Tensor | None = None) -> Tensor:
+        """Return queries or keys, normalized and rotated if the network does so, in their own precision.
+
+        The norm computes in the precision of its weight: autocast sees to that on GPUs, but not on CPUs.
+        """
+        encoded = x if norm is None else norm(x.to(norm.weight.dtype))
+        return (encoded if rotation is None else rotate(encoded, rotation)).to(x.dtype)
+
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """Apply attention over (batch, heads, tokens, head width), join the heads, and project."""
         joined = attention(queries, keys, values, mask=mask)
@@ -259,13 +277,12 @@ class SelfAttention(_Attention):
         super().__init__(width, heads, qk_norm)
         self.qkv = nn.Linear(width, 3 * width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, tokens, width) to the same shape."""
+    def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
+        """Map (batch, tokens, width) to the same shape; `rotation` rotates queries and keys (`nets.rotary`)."""
         parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         queries, keys, values = (part.transpose(1, 2) for part in parts)
-        if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = self.query_norm(queries), self.key_norm(keys)
-        return self.attend(queries, keys, values)
+        queries = self.encode(queries, self.query_norm, rotation)
+        return self.attend(queries, self.encode(keys, self.key_norm, rotation), values)
 
 
 class CrossAttention(_Attention):
@@ -280,28 +297,13 @@ class CrossAttention(_Attention):
         """Return keys and values of text tokens, each (batch, heads, length, head width)."""
         parts = self.key_value(text).unflatten(-1, (2, self.heads, -1)).unbind(2)
         keys, values = (part.transpose(1, 2) for part in parts)
-        return (keys if self.key_norm is None else self.key_norm(keys)), values
+        return self.encode(keys, self.key_norm), values
 
     def forward(self, x: Tensor, text: Tensor | tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """Map (batch, tokens, width) to the same shape."""
-        queries = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        if self.query_norm is not None:
-            queries = self.query_norm(queries)
+        queries = self.encode(self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2), self.query_norm)
         keys, values = self.keys_values(text) if isinstance(text, Tensor) else text
         return self.attend(queries, keys, values, mask=mask)
-
-
-class Mlp(nn.Module):
-    """Two layers with tanh-approximated GELU."""
-
-    def __init__(self, width: int, hidden: int, out: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, hidden)
-        self.outer = nn.Linear(hidden, out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (…, width) to (…, out)."""
-        return self.outer(functional.gelu(self.inner(x), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -316,26 +318,39 @@ class Block(nn.Module):
         modulation: nn.Module,
         text: bool = False,
         qk_norm: bool = False,
+        norm: NormKind = "layer",
         norm_eps: tuple[float, float] = (1e-6, 1e-6),
+        mlp: MlpKind = "gelu",
     ) -> None:
         super().__init__()
+        self.norm = norm
         self.norm_eps = norm_eps
         self.modulation = modulation
         self.attention = SelfAttention(width, heads, qk_norm)
         self.cross = CrossAttention(width, heads, qk_norm) if text else None
-        self.mlp = Mlp(width, hidden, width)
+        self.mlp = MLPS[mlp](width, hidden, width)
 
-    def forward(self, x: Tensor, conditioning: Tensor, text: Text = None, *, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        conditioning: Tensor,
+        text: Text = None,
+        *,
+        mask: Tensor | None = None,
+        rotation: Tensor | None = None,
+    ) -> Tensor:
         """Map tokens x (batch, tokens, width) to the same shape.
 
         `conditioning` is the input of the modulation of this block: the shared vectors, or SiLU of the embedding.
+        `mask` is that of the text, and `rotation` the positions of the tokens, if the network has RoPE.
         """
         vectors = self.modulation(conditioning).to(x.dtype)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = vectors.unbind(1)
-        x = torch.addcmul(x, gate[:, None], self.attention(modulated_norm(x, shift, scale, eps=self.norm_eps[0])))
+        normed = modulated_norm(x, shift, scale, eps=self.norm_eps[0], kind=self.norm)
+        x = torch.addcmul(x, gate[:, None], self.attention(normed, rotation))
         if self.cross is not None and text is not None:
             x = x + self.cross(x, text, mask)
-        normed = modulated_norm(x, mlp_shift, mlp_scale, eps=self.norm_eps[1])
+        normed = modulated_norm(x, mlp_shift, mlp_scale, eps=self.norm_eps[1], kind=self.norm)
         return torch.addcmul(x, mlp_gate[:, None], self.mlp(normed))
 
 
@@ -347,3 +362,6 @@ def init_linears(module: nn.Module) -> None:
             nn.init.zeros_(part.bias)
         elif isinstance(part, nn.RMSNorm | nn.LayerNorm):
             part.reset_parameters()
+    for part in module.modules():
+        if isinstance(part, SwiGlu):
+            part.init_weights()

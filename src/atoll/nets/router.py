@@ -17,6 +17,7 @@ from atoll.nets.layers import (
     resized_positions,
     sincos_positions,
 )
+from atoll.nets.rotary import rotation
 
 RETIRED = ("log_prior", "balanced")
 """Tensors in files of older routers that are ignored when a file is read.
@@ -60,7 +61,8 @@ class Router(nn.Module):
         self.config = config
         width, grid = config.width, config.size // config.patch
         self.patch = nn.Linear(config.channels * config.patch**2, width)
-        self.register_buffer("positions", torch.empty(1, grid**2, width))
+        if config.positions == "sincos":
+            self.register_buffer("positions", torch.empty(1, grid**2, width))
         self.cls = nn.Parameter(torch.empty(1, 1, width))
         self.embedder = Embedder(width, config.num_classes, config.pooled_width)
         self.blocks = nn.ModuleList(
@@ -69,7 +71,10 @@ class Router(nn.Module):
                 config.heads,
                 int(width * config.mlp_ratio),
                 modulation=LinearModulation(width, 6),
+                qk_norm=config.qk_norm,
+                norm=config.norm,
                 norm_eps=(config.norm_eps, config.norm_eps),
+                mlp=config.mlp,
             )
             for _ in range(config.depth)
         )
@@ -80,17 +85,22 @@ class Router(nn.Module):
     def forward(self, x: Tensor, timestep: Tensor, condition: Condition | None = None) -> Tensor:
         """Return uncalibrated logits (batch, experts); the timesteps are as for experts."""
         condition = condition or Condition()
-        check_input(x, timestep, self.config.channels, patch=self.config.patch)
+        rows, columns = check_input(x, timestep, self.config.channels, patch=self.config.patch)
         check_rows(condition, len(x))
         # In training, the null condition takes part in every step: see `Condition.marked`.
         if self.training:
             condition = condition.marked()
-        tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype)) + self._positions_for(x)
+        tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype))
+        turned = None
+        if self.config.positions == "rope":
+            turned = rotation(rows, columns, self.config.head_width, scale=1.0, device=x.device, unrotated=1)  # CLS
+        else:
+            tokens = tokens + self._positions_for(rows, columns)
         tokens = torch.cat([self.cls.expand(len(x), -1, -1).to(tokens.dtype), tokens], dim=1)
         added = self.embedder.condition(condition.label, condition.pooled, condition.dropped)
         activated = functional.silu(self.embedder(timestep.reshape(-1).float(), added))
         for block in self.blocks:
-            tokens = block(tokens, activated)
+            tokens = block(tokens, activated, rotation=turned)
         return self.head(tokens[:, 0])  # type: ignore[no-any-return]
 
     def logits(self, x: Tensor, timestep: Tensor, condition: Condition | None = None) -> Tensor:
@@ -98,9 +108,8 @@ class Router(nn.Module):
         logits: Tensor = self(x, timestep, condition).float() / self.temperature
         return logits
 
-    def _positions_for(self, x: Tensor) -> Tensor:
-        """Return positions for the grid of x; for another size, stretch the formula or interpolate a learned table."""
-        rows, columns = x.shape[-2] // self.config.patch, x.shape[-1] // self.config.patch
+    def _positions_for(self, rows: int, columns: int) -> Tensor:
+        """Return positions for a grid; for another size, stretch the formula or interpolate a learned table."""
         grid = self.config.size // self.config.patch
         if (rows, columns) == (grid, grid):
             return self.positions
@@ -116,7 +125,8 @@ class Router(nn.Module):
         """Initialize as in DiT; also after `to_empty` on a router that was built on the meta device."""
         init_linears(self)
         grid = self.config.size // self.config.patch
-        self.positions.copy_(sincos_positions(self.config.width, grid, grid, base=grid))
+        if self.config.positions == "sincos":
+            self.positions.copy_(sincos_positions(self.config.width, grid, grid, base=grid))
         self.embedder.init_weights()
         for part in self.modules():
             if isinstance(part, LinearModulation):

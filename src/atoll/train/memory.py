@@ -4,7 +4,7 @@ The step runs on the meta device, whose tensors have shapes but no values, so it
 accelerator. `_Meter` follows every storage from its allocation to its release. Its peak therefore contains activations
 and gradients in the order in which a step allocates and releases them, with recomputed blocks under checkpointing.
 `_AsOnAccelerator` replaces what the meta device does differently: fused attention, which does not store its weights
-(tokens x tokens), and autocast.
+(tokens x tokens), fused RMSNorm, and autocast.
 
 After it, Muon updates its matrices. The rest is added: weights, moments and the EMAs in float32, and the buffers of
 FSDP2. A preview runs beside
@@ -71,6 +71,8 @@ class _Pass:
     """Number of processes between which FSDP2 divides the weights."""
     muon: torch.dtype | None
     """The precision of Muon; None without an update by Muon."""
+    fused_norms: bool
+    """Whether RMSNorm is one kernel: on GPUs, but not on CPUs."""
 
 
 def job_bytes(
@@ -98,6 +100,7 @@ def job_bytes(
         checkpointing=settings.activation_checkpointing,
         parts=processes if sharded else 1,
         muon=muon_dtype(device, settings.precision) if settings.optimizer == "muon" else None,
+        fused_norms=device.type != "cpu",
     )
     weights = FLOAT * sum(_sizes(step.network)) // step.parts
     most = _peak(step)
@@ -144,7 +147,7 @@ def _peak(one: _Pass) -> int:
         network = build(config).train(training)
     set_checkpointing(network, one.checkpointing)
     weights = list(network.parameters())
-    meter, accelerator = _Meter(weights), _AsOnAccelerator(one.dtype)
+    meter, accelerator = _Meter(weights), _AsOnAccelerator(one.dtype, one.fused_norms)
     if one.parts > 1:
         # FSDP2 gathers weights in the training precision; `_gathered_bytes` counts them.
         accelerator.casts = {weight: weight.to(one.dtype) for weight in weights}
@@ -231,11 +234,14 @@ _FULL_PRECISION = {"layer_norm", "group_norm", "rms_norm", "softmax", "interpola
 
 
 class _AsOnAccelerator(TorchFunctionMode):
-    """Fused attention, and the casts of autocast, which keeps the casts of weights until the forward pass ends."""
+    """Fused kernels, and the casts of autocast, which keeps the casts of weights until the forward pass ends."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, fused_norms: bool) -> None:
         super().__init__()
         self._dtype = dtype
+        self._fused: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": _fused_attention}
+        if fused_norms:
+            self._fused["rms_norm"] = _fused_rms_norm
         self._keeps_casts = True
         self.casts: dict[Tensor, Tensor] = {}
 
@@ -251,7 +257,7 @@ class _AsOnAccelerator(TorchFunctionMode):
         if self._dtype != torch.float32 and name in _HALF_PRECISION | _FULL_PRECISION:
             dtype = self._dtype if name in _HALF_PRECISION else torch.float32
             args, kwargs = tree_map_only(Tensor, lambda part: self._cast(part, dtype), (args, kwargs))
-        return (_fused_attention if name == "scaled_dot_product_attention" else func)(*args, **kwargs)
+        return self._fused.get(name, func)(*args, **kwargs)
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if not tensor.is_floating_point() or tensor.dtype == dtype:
@@ -268,3 +274,24 @@ def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: A
     # The kernel of torch that takes any precision. All of them save query, key, value and output.
     found: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0]
     return found
+
+
+def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    del shape, eps
+    return _FusedRmsNorm.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """The tensors of torch's kernel: it saves the input and one number per row, but no normalized input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Return a tensor like the result."""
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1]))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Return tensors like the gradients of input and weight."""
+        x, weight, _rows = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
