@@ -93,6 +93,7 @@ class Data(Section):
     split: str = Field("train", description="split of a datasets dataset")
     val_fraction: float = Field(0.05, ge=0, lt=1, description="fraction of the captions held out from training")
     resolution: int = Field(64, ge=8, description="side of the square images, in pixels")
+    flip: bool = Field(False, description="train on each image and its mirror image, drawn with equal probability")
     max_rejects: float = Field(0.01, ge=0, le=1, description="stop if a larger fraction of the images is unreadable")
     chunk: int = Field(1024, ge=1, description="images per file of a stage; an interruption loses at most one chunk")
     shard_rows: int = Field(8192, ge=1, description="images per shard file")

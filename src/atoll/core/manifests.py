@@ -143,6 +143,14 @@ class ShardsContent(DataSpec):
     """Number of clusters of the run."""
     rows: dict[str, int]
     """Number of images by split."""
+    flip: bool = False
+    """Whether training draws mirror images; omitted if not."""
+
+    @model_serializer(mode="wrap")
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
+        # A default is omitted, so that shards without mirror images keep the bytes that they had before the field.
+        omitted = {name for name in ("flip",) if getattr(self, name) == type(self).model_fields[name].default}
+        return {name: value for name, value in serialize(self).items() if name not in omitted}
 
 
 # Networks and their training

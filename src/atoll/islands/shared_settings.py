@@ -21,7 +21,7 @@ from atoll.core.untrusted import MAX_TEXT, Refused, check_bounded
 
 SHARED: Mapping[str, frozenset[str] | None] = {
     "preset": None,
-    "data": frozenset({"kind", "split", "val_fraction", "resolution", "chunk", "shard_rows"}),
+    "data": frozenset({"kind", "split", "val_fraction", "resolution", "flip", "chunk", "shard_rows"}),
     "features": None,
     "clusters": None,
     "latents": None,

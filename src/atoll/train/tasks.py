@@ -93,7 +93,7 @@ class Task(ABC):
         """Yield the inputs of this rank from position `start` on, made by `workers` threads ahead of the consumer."""
 
         def make(positions: "np.ndarray[Any, Any]") -> TrainingInputs:
-            inputs = self.inputs(self.shards.read(self.shards.order(positions, self.seed)), int(positions[0]))
+            inputs = self.inputs(self.shards.draw(positions, self.seed), int(positions[0]))
             return inputs.pin() if pin else inputs
 
         positions = self.shards.positions(batch_size, start, rank=rank, world_size=world_size)

@@ -1,7 +1,8 @@
 """The shards: one folder per cluster with all data that its expert needs, and none of the other clusters.
 
     data/shards/cluster_003/
-        train-000000.safetensors      mean, std, tokens, lengths, pooled, label: one row per image
+        train-000000.safetensors      mean, std, tokens, lengths, pooled, label: one row per image; with data.flip
+                                      and an autoencoder also mean_mirrored and std_mirrored
         train-000000.parquet          id, caption, label, attributes of the same rows
         held-out-000000.safetensors   images that are held out from training
         manifest.json                 latent statistics and normalization, encoders, classes, hashes
@@ -50,6 +51,7 @@ def _made_from(job: Job) -> Inputs:
         "shard_rows": job.config.data.shard_rows,
         # Omitted at its default, so that shards from before the setting existed are not stale.
         **({"normalization": normalization} if normalization == "scale" else {}),
+        **({"flip": True} if job.config.data.flip else {}),
     }
 
 
@@ -91,7 +93,7 @@ class _Writer:
                     stem = f"{split}-{number:06d}"
                     # The tensors are written last, so a shard with tensors is complete.
                     if not artifact.path(f"{stem}.safetensors").is_file():
-                        tensors, table = self._gather(rows_of_shard)
+                        tensors, table = self._gather(rows_of_shard, split)
                         with artifact.writing(f"{stem}.parquet") as path:
                             pq.write_table(table, path)
                         artifact.write_tensors(f"{stem}.safetensors", tensors)
@@ -111,8 +113,8 @@ class _Writer:
             for row in np.flatnonzero(here & is_split):
                 yield chunk, int(row)
 
-    def _gather(self, members: list[tuple[int, int]]) -> tuple[dict[str, Tensor], pa.Table]:
-        """Return the tensors and the table of some images, from their chunks."""
+    def _gather(self, members: list[tuple[int, int]], split: str) -> tuple[dict[str, Tensor], pa.Table]:
+        """Return the tensors and the table of some images of a split, from their chunks."""
         parts: list[dict[str, Tensor]] = []
         tables: list[dict[str, list[Any]]] = []
         number = {label: index for index, label in enumerate(self.index.labels)}
@@ -126,7 +128,9 @@ class _Writer:
             tables.append({key: [values[row] for row in chosen] for key, values in read.items()})
             labels = [number[label] if label is not None else -1 for label in tables[-1]["label"]]
             part = {"label": torch.tensor(labels, dtype=torch.int32)}
-            part |= {key: tensor[rows] for key, tensor in self._chunk(latents.NAME, chunk).items()}
+            encoded = self._chunk(latents.NAME, chunk)
+            # Only training draws mirror images.
+            part |= {key: encoded[key][rows] for key in encoded if split == "train" or latents.MIRRORED not in key}
             if self.has_text:
                 part |= _text_rows(self._chunk(text.NAME, chunk), rows)
             parts.append(part)
@@ -156,6 +160,7 @@ class _Writer:
             ),
             statistics=latents.normalization(self.config, latents.Statistics.of(measured.statistics)).declared(),
             text=self._text() if self.has_text else None,
+            flip=self.config.data.flip,
         )
 
     def _text(self) -> TextSpec:
