@@ -101,13 +101,16 @@ class Data(Section):
 
 
 class Features(Section):
-    """The image features that clustering uses."""
+    """The image features that clustering and `train.align` use."""
 
     model: str = Field(
         "efficientnet-lite0", description="efficientnet-lite0, or a transformers vision model (hub name or folder)"
     )
     resolution: int | None = Field(None, ge=32, description="input side in pixels; null is the network's default")
     batch_size: int = Field(32, ge=1, description="images per forward pass")
+    patch_dimensions: int = Field(
+        0, ge=0, le=1024, description="dimensions of the stored patch features, which train.align needs: 64; 0 is none"
+    )
 
 
 class Clusters(Section):

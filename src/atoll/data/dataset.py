@@ -37,7 +37,7 @@ LATENT_STREAM = 11
 FLIP_STREAM = 15
 """Random stream of the choice between an image and its mirror image."""
 # A network that is trained on several clusters needs one meaning of latents, text and labels for all of them.
-_SAME_EVERYWHERE = ("labels", "latents", "statistics", "text", "fingerprint", "flip")
+_SAME_EVERYWHERE = ("labels", "latents", "statistics", "text", "fingerprint", "flip", "patches")
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,14 @@ class Batch:
     """Whether each token is real (N, max_tokens)."""
     pooled: Tensor | None
     """Pooled text (N, D')."""
+    patches: Tensor | None = None
+    """Patch features (N, grid, grid, D), 8-bit integers in the steps of the manifest; None unless requested."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on another device."""
         required = (part.to(device) for part in (self.index, self.cluster, self.label, self.mean))
-        optional = (part if part is None else part.to(device) for part in (self.std, self.text, self.mask, self.pooled))
+        parts = (self.std, self.text, self.mask, self.pooled, self.patches)
+        optional = (part if part is None else part.to(device) for part in parts)
         return Batch(*required, *optional)
 
 
@@ -143,17 +146,17 @@ class Shards:
             latents = latents + batch.std.float() * noise.to(latents.device)
         return self.statistics.normalize(latents)
 
-    def draw(self, positions: np.ndarray[Any, Any], seed: int) -> Batch:
-        """Return the images at some positions of the training stream; with `data.flip`, every other one mirrored.
+    def draw(self, positions: np.ndarray[Any, Any], seed: int, *, patches: bool = False) -> Batch:
+        """Return the images at some positions of the training stream; with `data.flip`, half of them mirrored.
 
         Whether an image is mirrored is a function of the seed and its position in the stream.
         """
-        numbers, count = self.order(positions, seed), len(positions)
-        if not self.content.flip:
-            return self.read(numbers)
-        return self.read(numbers, rng.uniform(count, seed=seed, stream=FLIP_STREAM, first=positions) < 0.5)
+        mirrored = None
+        if self.content.flip:
+            mirrored = rng.uniform(len(positions), seed=seed, stream=FLIP_STREAM, first=positions) < 0.5
+        return self.read(self.order(positions, seed), mirrored, patches=patches)
 
-    def read(self, indices: np.ndarray[Any, Any], mirrored: Tensor | None = None) -> Batch:
+    def read(self, indices: np.ndarray[Any, Any], mirrored: Tensor | None = None, *, patches: bool = False) -> Batch:
         """Return the images with these numbers, in this order; mirrored where `mirrored` (N,) is true."""
         # Images are read file by file, and then brought back into the requested order by `restore`.
         wanted = torch.from_numpy(np.asarray(indices).astype(np.int64))
@@ -164,15 +167,18 @@ class Shards:
             mine = torch.from_numpy(np.flatnonzero(owner == number))
             rows = wanted[mine] - int(self._ends[number]) + file.rows
             slots.append(mine)
-            parts.append(self._rows(file, rows, None if mirrored is None else mirrored[mine]))
+            parts.append(self._rows(file, rows, None if mirrored is None else mirrored[mine], patches=patches))
         restore = torch.cat(slots).argsort()
         joined = {key: torch.cat([part[key] for part in parts])[restore] for key in parts[0]}
-        optional = {key: joined.get(key) for key in ("std", "text", "mask", "pooled")}
+        optional = {key: joined.get(key) for key in ("std", "text", "mask", "pooled", "patches")}
         return Batch(wanted, joined["cluster"], joined["label"], joined["mean"], **optional)
 
-    def _rows(self, file: _File, rows: Tensor, mirrored: Tensor | None) -> dict[str, Tensor]:
-        stored = [key for key in file.tensors if key in ("mean", "std", "pooled")]
-        part = {key: file.tensors[key][rows] for key in stored}
+    def _rows(self, file: _File, rows: Tensor, mirrored: Tensor | None, *, patches: bool) -> dict[str, Tensor]:
+        wanted = ("mean", "std", "pooled", *(("patches",) if patches else ()))
+        part = {key: file.tensors[key][rows] for key in file.tensors if key in wanted}
+        if "patches" in part and mirrored is not None:
+            # An approximation that costs no bytes: the features of the mirror image are nearly the mirrored ones.
+            part["patches"][mirrored] = part["patches"][mirrored].flip(2)
         for key in [] if mirrored is None else {"mean", "std"} & part.keys():
             latents = file.tensors.get(f"{key}{MIRRORED}")
             # Pixels of the mirror image are not stored: they are the mirrored pixels.

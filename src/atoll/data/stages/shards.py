@@ -2,7 +2,8 @@
 
     data/shards/cluster_003/
         train-000000.safetensors      mean, std, tokens, lengths, pooled, label: one row per image; with data.flip
-                                      and an autoencoder also mean_mirrored and std_mirrored
+                                      and an autoencoder also mean_mirrored and std_mirrored, and with
+                                      features.patch_dimensions patches
         train-000000.parquet          id, caption, label, attributes of the same rows
         held-out-000000.safetensors   images that are held out from training
         manifest.json                 latent statistics and normalization, encoders, classes, hashes
@@ -27,10 +28,20 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.core.manifests import CLUSTERS, LATENTS, SHARDS, TEXT, LatentSpec, ShardsContent, TextSpec
+from atoll.core.manifests import (
+    CLUSTERS,
+    LATENTS,
+    PATCHES,
+    SHARDS,
+    TEXT,
+    LatentSpec,
+    PatchSpec,
+    ShardsContent,
+    TextSpec,
+)
 from atoll.core.progress import progress
 from atoll.data.chunks import Worker
-from atoll.data.stages import clusters, latents, text
+from atoll.data.stages import clusters, latents, patches, text
 from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index
 
@@ -52,18 +63,20 @@ def _made_from(job: Job) -> Inputs:
         # Omitted at its default, so that shards from before the setting existed are not stale.
         **({"normalization": normalization} if normalization == "scale" else {}),
         **({"flip": True} if job.config.data.flip else {}),
+        **({} if patches.unneeded(job) else {"patches": Artifact(run, layout.PATCHES).open(PATCHES).digest}),
     }
 
 
 def _run(job: Job, artifact: Artifact, _: Worker) -> ShardsContent:
     cluster = list(_outputs(job.config)).index(artifact.name)
-    return _Writer(job.run, Index.open(job.run), not text.unneeded(job), job.config).cluster(artifact, cluster)
+    has_text, has_patches = not text.unneeded(job), not patches.unneeded(job)
+    return _Writer(job.run, Index.open(job.run), has_text, has_patches, job.config).cluster(artifact, cluster)
 
 
 STAGE = Stage(
     name="shards",
     kind=SHARDS,
-    inputs=(clusters.STAGE, latents.STAGE, text.STAGE),
+    inputs=(clusters.STAGE, latents.STAGE, text.STAGE, patches.STAGE),
     outputs=_outputs,
     made_from=_made_from,
     run=_run,
@@ -79,6 +92,7 @@ class _Writer:
     run: Path
     index: Index
     has_text: bool
+    has_patches: bool
     config: Config
 
     def cluster(self, artifact: Artifact, cluster: int) -> ShardsContent:
@@ -131,6 +145,8 @@ class _Writer:
             encoded = self._chunk(latents.NAME, chunk)
             # Only training draws mirror images.
             part |= {key: encoded[key][rows] for key in encoded if split == "train" or latents.MIRRORED not in key}
+            if self.has_patches and split == "train":
+                part["patches"] = self._chunk(patches.NAME, chunk)["patches"][rows]
             if self.has_text:
                 part |= _text_rows(self._chunk(text.NAME, chunk), rows)
             parts.append(part)
@@ -161,7 +177,12 @@ class _Writer:
             statistics=latents.normalization(self.config, latents.Statistics.of(measured.statistics)).declared(),
             text=self._text() if self.has_text else None,
             flip=self.config.data.flip,
+            patches=self._patches() if self.has_patches else None,
         )
+
+    def _patches(self) -> PatchSpec:
+        content = Artifact(self.run, layout.PATCHES).read(PATCHES)
+        return PatchSpec(**content.model_dump(include=set(PatchSpec.model_fields)))
 
     def _text(self) -> TextSpec:
         encoded = Artifact(self.run, layout.TEXT)
