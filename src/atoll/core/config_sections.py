@@ -151,6 +151,16 @@ class Text(Section):
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="stored precision")
 
 
+class Align(Section):
+    """Alignment of a middle block with patch features."""
+
+    weight: float = Field(0.5, gt=0, le=1000, description="weight of the alignment in the loss")
+    until: float = Field(0.4, gt=0, le=1, description="share of total_images after which it is off")
+    block: int | None = Field(
+        None, ge=1, description="aligned block, counted from 1; null is 2/7 of all blocks, as in REPA (8 of 28)"
+    )
+
+
 class Train(Section):
     """Training settings of every job. Router, monolith and student can override some of them in their sections."""
 
@@ -175,6 +185,9 @@ class Train(Section):
     cfg_dropout: float = Field(0.1, ge=0, le=1, description="probability of dropping the conditioning, for guidance")
     init_from: Annotated[str | dict[ExpertKey, str] | None, BeforeValidator(_folders)] = Field(
         None, description="folder of initial weights, or {default: FOLDER, 3: FOLDER} per expert; null is random"
+    )
+    align: Align | None = Field(
+        None, description="alignment with the stored patch features: {weight: 0.5, until: 0.4}; null is none"
     )
     activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     compile: bool | Literal["auto"] = Field(

@@ -36,6 +36,7 @@ from atoll.ensemble.plan import HEAP
 from atoll.experts.validation import BATCH
 from atoll.nets import build
 from atoll.nets.blocks import set_checkpointing, transformer_blocks
+from atoll.train.align import AlignmentSpec, Projector
 from atoll.train.cost import condition_like
 from atoll.train.data_shapes import DataShapes
 from atoll.train.tasks import PREVIEW_CALIBRATION_IMAGES
@@ -67,6 +68,7 @@ class _Pass:
     checkpointing: bool
     parts: int
     """Number of processes between which FSDP2 divides the weights."""
+    align: AlignmentSpec | None = None
 
 
 def job_bytes(
@@ -77,6 +79,7 @@ def job_bytes(
     device: torch.device,
     objective: ObjectiveSpec | None = None,
     processes: int = 1,
+    align: AlignmentSpec | None = None,
 ) -> int:
     """Estimate the peak memory of one process of a training job; `objective` is None for routers and students.
 
@@ -93,14 +96,15 @@ def job_bytes(
         gradients="kept" if kept else "sharded" if sharded else "new",
         checkpointing=settings.activation_checkpointing,
         parts=processes if sharded else 1,
+        align=align,
     )
     weights = FLOAT * sum(_sizes(step.network)) // step.parts
     most = _peak(step)
     if rows := preview_rows(network, settings, objective):
         # The network has the EMA weights, and a copy the trained ones.
-        preview = weights + _peak(replace(step, rows=rows, gradients="none"))
+        preview = weights + _peak(replace(step, rows=rows, gradients="none", align=None))
         most = max(most, preview + (weights if replicated else 0))
-    state = weights * (3 + len(settings.ema))
+    state = weights * (3 + len(settings.ema)) + (3 * FLOAT * align.parameters if align else 0)
     return 2 * state + int(HEAP * most) if device.type == "cpu" else WORKSPACE + state + most
 
 
@@ -129,9 +133,10 @@ def _peak(one: _Pass) -> int:
     config, training = read_network(json.loads(one.network)), one.gradients != "none"
     with torch.device("meta"):
         network = build(config).train(training)
+        projector = None if one.align is None else Projector(one.align)
     set_checkpointing(network, one.checkpointing)
     weights = list(network.parameters())
-    meter, accelerator = _Meter(weights), _AsOnAccelerator(one.dtype)
+    meter, accelerator = _Meter([*weights, *(projector.parameters() if projector else ())]), _AsOnAccelerator(one.dtype)
     if one.parts > 1:
         # FSDP2 gathers weights in the training precision; `_gathered_bytes` counts them.
         accelerator.casts = {weight: weight.to(one.dtype) for weight in weights}
@@ -146,9 +151,16 @@ def _peak(one: _Pass) -> int:
         # In training, input and target of this batch and of the next one, which is copied ahead.
         x, *_others = [torch.zeros(one.rows, *one.latents) for _ in range(4 if training else 1)]
         condition, *_next = [condition_like(config, one.text, one.rows) for _ in range(2 if training else 1)]
-        output = network(x, torch.zeros(one.rows), condition)
+        alignment: Tensor | None = None
+        if projector is not None and one.align is not None:
+            output, tokens = network(x, torch.zeros(one.rows), condition, tap=one.align.block)
+            patches = torch.zeros(one.rows, one.align.grid, one.align.grid, len(one.align.steps), dtype=torch.int8)
+            alignment = projector(tokens, patches).mean()
+        else:
+            output = network(x, torch.zeros(one.rows), condition)
         if training:
             loss = output.float().square().mean()
+            loss = loss if alignment is None else loss + alignment
             if one.parts == 1:
                 accelerator.end_forward()
             # `torch.autograd.backward` would suspend the modes, also for blocks that are computed again.
