@@ -13,23 +13,13 @@ from safetensors.torch import load_file
 
 from atoll.core.errors import AtollError
 from atoll.data.dataset import FLIP_STREAM, Shards
-from atoll.data.prepare import prepare
 from atoll.data.stages.latents import open_codec
 from atoll.flow import rng
 from autoencoders import write_autoencoder
-from shapes import write_run
+from shapes import rewrite
 
 ALL = [0, 1, 2]
 FLIP = {"data": {"flip": True}}
-
-
-def rewrite(prepared: Path, run: Path, shapes: Path, *, stages: tuple[str, ...], **changes: dict) -> Path:
-    """Prepare a run from the finished stages of another one."""
-    config = write_run(run, shapes, **changes)
-    for stage in stages:
-        shutil.copytree(prepared / "data" / stage, run / "data" / stage)
-    prepare(run, config)
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -177,7 +177,7 @@ class Shards:
         wanted = ("mean", "std", "pooled", *(("patches",) if patches else ()))
         part = {key: file.tensors[key][rows] for key in file.tensors if key in wanted}
         if "patches" in part and mirrored is not None:
-            # An approximation that costs no bytes: the features of the mirror image are nearly the mirrored ones.
+            # Exact: with data.flip the stored features are those of a symmetric extractor.
             part["patches"][mirrored] = part["patches"][mirrored].flip(2)
         for key in [] if mirrored is None else {"mean", "std"} & part.keys():
             latents = file.tensors.get(f"{key}{MIRRORED}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -68,6 +69,14 @@ class Extractor:
             found: Tensor = self.network.patches(x).float()  # type: ignore[operator]
             found = nn.functional.interpolate(found, (grid, grid), mode="bilinear", antialias=True)
         return found.permute(0, 2, 3, 1).cpu()
+
+    def symmetric_patches(self, pixels: Pixels, grid: int) -> Tensor:
+        """Return a grid of features (N, grid, grid, C) that is mirrored if the image is mirrored.
+
+        It is the mean of the features of the image and the mirrored features of its mirror image.
+        """
+        mirrored = self.patches(np.ascontiguousarray(pixels[:, :, ::-1]), grid)
+        return (self.patches(pixels, grid) + mirrored.flip(2)) / 2
 
 
 def open_extractor(model: str, resolution: int | None = None) -> Extractor:
