@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from ensemble.runs import write_run as write_networks
-from shapes import write_run, write_shapes
+from shapes import rewrite, write_run, write_shapes
 from train.conftest import merge
 from train.workers import TINY
 
@@ -29,6 +29,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
     run = tmp_path_factory.mktemp("prepared") / "run"
     prepare(run, write_run(run, shapes))
     return run
+
+
+@pytest.fixture(scope="session")
+def with_patches(tmp_path_factory: pytest.TempPathFactory, prepared: Path, shapes: Path) -> Path:
+    """Like `prepared`, with patch features and flips. Tests must not change it."""
+    run = tmp_path_factory.mktemp("patches") / "run"
+    stages = ("ingest", "features", "clusters", "latents", "text")
+    return rewrite(prepared, run, shapes, stages=stages, features={"patch_dimensions": 64}, data={"flip": True})
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """A small dataset of real image files, and the configuration of a run on it."""
 
 import random
+import shutil
 from pathlib import Path
 
 from PIL import Image, ImageDraw
@@ -54,3 +55,14 @@ def write_run(run: Path, source: Path, **changes: dict[str, object]) -> configur
     run.mkdir(parents=True)
     (run / configuration.CONFIG_FILE).write_text(to_yaml(config))
     return config
+
+
+def rewrite(prepared: Path, run: Path, shapes: Path, *, stages: tuple[str, ...], **changes: dict) -> Path:
+    """Prepare a run from the finished stages of another one."""
+    from atoll.data.prepare import prepare
+
+    config = write_run(run, shapes, **changes)
+    for stage in stages:
+        shutil.copytree(prepared / "data" / stage, run / "data" / stage)
+    prepare(run, config)
+    return run

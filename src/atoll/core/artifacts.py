@@ -242,7 +242,7 @@ class Artifact:
             self.sweep()
             return self.manifest()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._create(_PLAN, to_json(vars(_Plan.of(kind, made_from)))):
+        if self.create(_PLAN, to_json(vars(_Plan.of(kind, made_from)))):
             return None
         # Another job wrote a plan since the check above: compare with that one.
         return self.manifest() if self.check(kind, made_from) else None
@@ -346,7 +346,7 @@ class Artifact:
         # The manifest must not reach the disk before the files whose hashes it lists.
         for name in names:
             _flush(self.path(name))
-        if not self._create(MANIFEST_FILE, made.to_json()) and (self.manifest() or made).digest != made.digest:
+        if not self.create(MANIFEST_FILE, made.to_json()) and (self.manifest() or made).digest != made.digest:
             raise AtollError(
                 f"{self.folder} was committed by another job with other content; delete it and start again"
             )
@@ -357,7 +357,7 @@ class Artifact:
         hidden = any(part.startswith(".") for part in path.relative_to(self.folder).parts)
         return path.is_file() and not hidden and path != self.path(MANIFEST_FILE)
 
-    def _create(self, file: str, data: bytes) -> bool:
+    def create(self, file: str, data: bytes) -> bool:
         """Write a file unless it exists. Return whether it was written."""
         # A hard link is created atomically, with the full content, and fails if the name exists. A rename would
         # replace the file of another job, and open(…, "x") would show a half-written file to readers.

@@ -80,6 +80,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _aligns_with_patches(self) -> Self:
+        if self.train.align is not None and not self.features.patch_dimensions:
+            raise ValueError(
+                "train.align needs patch features; set features.patch_dimensions: 64 and run atoll prepare, or set "
+                "train.align: null"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _micro_batches_are_equal(self) -> Self:
         for name, own in (("router", self.router), ("monolith", self.monolith), ("student", self.student)):
             if own.batch_size is not None and own.batch_size % self.train.grad_accum_steps:

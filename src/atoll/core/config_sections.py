@@ -95,6 +95,7 @@ class Data(Section):
     split: str = Field("train", description="split of a datasets dataset")
     val_fraction: float = Field(0.05, ge=0, lt=1, description="fraction of the captions held out from training")
     resolution: int = Field(64, ge=8, description="side of the square images, in pixels")
+    flip: bool = Field(False, description="train on each image and its mirror image, drawn with equal probability")
     max_rejects: float = Field(0.01, ge=0, le=1, description="stop if a larger fraction of the images is unreadable")
     chunk: int = Field(1024, ge=1, description="images per file of a stage; an interruption loses at most one chunk")
     shard_rows: int = Field(8192, ge=1, description="images per shard file")
@@ -102,13 +103,16 @@ class Data(Section):
 
 
 class Features(Section):
-    """The image features that clustering uses."""
+    """The image features that clustering and `train.align` use."""
 
     model: str = Field(
         "efficientnet-lite0", description="efficientnet-lite0, or a transformers vision model (hub name or folder)"
     )
     resolution: int | None = Field(None, ge=32, description="input side in pixels; null is the network's default")
     batch_size: int = Field(32, ge=1, description="images per forward pass")
+    patch_dimensions: int = Field(
+        0, ge=0, le=1024, description="dimensions of the stored patch features, which train.align needs: 64; 0 is none"
+    )
 
 
 class Clusters(Section):
@@ -149,6 +153,16 @@ class Text(Section):
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="stored precision")
 
 
+class Align(Section):
+    """Alignment of a middle block with patch features."""
+
+    weight: float = Field(0.5, gt=0, le=1000, description="weight of the alignment in the loss")
+    until: float = Field(0.4, gt=0, le=1, description="share of total_images after which it is off")
+    block: int | None = Field(
+        None, ge=1, description="aligned block, counted from 1; null is 2/7 of all blocks, as in REPA (8 of 28)"
+    )
+
+
 class Train(Section):
     """Training settings of every job. Router, monolith and student can override some of them in their sections."""
 
@@ -177,6 +191,9 @@ class Train(Section):
     cfg_dropout: float = Field(0.1, ge=0, le=1, description="probability of dropping the conditioning, for guidance")
     init_from: Annotated[str | dict[ExpertKey, str] | None, BeforeValidator(_folders)] = Field(
         None, description="folder of initial weights, or {default: FOLDER, 3: FOLDER} per expert; null is random"
+    )
+    align: Align | None = Field(
+        None, description="alignment with the stored patch features: {weight: 0.5, until: 0.4}; null is none"
     )
     activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     compile: bool | Literal["auto"] = Field(

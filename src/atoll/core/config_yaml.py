@@ -21,10 +21,10 @@ def _write_section(section: BaseModel, lines: list[str], above: str, *, notes: M
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         note = f" ({notes[above + name]})" if above + name in notes else ""
-        if isinstance(value, BaseModel):
-            if lines and not indent:
+        if isinstance(value, BaseModel) and not indent:
+            if lines:
                 lines.append("")
-            lines.append(f"{indent}{name}:" + (f"  # {type(value).__doc__}" if not indent else ""))
+            lines.append(f"{name}:  # {type(value).__doc__}")
             _write_section(value, lines, f"{name}.", notes=notes)
             continue
         plain = section.model_dump(mode="json", include={name})[name]

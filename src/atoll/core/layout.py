@@ -3,7 +3,7 @@
     RUN/atoll.yaml, report.html
     RUN/root/000001-DIGEST.json                     versions of the root, if the run is shared (core/trust.py)
     RUN/snapshot/000001-000004.json                 the finished networks as one signed model
-    RUN/data/{ingest,features,clusters,latents,text}
+    RUN/data/{ingest,features,clusters,latents,text,patches}
     RUN/data/shards/cluster_003
     RUN/{experts/003,router,monolith,student}       one folder for each job
         metrics.jsonl, grids/                       training metrics and preview images
@@ -31,7 +31,7 @@ MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.jsonl"
 
 INGEST, FEATURES, CLUSTERS = "data/ingest", "data/features", "data/clusters"
-LATENTS, TEXT, SHARDS = "data/latents", "data/text", "data/shards"
+LATENTS, TEXT, PATCHES, SHARDS = "data/latents", "data/text", "data/patches", "data/shards"
 LAUNCH = "launch"
 LAUNCH_LOGS, LAUNCH_LISTS = f"{LAUNCH}/logs", f"{LAUNCH}/local"
 LAUNCH_SLURM, LAUNCH_FAILURES = f"{LAUNCH}/slurm", f"{LAUNCH}/failures"

@@ -94,6 +94,26 @@ class TextContent(Content):
     """In which the text encoder computed."""
 
 
+class PatchSpec(Content):
+    """The patch features (grid, grid, dimensions) of an image, as integers of 8 bits."""
+
+    model: str
+    """The setting `features.model`."""
+    weights: str
+    """SHA-256 of the files of the features network."""
+    grid: Positive
+    """Rows and columns of the patches."""
+    steps: tuple[float, ...]
+    """Value of one integer step in each dimension."""
+
+
+class PatchesContent(PatchSpec):
+    """The patch features of all images."""
+
+    rows: Count
+    """Number of images."""
+
+
 class LatentSpec(Content):
     """The autoencoder of the latents, and their shape (channels, height, width)."""
 
@@ -143,6 +163,15 @@ class ShardsContent(DataSpec):
     """Number of clusters of the run."""
     rows: dict[str, int]
     """Number of images by split."""
+    flip: bool = False
+    """Whether training draws mirror images; omitted if not."""
+    patches: PatchSpec | None = None
+    """The patch features for `train.align`; omitted if there are none."""
+
+    @model_serializer(mode="wrap")
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
+        # Defaults are omitted, so that shards without them keep the bytes that they had before these fields.
+        return {name: value for name, value in serialize(self).items() if value or name not in ("flip", "patches")}
 
 
 # Networks and their training
@@ -276,6 +305,7 @@ FEATURES = Kind("features", FeaturesContent)
 CLUSTERS = Kind("clusters", ClustersContent)
 LATENTS = Kind("latents", LatentsContent)
 TEXT = Kind("text", TextContent)
+PATCHES = Kind("patches", PatchesContent)
 SHARDS = Kind("shards", ShardsContent)
 EXPERT = Kind("expert", ExpertContent)
 ROUTER = Kind("router", RouterContent)

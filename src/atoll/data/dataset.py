@@ -29,13 +29,15 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS, ShardsContent
 from atoll.data.chunks import prefetch
 from atoll.data.shuffle import shuffled
-from atoll.data.stages.latents import Statistics
+from atoll.data.stages.latents import MIRRORED, Statistics
 from atoll.flow import rng
 
 LATENT_STREAM = 11
 """Random stream for samples of the autoencoder's posterior. Each use of randomness has its own number."""
+FLIP_STREAM = 15
+"""Random stream of the choice between an image and its mirror image."""
 # A network that is trained on several clusters needs one meaning of latents, text and labels for all of them.
-_SAME_EVERYWHERE = ("labels", "latents", "statistics", "text", "fingerprint")
+_SAME_EVERYWHERE = ("labels", "latents", "statistics", "text", "fingerprint", "flip", "patches")
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,14 @@ class Batch:
     """Whether each token is real (N, max_tokens)."""
     pooled: Tensor | None
     """Pooled text (N, D')."""
+    patches: Tensor | None = None
+    """Patch features (N, grid, grid, D), 8-bit integers in the steps of the manifest; None unless requested."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on another device."""
         required = (part.to(device) for part in (self.index, self.cluster, self.label, self.mean))
-        optional = (part if part is None else part.to(device) for part in (self.std, self.text, self.mask, self.pooled))
+        parts = (self.std, self.text, self.mask, self.pooled, self.patches)
+        optional = (part if part is None else part.to(device) for part in parts)
         return Batch(*required, *optional)
 
 
@@ -141,8 +146,18 @@ class Shards:
             latents = latents + batch.std.float() * noise.to(latents.device)
         return self.statistics.normalize(latents)
 
-    def read(self, indices: np.ndarray[Any, Any]) -> Batch:
-        """Return the images with these numbers, in this order."""
+    def draw(self, positions: np.ndarray[Any, Any], seed: int, *, patches: bool = False) -> Batch:
+        """Return the images at some positions of the training stream; with `data.flip`, half of them mirrored.
+
+        Whether an image is mirrored is a function of the seed and its position in the stream.
+        """
+        mirrored = None
+        if self.content.flip:
+            mirrored = rng.uniform(len(positions), seed=seed, stream=FLIP_STREAM, first=positions) < 0.5
+        return self.read(self.order(positions, seed), mirrored, patches=patches)
+
+    def read(self, indices: np.ndarray[Any, Any], mirrored: Tensor | None = None, *, patches: bool = False) -> Batch:
+        """Return the images with these numbers, in this order; mirrored where `mirrored` (N,) is true."""
         # Images are read file by file, and then brought back into the requested order by `restore`.
         wanted = torch.from_numpy(np.asarray(indices).astype(np.int64))
         owner = np.searchsorted(self._ends, wanted.numpy(), side="right")
@@ -152,15 +167,22 @@ class Shards:
             mine = torch.from_numpy(np.flatnonzero(owner == number))
             rows = wanted[mine] - int(self._ends[number]) + file.rows
             slots.append(mine)
-            parts.append(self._rows(file, rows))
+            parts.append(self._rows(file, rows, None if mirrored is None else mirrored[mine], patches=patches))
         restore = torch.cat(slots).argsort()
         joined = {key: torch.cat([part[key] for part in parts])[restore] for key in parts[0]}
-        optional = {key: joined.get(key) for key in ("std", "text", "mask", "pooled")}
+        optional = {key: joined.get(key) for key in ("std", "text", "mask", "pooled", "patches")}
         return Batch(wanted, joined["cluster"], joined["label"], joined["mean"], **optional)
 
-    def _rows(self, file: _File, rows: Tensor) -> dict[str, Tensor]:
-        stored = [key for key in file.tensors if key in ("mean", "std", "pooled")]
-        part = {key: file.tensors[key][rows] for key in stored}
+    def _rows(self, file: _File, rows: Tensor, mirrored: Tensor | None, *, patches: bool) -> dict[str, Tensor]:
+        wanted = ("mean", "std", "pooled", *(("patches",) if patches else ()))
+        part = {key: file.tensors[key][rows] for key in file.tensors if key in wanted}
+        if "patches" in part and mirrored is not None:
+            # Exact: with data.flip the stored features are those of a symmetric extractor.
+            part["patches"][mirrored] = part["patches"][mirrored].flip(2)
+        for key in [] if mirrored is None else {"mean", "std"} & part.keys():
+            latents = file.tensors.get(f"{key}{MIRRORED}")
+            # Pixels of the mirror image are not stored: they are the mirrored pixels.
+            part[key][mirrored] = part[key][mirrored].flip(-1) if latents is None else latents[rows[mirrored]]
         part["label"] = file.tensors["label"][rows].long()
         part["cluster"] = torch.full((len(rows),), file.cluster)
         if "tokens" in file.tensors:
@@ -183,7 +205,7 @@ class Shards:
         `workers` threads read ahead of the consumer.
         """
         slices = self.positions(batch_size, start, rank=rank, world_size=world_size)
-        return prefetch(slices, lambda part: self.read(self.order(part, seed)), workers)
+        return prefetch(slices, lambda part: self.draw(part, seed), workers)
 
     def positions(
         self, batch_size: int, start: int = 0, *, rank: int = 0, world_size: int = 1

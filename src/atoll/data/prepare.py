@@ -1,7 +1,7 @@
 """Prepare a run's data, stage by stage, from images to shards. Finished stages are skipped.
 
-ingest -> features -> clusters ─┐
-   └────> latents, text ────────┴─> shards
+ingest -> features -> clusters ────────┐
+   └────> latents -> patches, and text ┴─> shards
 """
 
 import time
@@ -11,10 +11,12 @@ from pathlib import Path
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.data.chunks import Worker
-from atoll.data.stages import clusters, features, ingest, latents, shards, text
+from atoll.data.stages import clusters, features, ingest, latents, patches, shards, text
 from atoll.data.stages.base import Job, Stage, StageName
 
-STAGES: tuple[Stage, ...] = tuple(module.STAGE for module in (ingest, features, clusters, latents, text, shards))
+STAGES: tuple[Stage, ...] = tuple(
+    module.STAGE for module in (ingest, features, clusters, latents, text, patches, shards)
+)
 """All stages, each after those whose artifacts it reads."""
 
 

@@ -159,7 +159,8 @@ def fit_density(shards: Shards) -> Density | None:
     if len(shards) < MIN_IMAGES:
         return None
     rows = np.linspace(0, len(shards) - 1, min(len(shards), FIT_IMAGES)).round().astype(np.int64)
-    batch = shards.read(rows)
+    # With data.flip half of the training images are mirrored, so every other one is here.
+    batch = shards.read(rows, torch.arange(len(rows)) % 2 == 1 if shards.content.flip else None)
     latents = shards.statistics.normalize(batch.mean.float())
     std = torch.tensor(shards.statistics.std).view(-1, 1, 1)
     noise = None if batch.std is None else (batch.std.float() / std).square()

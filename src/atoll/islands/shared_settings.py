@@ -21,7 +21,7 @@ from atoll.core.untrusted import MAX_TEXT, Refused, check_bounded
 
 SHARED: Mapping[str, frozenset[str] | None] = {
     "preset": None,
-    "data": frozenset({"kind", "split", "val_fraction", "resolution", "chunk", "shard_rows"}),
+    "data": frozenset({"kind", "split", "val_fraction", "resolution", "flip", "chunk", "shard_rows"}),
     "features": None,
     "clusters": None,
     "latents": None,
@@ -128,7 +128,7 @@ def _check_section(section: object, content: Any, source: str) -> None:
             raise Refused(f"{source}: {where} is {str(value)[:80]!r}; expected a name, not a path")
         if key == "ema":
             _check_ema(value, f"{source}: {where}")
-        elif section in ("experts", "networks") or key == "network":
+        elif section in ("experts", "networks") or key in ("network", "align"):
             check_bounded(value, where)
         else:
             _check_number(value, str(key), f"{source}: {where}")

@@ -101,14 +101,23 @@ class DiT(nn.Module):
         self.final = FinalLayer(config)
         self.init_weights()
 
-    def forward(self, x: Tensor, timestep: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        condition: Condition | PreparedCondition | None = None,
+        *,
+        tap: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the prediction for noisy images x (batch, channels, height, width).
 
         `timestep` is from 0 to 1000: (batch,), or one value for the whole batch (shape () or (1,)), which is cheaper.
+        With `tap`, return also the tokens (batch, tokens, width) after that number of blocks.
         """
         rows, columns = check_input(x, timestep, self.config.channels, patch=self.config.patch)
-        tokens, embedding = self._trunk(x, timestep, condition)
-        return unpatchify(self.final(tokens, embedding), self.config.patch, rows, columns=columns)
+        tokens, embedding, tapped = self._trunk(x, timestep, condition, tap=tap)
+        output = unpatchify(self.final(tokens, embedding), self.config.patch, rows, columns=columns)
+        return output if tapped is None else (output, tapped)
 
     def features(self, x: Tensor, timestep: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
         """Return the input tokens of the final layer, (batch, tokens, width)."""
@@ -122,9 +131,10 @@ class DiT(nn.Module):
         return PreparedCondition(self._condition_embeddings(condition), pairs, mask)
 
     def _trunk(
-        self, x: Tensor, timestep: Tensor, condition: Condition | PreparedCondition | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the input tokens of the final layer and the embedding that modulates it."""
+        self, x: Tensor, timestep: Tensor, condition: Condition | PreparedCondition | None, *, tap: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the input tokens of the final layer, the embedding that modulates it, and the tokens at the tap."""
+        tapped: Tensor | None = None
         rows, columns = check_input(x, timestep, self.config.channels, patch=self.config.patch)
         tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype))
         turned = None
@@ -146,7 +156,9 @@ class DiT(nn.Module):
                 tokens = checkpoint(block, *inputs, mask=mask, rotation=turned, use_reentrant=False)
             else:
                 tokens = block(*inputs, mask=mask, rotation=turned)
-        return tokens, embeddings[0]
+            if index + 1 == tap:
+                tapped = tokens
+        return tokens, embeddings[0], tapped
 
     def _read(
         self, condition: Condition | PreparedCondition | None, batch: int

@@ -130,7 +130,7 @@ class StudentTask(Task):
             teacher = self._teachers.get(cluster, following).expert
             for start in range(0, len(rows[cluster]), TEACHER_BATCH):
                 part = rows[cluster][start : start + TEACHER_BATCH]
-                velocities = self._teacher_velocities(teacher, numbers[part], positions[part])
+                velocities = self._teacher_velocities(teacher, positions[part])
                 # The host draws the next batch while the device computes this one, and waits once, at the end.
                 for row, velocity in zip(part.tolist(), velocities, strict=True):
                     targets[row].copy_(velocity, non_blocking=queued)
@@ -138,11 +138,9 @@ class StudentTask(Task):
             torch.accelerator.current_stream(device).synchronize()
         return targets
 
-    def _teacher_velocities(
-        self, teacher: OpenExpert, numbers: "np.ndarray[Any, Any]", positions: "np.ndarray[Any, Any]"
-    ) -> Tensor:
+    def _teacher_velocities(self, teacher: OpenExpert, positions: "np.ndarray[Any, Any]") -> Tensor:
         """Return a teacher's velocities (batch, C, H, W) for images at some positions, noised as for the student."""
-        device, batch = self.device, self.shards.read(numbers)
+        device, batch = self.device, self.shards.draw(positions, self.seed)
         x0 = self.shards.latents(batch, seed=self.seed, position=positions)
         noised = self.objective.corrupt(x0, seed=self.seed, position=positions)
         condition = condition_of(batch, teacher.conditioning).map(

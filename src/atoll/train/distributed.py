@@ -97,6 +97,17 @@ class DistContext:
             dist.all_reduce(values)
         return values
 
+    def average_gradients(self, module: nn.Module) -> None:
+        """Replace the gradients of a module that is not wrapped by their means over all processes."""
+        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        if self.size == 1 or not gradients:
+            return
+        # One exchange for all of them.
+        flat = self.all_reduce(torch.cat([gradient.flatten() for gradient in gradients])) / self.size
+        means = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
     def any_rank(self, value: bool) -> bool:
         """Return whether the value is true on any process, so that all of them stop, or none."""
         if self.size == 1:

@@ -55,7 +55,7 @@ class JobCosts:
             steps=settings.total_images // settings.batch_size,
             forward_flops_per_image=cost.forward_flops,
             flops_per_image=flops,
-            flops=flops * settings.total_images,
+            flops=flops * settings.total_images + (spec.align.flops * spec.align.images if spec.align else 0),
             bytes=_teacher_bytes(spec, torch.bfloat16 if gpus else compute_dtype(device()))
             + job_bytes(
                 spec.network,
@@ -64,6 +64,7 @@ class JobCosts:
                 device=torch.device("cuda") if gpus else device(),
                 objective=spec.objective,
                 processes=processes,
+                align=spec.align,
             ),
         )
 

@@ -28,6 +28,8 @@ class TrainingInputs:
     condition: Condition
     cluster: Tensor
     """Cluster of each image (B,), the target of a router."""
+    patches: Tensor | None = None
+    """Patch features (B, grid, grid, D) to align with; None without alignment."""
 
     def pin(self) -> "TrainingInputs":
         """Return a copy in pinned host memory, from which the device reads by itself."""
@@ -43,7 +45,9 @@ class TrainingInputs:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "TrainingInputs":
         noised = flow.Noised(*(function(part) for part in self.noised))
-        return TrainingInputs(self.index, self.position, noised, self.condition.map(function), function(self.cluster))
+        patches = None if self.patches is None else function(self.patches)
+        condition, cluster = self.condition.map(function), function(self.cluster)
+        return TrainingInputs(self.index, self.position, noised, condition, cluster, patches)
 
 
 def copy_ahead(stream: Iterator[TrainingInputs], device: torch.device) -> Iterator[TrainingInputs]:

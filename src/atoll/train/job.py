@@ -27,13 +27,14 @@ from atoll.experts import density
 from atoll.nets import DiT, Router, build, load_network, save_network
 from atoll.nets.adapters import DiffusersExpert
 from atoll.nets.blocks import set_checkpointing
+from atoll.train.align import Projector
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.cost import image_cost
 from atoll.train.distill import StudentTask
 from atoll.train.distributed import DistContext, full_tensor, init_distributed
 from atoll.train.loop import Outcome, TrainCallback, train
 from atoll.train.spec import TrainSpec, made_from
-from atoll.train.tasks import ExpertTask, RouterTask, Task
+from atoll.train.tasks import Alignment, ExpertTask, RouterTask, Task
 
 
 def build_task(spec: TrainSpec) -> Task:
@@ -52,7 +53,9 @@ def build_task(spec: TrainSpec) -> Task:
     if spec.kind == "student":
         micro = spec.settings.batch_size // spec.settings.grad_accum_steps
         return StudentTask(*base, spec.run, spec.teacher_block, micro)
-    return ExpertTask(*base)
+    # Built after the network, so that its random weights do not change those of the network.
+    alignment = None if spec.align is None else Alignment(spec.align, Projector(spec.align))
+    return ExpertTask(*base, alignment)
 
 
 def train_job(spec: TrainSpec, callback: TrainCallback | None = None) -> Manifest:
@@ -148,16 +151,18 @@ def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkConten
     """Return the part of the declaration that experts and routers have in common."""
     images = spec.settings.total_images
     cost = image_cost(spec.network, spec.shapes)
-    flops = cost.training_flops(spec.settings)
+    flops = images * cost.training_flops(spec.settings)
     if spec.kind == "student":
-        flops += _teacher_flops(spec, task.shards)
+        flops += images * _teacher_flops(spec, task.shards)
+    if spec.align is not None:
+        flops += min(images, spec.align.images) * spec.align.flops
     return NetworkContent(
         **{name: getattr(task.shards.content, name) for name in DataSpec.model_fields},
         job=spec.job,
         clusters=spec.clusters,
         network=spec.network,
         conditioning=tuple(sorted(spec.conditioning)),
-        compute=ComputeSpec(images=images, parameters=cost.parameters, flops=flops * images, seconds=outcome.seconds),
+        compute=ComputeSpec(images=images, parameters=cost.parameters, flops=flops, seconds=outcome.seconds),
     )
 
 

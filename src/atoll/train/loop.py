@@ -79,7 +79,12 @@ def train(
     if settings.compile is True or (settings.compile == "auto" and compiles_by_default(context.device)):
         compile_blocks(task.network)
     wrapped = context.wrap(task.network, settings.parallel, precision)
-    state = TrainState(task.network, EMA(task.network, settings.ema), make_optimizer(task.network, settings))
+    state = TrainState(
+        task.network,
+        EMA(task.network, settings.ema),
+        make_optimizer(task.network, settings),
+        None if task.projector is None else projector_state(task.projector.to(context.device), settings),
+    )
     images, seconds = checkpoints.load_newest(state)
     # The batch size is among the inputs that a checkpoint must agree with, so the step count follows from the images.
     state.at_step(images // settings.batch_size)
@@ -113,17 +118,25 @@ def train(
                 with context.sync_gradients(wrapped, last=part == settings.grad_accum_steps - 1):
                     with autocast:
                         losses = task.losses(wrapped, inputs)
-                    torch.autograd.backward(losses.loss.mean() / settings.grad_accum_steps)
+                    torch.autograd.backward(losses.minimized.mean() / settings.grad_accum_steps)
                 logger.add(losses)
-                step.append((losses.loss.detach(), inputs.index))
-            for group in state.optimizer.param_groups:
-                group["lr"] = lr
+                step.append((losses.minimized.detach(), inputs.index))
+            optimizers = [state.optimizer]
+            if state.projector is not None and task.aligned(images):
+                context.average_gradients(state.projector.network)
+                optimizers.append(state.projector.optimizer)
             norm = clip(task.network, settings.max_grad_norm)
             check.read()  # the step before this one; the device has this one to work on while the host waits
             # A fused optimizer skips the update on the device if this is 1, as mixed-precision training does.
-            state.optimizer.found_inf = check.begin(step, norm)  # type: ignore[attr-defined]
-            state.optimizer.step()
-            state.optimizer.zero_grad(set_to_none=True)
+            bad = check.begin(step, norm)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.found_inf = bad  # type: ignore[attr-defined]
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            # The metrics of a line have the same names, so a line ends with the alignment.
+            alignment_ends = task.aligned(images) and not task.aligned(images + settings.batch_size)
             images += settings.batch_size
             state.ema.update(images, settings.batch_size)
 
@@ -133,7 +146,7 @@ def train(
             # failed, the next one raises its error on all processes.
             stopped = context.any_rank(saver.poll() or bool(stop) or stop_requested)
             done = images >= settings.total_images
-            if done or stopped or due(images, settings.log_every, settings.batch_size):
+            if done or stopped or alignment_ends or due(images, settings.log_every, settings.batch_size):
                 logger.write(images // settings.batch_size, lr, check.read())
             if settings.sample_every and (done or due(images, settings.sample_every, settings.batch_size)):
                 with autocast:
@@ -158,6 +171,12 @@ def make_optimizer(network: nn.Module, settings: Train) -> torch.optim.Optimizer
         device = next(network.parameters()).device
         return Muon(network, dtype=muon_dtype(device, settings.precision), **options)
     return torch.optim.AdamW(network.parameters(), **options)
+
+
+def projector_state(projector: nn.Module, settings: Train) -> TrainState:
+    """Return the state of the alignment's projector: without EMA, since only training uses it, and with AdamW."""
+    settings = settings.model_copy(update={"optimizer": "adamw"})
+    return TrainState(projector, EMA(projector, {}), make_optimizer(projector, settings))
 
 
 def clip(network: nn.Module, max_norm: float) -> Tensor:

@@ -37,6 +37,7 @@ from atoll.ensemble.plan import HEAP
 from atoll.experts.validation import BATCH
 from atoll.nets import build
 from atoll.nets.blocks import set_checkpointing, transformer_blocks
+from atoll.train.align import AlignmentSpec, Projector
 from atoll.train.cost import condition_like
 from atoll.train.data_shapes import DataShapes
 from atoll.train.muon import hidden_matrices, muon_dtype, stacks_of
@@ -73,6 +74,7 @@ class _Pass:
     """The precision of Muon; None without an update by Muon."""
     fused_norms: bool
     """Whether RMSNorm is one kernel: on GPUs, but not on CPUs."""
+    align: AlignmentSpec | None = None
 
 
 def job_bytes(
@@ -83,6 +85,7 @@ def job_bytes(
     device: torch.device,
     objective: ObjectiveSpec | None = None,
     processes: int = 1,
+    align: AlignmentSpec | None = None,
 ) -> int:
     """Estimate the peak memory of one process of a training job; `objective` is None for routers and students.
 
@@ -101,15 +104,17 @@ def job_bytes(
         parts=processes if sharded else 1,
         muon=muon_dtype(device, settings.precision) if settings.optimizer == "muon" else None,
         fused_norms=device.type != "cpu",
+        align=align,
     )
     weights = FLOAT * sum(_sizes(step.network)) // step.parts
     most = _peak(step)
     if rows := preview_rows(network, settings, objective):
         # The network has the EMA weights, and a copy the trained ones.
-        preview = weights + _peak(replace(step, rows=rows, gradients="none", muon=None))
+        preview = weights + _peak(replace(step, rows=rows, gradients="none", muon=None, align=None))
         most = max(most, preview + (weights if replicated else 0))
     # Weights, two moments and the EMAs. Muon has one moment of each of its matrices.
     state = weights * (3 + len(settings.ema)) - (FLOAT * _hidden_size(step.network) if step.muon else 0)
+    state += 3 * FLOAT * align.parameters if align else 0
     return 2 * state + int(HEAP * most) if device.type == "cpu" else WORKSPACE + state + most
 
 
@@ -145,9 +150,11 @@ def _peak(one: _Pass) -> int:
     config, training = read_network(json.loads(one.network)), one.gradients != "none"
     with torch.device("meta"):
         network = build(config).train(training)
+        projector = None if one.align is None else Projector(one.align)
     set_checkpointing(network, one.checkpointing)
     weights = list(network.parameters())
-    meter, accelerator = _Meter(weights), _AsOnAccelerator(one.dtype, one.fused_norms)
+    meter = _Meter([*weights, *(projector.parameters() if projector else ())])
+    accelerator = _AsOnAccelerator(one.dtype, one.fused_norms)
     if one.parts > 1:
         # FSDP2 gathers weights in the training precision; `_gathered_bytes` counts them.
         accelerator.casts = {weight: weight.to(one.dtype) for weight in weights}
@@ -162,9 +169,16 @@ def _peak(one: _Pass) -> int:
         # In training, input and target of this batch and of the next one, which is copied ahead.
         x, *_others = [torch.zeros(one.rows, *one.latents) for _ in range(4 if training else 1)]
         condition, *_next = [condition_like(config, one.text, one.rows) for _ in range(2 if training else 1)]
-        output = network(x, torch.zeros(one.rows), condition)
+        alignment: Tensor | None = None
+        if projector is not None and one.align is not None:
+            output, tokens = network(x, torch.zeros(one.rows), condition, tap=one.align.block)
+            patches = torch.zeros(one.rows, one.align.grid, one.align.grid, len(one.align.steps), dtype=torch.int8)
+            alignment = projector(tokens, patches).mean()
+        else:
+            output = network(x, torch.zeros(one.rows), condition)
         if training:
             loss = output.float().square().mean()
+            loss = loss if alignment is None else loss + alignment
             if one.parts == 1:
                 accelerator.end_forward()
             # `torch.autograd.backward` would suspend the modes, also for blocks that are computed again.

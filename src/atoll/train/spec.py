@@ -9,7 +9,7 @@ predicted from the configuration.
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +35,7 @@ from atoll.core.networks import (
 from atoll.data.stages.latents import Statistics
 from atoll.flow import objective
 from atoll.nets import build
+from atoll.train.align import AlignmentSpec
 from atoll.train.cost import image_cost
 from atoll.train.data_shapes import DataShapes
 
@@ -82,6 +83,8 @@ class TrainSpec:
     """None for a router and a student."""
     settings: Train
     """The `train` section, overridden by the job's section: total_images rounded up to full steps, a precision."""
+    align: AlignmentSpec | None
+    """The alignment with patch features; None without, and for a router and a student."""
     teacher_block: int
     """Number of images for which a student computes the teachers' velocities at a time."""
 
@@ -132,11 +135,17 @@ def resolve_job(
             f"{key}: muon trains the matrices of transformer blocks, and a {network.class_name} has none; set "
             "train.optimizer: adamw"
         )
+    align = _alignment(config, settings, data, network=network, side=shapes.latents[-1])
     images = settings.total_images
     if match_flops is not None:
-        images = expert_flops(match_flops) // image_cost(network, shapes).training_flops(settings)
+        flops: float = image_cost(network, shapes).training_flops(settings)
+        if align is not None and settings.align is not None:
+            flops += settings.align.until * align.flops
+        images = int(expert_flops(match_flops) // flops)
     # Rounded up, so that every step has a full batch.
     steps = max(1, -(-images // settings.batch_size))
+    if align is not None and settings.align is not None:
+        align = replace(align, images=math.ceil(steps * settings.align.until) * settings.batch_size)
     return TrainSpec(
         run=run,
         kind=kind,
@@ -149,6 +158,7 @@ def resolve_job(
         init_from=init_from,
         objective=_objective(objective_choice, shapes) if kind in ("expert", "monolith") else None,
         settings=Train.model_validate({**settings.model_dump(), "total_images": steps * settings.batch_size}),
+        align=align,
         teacher_block=config.student.block,
     )
 
@@ -176,6 +186,10 @@ def made_from(spec: TrainSpec) -> Inputs:
     # Jobs that began before there was a choice can resume.
     if settings["optimizer"] == "adamw":
         settings.pop("optimizer")
+    # Images instead of a share of total_images: a job may be prolonged if its burn-in stays the same.
+    settings.pop("align")
+    if spec.align is not None:
+        settings["align"] = {key: getattr(spec.align, key) for key in ("weight", "block", "images")}
     return {
         "job": spec.job,
         "data": list(spec.data.digests) if spec.data else [],
@@ -219,6 +233,8 @@ def job_settings(config: Config, kind: layout.JobKind) -> Train:
     changes = own.model_dump(include=set(Train.model_fields) - {"conditioning"}, exclude_none=True) if own else {}
     if kind == "router":
         changes["activation_checkpointing"] = False  # the router is small
+    if kind in ("router", "student"):
+        changes["align"] = None
     changes["precision"] = dtype_name(compute_dtype(device(), config.train.precision))
     return config.train.model_copy(update=changes)
 
@@ -242,6 +258,21 @@ def _conditioning(config: Config, kind: layout.JobKind, shapes: DataShapes, *, t
 def _takes_pooled(choice: NetworkChoice) -> bool:
     """Return whether a network takes the pooled caption besides the tokens, as the MMDiT of SD3 does."""
     return isinstance(choice, dict) and bool(choice.get("pooled_width") or choice.get("pooled_projection_dim"))
+
+
+def _alignment(
+    config: Config, settings: Train, data: PreparedData | None, *, network: NetworkConfig, side: int
+) -> AlignmentSpec | None:
+    """Return the alignment of a job, still without images; None for none."""
+    if settings.align is None:
+        return None
+    patches = None if data is None else data.content.patches
+    if data is not None and patches is None:
+        raise AtollError(
+            "train.align needs patch features, but the shards have none; with features.patch_dimensions: 64, delete "
+            "data/shards and run atoll prepare"
+        )
+    return AlignmentSpec.of(settings.align, network, patches, side=side, dimensions=config.features.patch_dimensions)
 
 
 # The network

@@ -34,6 +34,7 @@ from atoll.experts.validation import (
 )
 from atoll.flow import rng
 from atoll.nets import Condition, Router
+from atoll.train.align import AlignmentSpec
 from atoll.train.inputs import TrainingInputs
 
 DROP_STREAM = 12
@@ -54,6 +55,20 @@ class Losses(NamedTuple):
     loss: Tensor
     t: Tensor
     extra: dict[str, Tensor]
+    regularization: Tensor | None = None
+    """What is added to the loss in training (batch,); None for nothing."""
+
+    @property
+    def minimized(self) -> Tensor:
+        """What training minimizes, for each image (batch,)."""
+        return self.loss if self.regularization is None else self.loss + self.regularization
+
+
+class Alignment(NamedTuple):
+    """The alignment of an expert, with its projector."""
+
+    spec: AlignmentSpec
+    projector: nn.Module
 
 
 Forward = Callable[..., Tensor]
@@ -85,7 +100,8 @@ class Task(ABC):
         condition = condition_of(batch, self.conditioning)
         condition = drop_condition(condition, self.dropout, len(x0), seed=self.seed, position=position)
         # The loss needs no eps, so it is not copied to the device.
-        return TrainingInputs(batch.index, position, noised._replace(eps=noised.eps[:0]), condition, batch.cluster)
+        noised = noised._replace(eps=noised.eps[:0])
+        return TrainingInputs(batch.index, position, noised, condition, batch.cluster, batch.patches)
 
     def stream(
         self, batch_size: int, start: int, *, rank: int, world_size: int, workers: int, pin: bool
@@ -93,7 +109,8 @@ class Task(ABC):
         """Yield the inputs of this rank from position `start` on, made by `workers` threads ahead of the consumer."""
 
         def make(positions: "np.ndarray[Any, Any]") -> TrainingInputs:
-            inputs = self.inputs(self.shards.read(self.shards.order(positions, self.seed)), int(positions[0]))
+            first = int(positions[0])
+            inputs = self.inputs(self.shards.draw(positions, self.seed, patches=self.aligned(first)), first)
             return inputs.pin() if pin else inputs
 
         positions = self.shards.positions(batch_size, start, rank=rank, world_size=world_size)
@@ -102,6 +119,16 @@ class Task(ABC):
     def expert(self) -> OpenExpert | None:
         """Return the network as an expert, for previews; None for a router."""
         return None
+
+    @property
+    def projector(self) -> nn.Module | None:
+        """The projector of the alignment, which is trained beside the network; None without alignment."""
+        return None
+
+    def aligned(self, position: int) -> bool:
+        """Return whether the image at a position is trained with alignment."""
+        del position
+        return False
 
     @abstractmethod
     def finish(self, content: NetworkContent, processes: Processes = ALONE) -> NetworkContent:
@@ -147,12 +174,31 @@ def drop_condition(condition: Condition, probability: float, count: int, *, seed
 class ExpertTask(Task):
     """Diffusion training on one cluster, or on all clusters for the monolith."""
 
+    alignment: Alignment | None = None
+
     def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
-        """Return the loss of the objective for each image."""
+        """Return the loss of the objective for each image, and its alignment."""
         noised = inputs.noised
-        output = forward(noised.input, noised.timestep, inputs.condition)
+        if self.alignment is None or inputs.patches is None:
+            output = forward(noised.input, noised.timestep, inputs.condition)
+            return Losses(self._loss(output, noised), noised.t, {})
+        spec, projector = self.alignment
+        output, tokens = forward(noised.input, noised.timestep, inputs.condition, tap=spec.block)
+        alignment = projector(tokens, inputs.patches)
+        return Losses(self._loss(output, noised), noised.t, {"alignment": alignment}, spec.weight * alignment)
+
+    def _loss(self, output: Tensor, noised: flow.Noised) -> Tensor:
         # Channels beyond those of x0 would be a learned variance, which is not trained.
-        return Losses(self.objective.loss(output[:, : noised.target.shape[1]], noised), noised.t, {})
+        return self.objective.loss(output[:, : noised.target.shape[1]], noised)
+
+    @property
+    def projector(self) -> nn.Module | None:
+        """The projector of the alignment."""
+        return None if self.alignment is None else self.alignment.projector
+
+    def aligned(self, position: int) -> bool:
+        """Return whether the image at a position is in the burn-in with alignment."""
+        return self.alignment is not None and position < self.alignment.spec.images
 
     def expert(self) -> OpenExpert:
         """Return the network with its bridge, calibrated on a few held-out images."""

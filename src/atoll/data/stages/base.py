@@ -15,7 +15,7 @@ from atoll.core.errors import AtollError
 from atoll.data.chunks import Chunks, Worker
 from atoll.data.sources.base import Source
 
-StageName = Literal["ingest", "features", "clusters", "latents", "text", "shards"]
+StageName = Literal["ingest", "features", "clusters", "latents", "text", "patches", "shards"]
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ any other vision model of transformers, by its name on the hub or as a folder.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -60,6 +62,22 @@ class Extractor:
             features: Tensor = self.network(x)
         return features.float()
 
+    def patches(self, pixels: Pixels, grid: int) -> Tensor:
+        """Return a grid of features (N, grid, grid, C) on the CPU, of images (N, side, side, 3)."""
+        x = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).float().sub_(self._mean).mul_(self._scale)
+        with deterministic_inference():
+            found: Tensor = self.network.patches(x).float()  # type: ignore[operator]
+            found = nn.functional.interpolate(found, (grid, grid), mode="bilinear", antialias=True)
+        return found.permute(0, 2, 3, 1).cpu()
+
+    def symmetric_patches(self, pixels: Pixels, grid: int) -> Tensor:
+        """Return a grid of features (N, grid, grid, C) that is mirrored if the image is mirrored.
+
+        It is the mean of the features of the image and the mirrored features of its mirror image.
+        """
+        mirrored = self.patches(np.ascontiguousarray(pixels[:, :, ::-1]), grid)
+        return (self.patches(pixels, grid) + mirrored.flip(2)) / 2
+
 
 def open_extractor(model: str, resolution: int | None = None) -> Extractor:
     """Open the extractor that the configuration names."""
@@ -90,6 +108,17 @@ class _Pooled(nn.Module):
         first: Tensor = output.last_hidden_state[:, 0]
         # Convolutional models pool to (N, D, 1, 1).
         return first if pooled is None else pooled.flatten(1)
+
+    def patches(self, x: Tensor) -> Tensor:
+        """Return the last feature map (N, C, rows, columns): patch tokens without class and register tokens."""
+        vision = getattr(self.network, "vision_model", self.network)  # CLIP has a text model beside it
+        states: Tensor = vision(x).last_hidden_state
+        if states.ndim == 4:  # a convolutional model
+            return states
+        # Class and register tokens come first. Some models merge patches, so that fewer are left than their size gives.
+        side, size = math.isqrt(states.shape[1]), getattr(vision.config, "patch_size", None)
+        side = min(side, x.shape[-1] // size) if isinstance(size, int) else side
+        return states[:, -(side**2) :].transpose(1, 2).reshape(len(states), -1, side, side)
 
 
 def _preprocessing(folder: Path, config: Any, resolution: int | None) -> Preprocessing:
@@ -129,7 +158,8 @@ def _unneeded(job: Job) -> str | None:
     return None if needed(job.config.clusters, Index.find(job.run)) else "the clusters need no features"
 
 
-def _made_from(job: Job) -> Inputs:
+def made_from(job: Job) -> Inputs:
+    """Return the images and the network that features are made from."""
     settings = job.config.features
     weights = efficientnet.weights_file() if settings.model == "efficientnet-lite0" else model_folder(settings.model)
     chosen = settings.model_dump(include={"model", "resolution", "batch_size"})
@@ -157,7 +187,7 @@ STAGE = Stage(
     kind=FEATURES,
     inputs=(ingest.STAGE,),
     outputs=lambda _: {NAME: {}},
-    made_from=_made_from,
+    made_from=made_from,
     run=_run,
     uses=lambda config: config.features.model,
     chunks=lambda job: Index.open(job.run).chunks(Artifact(job.run, NAME)),

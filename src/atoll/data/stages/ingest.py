@@ -6,7 +6,7 @@ the order of the source, with one row group per chunk. `rejected.parquet` has id
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -293,9 +293,14 @@ def image_batches(
 
     def load(group: tuple[int, list[SourceImage]]) -> tuple[int, Pixels]:
         chunk, images = group
-        return chunk, np.stack([_pixels(image, resolution) for image in images])
+        return chunk, decode_images(images, resolution)
 
     return prefetch(groups(), load, workers)
+
+
+def decode_images(images: Iterable[SourceImage], resolution: int) -> Pixels:
+    """Return images of the index as an array (N, resolution, resolution, 3)."""
+    return np.stack([_pixels(image, resolution) for image in images])
 
 
 def _pixels(image: SourceImage, resolution: int) -> Pixels:

@@ -33,6 +33,8 @@ from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index, Pixels, image_batches
 
 NAME = layout.LATENTS
+MIRRORED = "_mirrored"
+"""Suffix of the names of tensors of the mirror images."""
 _CLASSES = ("AutoencoderKL", "AutoencoderTiny")
 
 
@@ -215,7 +217,17 @@ def _made_from(job: Job) -> Inputs:
     if config.normalization == "scale":
         scale_of(config.autoencoder)
     settings = {"resolution": job.config.data.resolution, **config.model_dump(exclude={"normalization"})}
-    return {"ingest": ingested, **settings, "weights": weights_of(config.autoencoder)}
+    # Omitted at its default, so that latents from before the setting existed are not stale.
+    flip = {"flip": True} if _stores_mirrored(job.config) else {}
+    return {"ingest": ingested, **settings, **flip, "weights": weights_of(config.autoencoder)}
+
+
+def _stores_mirrored(config: Config) -> bool:
+    """Return whether the latents of the mirror images are stored.
+
+    An autoencoder does not map mirror images to mirrored latents. Pixels do, exactly, so they are mirrored on reading.
+    """
+    return config.data.flip and config.latents.autoencoder != "pixels"
 
 
 def _run(job: Job, artifact: Artifact, worker: Worker) -> LatentsContent | None:
@@ -226,11 +238,15 @@ def _run(job: Job, artifact: Artifact, worker: Worker) -> LatentsContent | None:
         images = image_batches(
             index, job.source, missing, resolution=data.resolution, batch_size=config.batch_size, workers=data.workers
         )
-        encoded = (
-            (chunk, len(pixels), {name: part.to(dtype) for name, part in codec.encode(pixels).items()})
-            for chunk, pixels in images
-        )
-        chunks.fill("latents", missing, encoded)
+
+        def encode(pixels: Pixels) -> dict[str, Tensor]:
+            parts = codec.encode(pixels)
+            if _stores_mirrored(job.config):
+                mirrored = codec.encode(np.ascontiguousarray(pixels[:, :, ::-1]))
+                parts |= {f"{name}{MIRRORED}": part for name, part in mirrored.items()}
+            return {name: part.to(dtype) for name, part in parts.items()}
+
+        chunks.fill("latents", missing, ((chunk, len(pixels), encode(pixels)) for chunk, pixels in images))
     return None if chunks.missing() else _measure(chunks, index, precision_of(config.autoencoder))
 
 
@@ -240,7 +256,7 @@ def precision_of(autoencoder: str) -> str:
 
 
 def _measure(chunks: Chunks, index: Index, precision: str) -> LatentsContent:
-    """Return shape and statistics of the latents over the training split."""
+    """Return shape and statistics of the latents over the training split, mirror images included."""
     # Training samples z = mean + std·noise of the posterior, so each channel has the second moment E[mean² + std²],
     # over images and pixels. Sums are in float64: float32 would lose digits over millions of images.
     count, total, squares = 0, np.zeros(0), np.zeros(0)
@@ -248,14 +264,15 @@ def _measure(chunks: Chunks, index: Index, precision: str) -> LatentsContent:
     for chunk in range(chunks.count):
         tensors = load_file(chunks.artifact.path(chunks.file(chunk)))
         train = torch.tensor([split == "train" for split in index.read(chunk, ["split"])["split"]])
-        mean = tensors["mean"][train].double()
-        if not shape:
-            shape = list(mean.shape[1:])
-            total, squares = np.zeros(shape[0]), np.zeros(shape[0])
-        square = mean**2 if "std" not in tensors else mean**2 + tensors["std"][train].double() ** 2
-        count += mean.numel() // shape[0]
-        total += mean.sum((0, 2, 3)).numpy()
-        squares += square.sum((0, 2, 3)).numpy()
+        for suffix in ("", MIRRORED) if f"mean{MIRRORED}" in tensors else ("",):
+            mean, spread = tensors[f"mean{suffix}"][train].double(), tensors.get(f"std{suffix}")
+            if not shape:
+                shape = list(mean.shape[1:])
+                total, squares = np.zeros(shape[0]), np.zeros(shape[0])
+            square = mean**2 if spread is None else mean**2 + spread[train].double() ** 2
+            count += mean.numel() // shape[0]
+            total += mean.sum((0, 2, 3)).numpy()
+            squares += square.sum((0, 2, 3)).numpy()
     channel_mean = total / count
     std = np.sqrt(np.maximum(squares / count - channel_mean**2, 0))
     if not np.isfinite(std).all() or (std == 0).any():

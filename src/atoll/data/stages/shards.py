@@ -1,7 +1,9 @@
 """The shards: one folder per cluster with all data that its expert needs, and none of the other clusters.
 
     data/shards/cluster_003/
-        train-000000.safetensors      mean, std, tokens, lengths, pooled, label: one row per image
+        train-000000.safetensors      mean, std, tokens, lengths, pooled, label: one row per image; with data.flip
+                                      and an autoencoder also mean_mirrored and std_mirrored, and with
+                                      features.patch_dimensions patches
         train-000000.parquet          id, caption, label, attributes of the same rows
         held-out-000000.safetensors   images that are held out from training
         manifest.json                 latent statistics and normalization, encoders, classes, hashes
@@ -26,10 +28,20 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.core.manifests import CLUSTERS, LATENTS, SHARDS, TEXT, LatentSpec, ShardsContent, TextSpec
+from atoll.core.manifests import (
+    CLUSTERS,
+    LATENTS,
+    PATCHES,
+    SHARDS,
+    TEXT,
+    LatentSpec,
+    PatchSpec,
+    ShardsContent,
+    TextSpec,
+)
 from atoll.core.progress import progress
 from atoll.data.chunks import Worker
-from atoll.data.stages import clusters, latents, text
+from atoll.data.stages import clusters, latents, patches, text
 from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index
 
@@ -50,18 +62,21 @@ def _made_from(job: Job) -> Inputs:
         "shard_rows": job.config.data.shard_rows,
         # Omitted at its default, so that shards from before the setting existed are not stale.
         **({"normalization": normalization} if normalization == "scale" else {}),
+        **({"flip": True} if job.config.data.flip else {}),
+        **({} if patches.unneeded(job) else {"patches": Artifact(run, layout.PATCHES).open(PATCHES).digest}),
     }
 
 
 def _run(job: Job, artifact: Artifact, _: Worker) -> ShardsContent:
     cluster = list(_outputs(job.config)).index(artifact.name)
-    return _Writer(job.run, Index.open(job.run), not text.unneeded(job), job.config).cluster(artifact, cluster)
+    has_text, has_patches = not text.unneeded(job), not patches.unneeded(job)
+    return _Writer(job.run, Index.open(job.run), has_text, has_patches, job.config).cluster(artifact, cluster)
 
 
 STAGE = Stage(
     name="shards",
     kind=SHARDS,
-    inputs=(clusters.STAGE, latents.STAGE, text.STAGE),
+    inputs=(clusters.STAGE, latents.STAGE, text.STAGE, patches.STAGE),
     outputs=_outputs,
     made_from=_made_from,
     run=_run,
@@ -77,6 +92,7 @@ class _Writer:
     run: Path
     index: Index
     has_text: bool
+    has_patches: bool
     config: Config
 
     def cluster(self, artifact: Artifact, cluster: int) -> ShardsContent:
@@ -91,7 +107,7 @@ class _Writer:
                     stem = f"{split}-{number:06d}"
                     # The tensors are written last, so a shard with tensors is complete.
                     if not artifact.path(f"{stem}.safetensors").is_file():
-                        tensors, table = self._gather(rows_of_shard)
+                        tensors, table = self._gather(rows_of_shard, split)
                         with artifact.writing(f"{stem}.parquet") as path:
                             pq.write_table(table, path)
                         artifact.write_tensors(f"{stem}.safetensors", tensors)
@@ -111,8 +127,8 @@ class _Writer:
             for row in np.flatnonzero(here & is_split):
                 yield chunk, int(row)
 
-    def _gather(self, members: list[tuple[int, int]]) -> tuple[dict[str, Tensor], pa.Table]:
-        """Return the tensors and the table of some images, from their chunks."""
+    def _gather(self, members: list[tuple[int, int]], split: str) -> tuple[dict[str, Tensor], pa.Table]:
+        """Return the tensors and the table of some images of a split, from their chunks."""
         parts: list[dict[str, Tensor]] = []
         tables: list[dict[str, list[Any]]] = []
         number = {label: index for index, label in enumerate(self.index.labels)}
@@ -126,7 +142,11 @@ class _Writer:
             tables.append({key: [values[row] for row in chosen] for key, values in read.items()})
             labels = [number[label] if label is not None else -1 for label in tables[-1]["label"]]
             part = {"label": torch.tensor(labels, dtype=torch.int32)}
-            part |= {key: tensor[rows] for key, tensor in self._chunk(latents.NAME, chunk).items()}
+            encoded = self._chunk(latents.NAME, chunk)
+            # Only training draws mirror images.
+            part |= {key: encoded[key][rows] for key in encoded if split == "train" or latents.MIRRORED not in key}
+            if self.has_patches and split == "train":
+                part["patches"] = self._chunk(patches.NAME, chunk)["patches"][rows]
             if self.has_text:
                 part |= _text_rows(self._chunk(text.NAME, chunk), rows)
             parts.append(part)
@@ -156,7 +176,13 @@ class _Writer:
             ),
             statistics=latents.normalization(self.config, latents.Statistics.of(measured.statistics)).declared(),
             text=self._text() if self.has_text else None,
+            flip=self.config.data.flip,
+            patches=self._patches() if self.has_patches else None,
         )
+
+    def _patches(self) -> PatchSpec:
+        content = Artifact(self.run, layout.PATCHES).read(PATCHES)
+        return PatchSpec(**content.model_dump(include=set(PatchSpec.model_fields)))
 
     def _text(self) -> TextSpec:
         encoded = Artifact(self.run, layout.TEXT)

@@ -31,6 +31,8 @@ _STAGES = [
     (4, 5, 2, 6, 192),
     (1, 3, 1, 6, 320),
 ]
+_STRIDE_16 = sum(count for count, *_ in _STAGES[:5])
+"""Number of blocks whose output has 1/16 of the rows and columns of the image."""
 
 
 def weights_file() -> Path:
@@ -133,4 +135,13 @@ class EfficientNetLite0(_Fusable):
         x = relu6(self._bn0(self._conv_stem(x)), inplace=True)
         x = relu6(self._bn1(self._conv_head(self._blocks(x))), inplace=True)
         features: Tensor = x.mean((2, 3))
+        return features
+
+    def patches(self, x: Tensor) -> Tensor:
+        """Return the last feature map of stride 16, (N, 112, 14, 14).
+
+        It is the deepest one that still shows where things are: the next stage halves the rows and columns to 7.
+        """
+        x = relu6(self._bn0(self._conv_stem(x)), inplace=True)
+        features: Tensor = self._blocks[:_STRIDE_16](x)
         return features

@@ -1,0 +1,134 @@
+"""Alignment of a middle block with the features network (REPA, Yu et al. 2024), as a burn-in of training.
+
+A projector maps the tokens after one block to the patch features that `atoll prepare` stored with the shards. For the
+first images of training the loss is
+
+    objective + weight · alignment,      alignment = -mean over patches of cos(projector(tokens), patch features)
+
+Afterwards training is the ordinary one: the projector no longer runs, and is not part of the result or the EMA.
+
+Tokens (B, n², width) and patches (B, g², D) may have different grids. The finer one is averaged to the coarser one by
+area, since averaging the tokens is cheaper than aligning each of them with an interpolated patch.
+
+The projector is REPA's, three linear layers with SiLU, but as wide as the network: it costs about as much as a sixth of
+a block. Every process has the full projector, outside of DDP and FSDP2, which therefore wrap the same network before
+and after the burn-in. Processes average its gradients themselves, and the clipping of gradients does not include it: so
+the norm has one meaning in all of training, and Adam does not depend on the scale of a gradient.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from atoll.core.config_sections import Align
+from atoll.core.errors import AtollError
+from atoll.core.manifests import PatchSpec
+from atoll.core.networks import DiTConfig, NetworkConfig
+
+LAYERS = 3
+
+
+@dataclass(frozen=True)
+class AlignmentSpec:
+    """The alignment of one job, as plain values."""
+
+    weight: float
+    block: int
+    """Number of blocks before the aligned tokens."""
+    images: int
+    """Images with alignment, from the start of training; a multiple of the batch size."""
+    width: int
+    tokens: int
+    """Rows and columns of the tokens."""
+    grid: int
+    """Rows and columns of the patches."""
+    steps: tuple[float, ...]
+    """Value of one integer step in each dimension of the patch features."""
+
+    @classmethod
+    def of(
+        cls, settings: Align, network: NetworkConfig, patches: PatchSpec | None, *, side: int, dimensions: int
+    ) -> "AlignmentSpec":
+        """Return the alignment of a network on latents of some side, still without images.
+
+        Before the data is prepared, `patches` are unknown (None); then as many as there are tokens are assumed.
+        """
+        if not isinstance(network, DiTConfig):
+            raise AtollError(
+                f"train.align needs a DiT, but the network is a {network.class_name}; set train.align: null"
+            )
+        # REPA aligns block 8 of 28.
+        block = settings.block or max(1, round(network.depth * 8 / 28))
+        if block > network.depth:
+            raise AtollError(f"train.align.block is {block}, but the network has {network.depth} blocks")
+        tokens = side // network.patch
+        return cls(
+            weight=settings.weight,
+            block=block,
+            images=0,
+            width=network.width,
+            tokens=tokens,
+            grid=patches.grid if patches else tokens,
+            steps=patches.steps if patches else (1.0,) * dimensions,
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights of the projector."""
+        return sum(outputs * (self.width + 1) for outputs in self.outputs)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Widths of the outputs of the projector's layers."""
+        return (*(self.width for _ in range(LAYERS - 1)), len(self.steps))
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of training on one image: those of the projector, and of averaging tokens."""
+        cells = min(self.tokens, self.grid) ** 2
+        averaging = 2 * cells * self.tokens**2 * self.width if self.tokens > self.grid else 0
+        # Forward, and twice as much backward.
+        return 3 * (averaging + 2 * cells * self.width * sum(self.outputs))
+
+
+class Projector(nn.Module):
+    """Maps tokens to patch features, and returns how well they fit."""
+
+    steps: Tensor
+    pool_tokens: Tensor | None
+    pool_patches: Tensor | None
+
+    def __init__(self, spec: AlignmentSpec) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for outputs in spec.outputs:
+            layers += [nn.SiLU()] * bool(layers) + [nn.Linear(spec.width, outputs)]
+        self.layers = nn.Sequential(*layers)
+        side = min(spec.tokens, spec.grid)
+        for name, value in (
+            ("steps", torch.tensor(spec.steps)),
+            ("pool_tokens", averaging(spec.tokens, side) if spec.tokens > side else None),
+            ("pool_patches", averaging(spec.grid, side) if spec.grid > side else None),
+        ):
+            self.register_buffer(name, value, persistent=False)
+
+    def forward(self, tokens: Tensor, patches: Tensor) -> Tensor:
+        """Return the alignment loss (B,) of tokens (B, n², width) and integers (B, g, g, D)."""
+        target = patches.flatten(1, 2).float() * self.steps
+        if self.pool_patches is not None:
+            target = self.pool_patches @ target
+        if self.pool_tokens is not None:
+            tokens = self.pool_tokens @ tokens.float()
+        return -functional.cosine_similarity(self.layers(tokens).float(), target.float(), dim=-1).mean(1)
+
+
+def averaging(fine: int, coarse: int) -> Tensor:
+    """Return the matrix (coarse², fine²) that averages a grid of `fine` rows and columns by area."""
+    # Overlap of the intervals [i, i + 1] · fine / coarse with [j, j + 1], relative to the length of the former.
+    edges = torch.arange(coarse + 1) * (fine / coarse)
+    cells = torch.arange(fine)
+    overlap = torch.minimum(edges[1:, None], cells + 1) - torch.maximum(edges[:-1, None], cells)
+    line = overlap.clamp(min=0) * (coarse / fine)
+    return torch.kron(line, line)
