@@ -15,7 +15,7 @@ from atoll.core.version import __version__
 
 GROUPS: dict[str, dict[str, type[Verb]]] = {
     "start": {"demo": core.Demo, "init": core.Init, "config": core.Config, "prepare": data.Prepare},
-    "train": {"train": train.Train, "launch": launch.Launch},
+    "train": {"train": train.Train, "launch": launch.Launch, "merge": train.Merge},
     "share": {
         "keys": islands.Keys,
         "push": islands.Push,
