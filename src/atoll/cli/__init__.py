@@ -102,10 +102,9 @@ def overview() -> str:
     return "\n".join(
         [
             "usage: atoll VERB [options]    Train and sample decentralized diffusion models.",
+            "atoll VERB --help lists options; keys of atoll.yaml, too: --clusters.count 4.",
             "",
             *rows,
-            "",
-            "atoll VERB --help lists options; keys of atoll.yaml, too: --clusters.count 4.",
         ]
     )
 
