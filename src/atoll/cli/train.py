@@ -15,7 +15,7 @@ from atoll.core.layout import JobKind
 
 @dataclass
 class Train:
-    """Train or resume one expert, the router, start, monolith or student."""
+    """Train or resume one expert, the router or a dense network."""
 
     folder: RunFolder
     """Folder of the run."""
