@@ -31,8 +31,8 @@ def test_help_lists_the_verbs_in_pipeline_order_and_never_imports_torch() -> Non
     rows = result.stdout.split("\n\n")[1].splitlines()
     listed = [line[7:].split()[0] for line in rows]
     assert listed == list(cli.VERBS)
-    expected = ["demo", "init", "config", "prepare", "train", "launch", "keys", "push", "trust", "join", "status"]
-    expected += ["admit", "pull", "sample", "evaluate", "report", "serve", "convert", "export"]
+    expected = ["demo", "init", "config", "prepare", "train", "launch", "merge", "keys", "push", "trust", "join"]
+    expected += ["status", "admit", "pull", "sample", "evaluate", "report", "serve", "convert", "export"]
     assert listed == expected
     assert [line[:7].strip() for line in rows if line[:7].strip()] == ["start", "train", "share", "use", "models"]
 

@@ -330,7 +330,7 @@ def test_status_shows_why_a_record_is_ignored(place: Store, verb: Verb) -> None:
 # Contributors and roles
 
 
-@pytest.mark.parametrize("job", ["router", "monolith", "student", "experts/002"])
+@pytest.mark.parametrize("job", ["router", "start", "monolith", "student", "merged", "experts/002"])
 @pytest.mark.parametrize("who", ["ann", "bob", "mallory", "eve"])
 def test_only_owners_publish_router_monolith_and_student(
     job: str, who: str, published: Published, tmp_path: Path

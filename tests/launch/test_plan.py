@@ -103,6 +103,32 @@ def test_some_experts_need_only_their_own_shards(fresh: Path) -> None:
         groups(fresh, kinds=("experts",), experts=(3,))
 
 
+def test_a_shared_start_precedes_the_experts(fresh: Path) -> None:
+    """Experts include it. Router and monolith do not wait for it, and finished experts do not need it."""
+    share, jobs = ("shared_start.flops_share", "0.25"), ["experts/000", "experts/001", "experts/002"]
+    assert groups(fresh, *share, kinds=("prepare", "experts", "router", "monolith")) == {
+        "prepare": (["prepare"], ()),
+        "start": (["start"], ("prepare",)),
+        "experts": (jobs, ("prepare", "start")),
+        "router": (["router"], ("prepare",)),
+        "monolith": (["monolith"], ("prepare",)),
+    }
+    config = configuration.load(fresh, {share[0]: share[1], "train.total_images": "640", "train.batch_size": "8"})
+    planned = planned_groups(fresh, config, kinds=("prepare", "experts"))[1:]
+    assert [step.images for group in planned for step in group.steps] == [480, 480, 480, 480]
+    assert planned[0].steps[0].arguments == ("train", str(fresh), "--start")
+    for cluster in range(3):
+        commit(fresh, layout.shards(cluster))
+    assert list(groups(fresh, *share, kinds=("start",))) == ["start"]
+    assert list(groups(fresh, *share, kinds=("experts",), experts=(1,))) == ["start", "experts"]
+    commit(fresh, "experts/001/final")
+    assert groups(fresh, *share, kinds=("experts",), experts=(1,)) == {}
+    commit(fresh, "start/final")
+    assert groups(fresh, *share, kinds=("experts",)) == {"experts": (jobs[::2], ("prepare", "start"))}
+    with pytest.raises(AtollError, match=r"has no shared start; set shared_start.flops_share"):
+        groups(fresh, kinds=("start",))
+
+
 def test_a_student_without_its_teachers_is_refused(fresh: Path) -> None:
     with pytest.raises(AtollError, match="0, 2 are neither finished nor requested"):
         groups(fresh, kinds=("prepare", "experts", "student"), experts=(1,))

@@ -15,7 +15,7 @@ from atoll.core.version import __version__
 
 GROUPS: dict[str, dict[str, type[Verb]]] = {
     "start": {"demo": core.Demo, "init": core.Init, "config": core.Config, "prepare": data.Prepare},
-    "train": {"train": train.Train, "launch": launch.Launch},
+    "train": {"train": train.Train, "launch": launch.Launch, "merge": train.Merge},
     "share": {
         "keys": islands.Keys,
         "push": islands.Push,
@@ -102,10 +102,9 @@ def overview() -> str:
     return "\n".join(
         [
             "usage: atoll VERB [options]    Train and sample decentralized diffusion models.",
+            "atoll VERB --help lists options; keys of atoll.yaml, too: --clusters.count 4.",
             "",
             *rows,
-            "",
-            "atoll VERB --help lists options; keys of atoll.yaml, too: --clusters.count 4.",
         ]
     )
 

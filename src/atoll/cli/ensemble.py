@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sample:
-    """Generate images with the experts, the monolith or the student."""
+    """Generate images with the experts or a dense model."""
 
     folder: ModelName
     """Folder of the run, folder of an export (`./NAME`), or hub name of an export (`OWNER/NAME`)."""
@@ -30,7 +30,7 @@ class Sample:
     num_images: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one per prompt, or 16)")] = None
     """Number of images; prompts and labels repeat in order."""
     model: str = "experts"
-    """Model to sample from: experts, expert:K, monolith or student."""
+    """Model to sample from: experts, expert:K, monolith, student or merged."""
     routing: str = "top-1"
     """Rule: full, top-K, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or a schedule: top-2@0.6,top-1."""
     clusters: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: none)")] = ()
@@ -139,7 +139,7 @@ class Export:
     destination: Annotated[Positional[Path], arg(metavar="DST")]
     """Folder to write."""
     model: str = "experts"
-    """Model to export: experts (with the router), expert:K, monolith or student."""
+    """Model to export: experts (with the router), expert:K, monolith, student or merged."""
     license: Annotated[str | None, arg(metavar="ID", help_behavior_hint="(default: none)")] = None
     """License of the weights for the model card, as a hub identifier such as mit or cc-by-4.0."""
     json: bool = False

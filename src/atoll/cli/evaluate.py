@@ -24,7 +24,7 @@ class Evaluate:
     num_images: int = 2500
     """Number of images to generate with each model."""
     models: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: those of the first three that exist)")] = ()
-    """Models to evaluate: experts, monolith, student, expert:K, or singles (every expert alone)."""
+    """Models to evaluate: experts, monolith, student, merged, expert:K, or singles (every expert alone)."""
     routings: tuple[str, ...] = ("top-1", "top-2", "full")
     """Routings to evaluate the experts with."""
     steps: int = 50

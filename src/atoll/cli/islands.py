@@ -121,9 +121,8 @@ class Admit:
     def run(self) -> None:
         """Check every proposed expert."""
         from atoll.islands.admit import admit
-        from atoll.islands.remote_run import RemoteRun
+        from atoll.islands.remote_run import RemoteRun, default_folder
         from atoll.islands.store import Store
-        from atoll.islands.worker import default_folder
 
         url, access = access_of(self.url, self.trust, unsigned=self.unsigned, signer=open_signer(self.key))
         folder = self.folder or default_folder(url)

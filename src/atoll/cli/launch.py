@@ -19,8 +19,10 @@ class Launch:
     """Folder of the run."""
     on: Literal["local", "slurm", "ray"] = "local"
     """Where to run the jobs."""
-    jobs: tuple[Literal["prepare", "experts", "router", "monolith", "student"], ...] = ("prepare", "experts", "router")
-    """Kinds of jobs to run."""
+    jobs: tuple[Literal["prepare", "start", "experts", "router", "monolith", "student"], ...] = (
+        *("prepare", "experts", "router"),
+    )
+    """Kinds of jobs to run. Experts include the shared start, if the run has one."""
     experts: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: all)")] = ()
     """Experts to train, by number."""
     prepare_workers: int = 1

@@ -1,4 +1,4 @@
-"""Verb of training: train."""
+"""Verbs of training: train, merge."""
 
 import sys
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from atoll.core.layout import JobKind
 
 @dataclass
 class Train:
-    """Train or resume one expert, the router, monolith or student."""
+    """Train or resume one expert, the router or a dense network."""
 
     folder: RunFolder
     """Folder of the run."""
@@ -23,12 +23,14 @@ class Train:
     """Train the expert of this cluster on the shards of this cluster."""
     router: bool = False
     """Train the router on the data of all clusters."""
+    start: bool = False
+    """Train the shared start of the experts on the data of all clusters (shared_start.flops_share)."""
     monolith: bool = False
     """Train the monolith: one dense model on the data of all clusters, as a baseline."""
     student: bool = False
     """Train the student: one dense model distilled from the trained experts."""
     match_flops: Annotated[Path | None, arg(metavar="RUN", help_behavior_hint="")] = None
-    """Train for as many FLOPs as all experts of this run together, instead of train.total_images."""
+    """Train for as many FLOPs as all experts of this run and their shared start, instead of train.total_images."""
     dry_run: bool = False
     """Print the estimated memory, FLOPs and GPU-days of the job, or of all jobs, and exit; needs no data."""
     gpus: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: as under torchrun, or 1)")] = None
@@ -39,10 +41,10 @@ class Train:
 
     def run(self) -> None:
         """Train, or print the estimate."""
-        jobs = [name for name in ("router", "monolith", "student") if getattr(self, name)]
+        jobs = [name for name in ("router", "start", "monolith", "student") if getattr(self, name)]
         jobs += ["expert"] if self.expert is not None else []
         if len(jobs) > 1 or not (jobs or self.dry_run):
-            raise AtollError("choose what to train: one of --expert K, --router, --monolith, --student")
+            raise AtollError("choose what to train: one of --expert K, --router, --start, --monolith, --student")
         config = configuration.load(self.folder, self.overrides)
         from atoll.train.estimate import planned_for_gpus, show_estimate, show_run_estimate
         from atoll.train.job import train_job
@@ -65,3 +67,19 @@ class Train:
         except Requeue as stop:
             print(f"atoll: {stop}", file=sys.stderr)
             sys.exit(REQUEUE)
+
+
+@dataclass
+class Merge:
+    """Average experts of a shared start into one dense model."""
+
+    folder: RunFolder
+    """Folder of the run. The result is its model `merged`."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Average and validate."""
+        config = configuration.load(self.folder, self.overrides)
+        from atoll.train.merge import merge
+
+        merge(self.folder, config)

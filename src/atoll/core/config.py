@@ -28,12 +28,13 @@ from atoll.core.config_sections import (
     Objective,
     Router,
     Section,
+    SharedStart,
     Student,
     Text,
     Train,
 )
 from atoll.core.errors import AtollError, nearest
-from atoll.core.layout import CONFIG_FILE
+from atoll.core.layout import CONFIG_FILE, JobKind
 
 
 class Config(Section):
@@ -54,6 +55,7 @@ class Config(Section):
         description="network of every expert (default) or of one expert by number; a named size or its fields",
     )
     train: Train = Train()
+    shared_start: SharedStart = SharedStart()
     router: Router = Router()
     monolith: Monolith = Monolith()
     student: Student = Student()
@@ -90,10 +92,22 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _micro_batches_are_equal(self) -> Self:
-        for name, own in (("router", self.router), ("monolith", self.monolith), ("student", self.student)):
+        for name in ("shared_start", "router", "monolith", "student"):
+            own = getattr(self, name)
             if own.batch_size is not None and own.batch_size % self.train.grad_accum_steps:
                 steps = self.train.grad_accum_steps
                 raise ValueError(f"{name}.batch_size {own.batch_size} is not a multiple of grad_accum_steps {steps}")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit_the_shared_start(self) -> Self:
+        if not self.shared_start.flops_share:
+            return self
+        for key, network in self.networks.items():
+            if network != self.networks["default"]:
+                raise ValueError(f"networks.{key}: with shared_start, all experts have the network networks.default")
+        if isinstance(self.train.init_from, dict) and self.train.init_from.keys() - {"default"}:
+            raise ValueError("train.init_from: with shared_start, experts start from it; give one folder for the start")
         return self
 
     def objective(self, expert: int) -> Objective:
@@ -105,6 +119,20 @@ class Config(Section):
     def network(self, expert: int) -> NetworkChoice:
         """Return the network of one expert."""
         return self.networks.get(expert, self.networks["default"])
+
+    def total_images(self, kind: JobKind) -> int:
+        """Return the number of images that a job is trained on, before it is rounded up to full steps.
+
+        A shared start takes its share from every expert. All networks are equal, so the FLOPs follow the images. The
+        experts' share is rounded to steps and the start gets the rest, so start and experts have the total of before.
+        """
+        share, batch_size = self.shared_start.flops_share, self.train.batch_size
+        if share and kind in ("expert", "start"):
+            steps = -(-self.train.total_images // batch_size)
+            own = min(max(1, round((1 - share) * steps)), max(1, steps - 1))
+            return batch_size * (own if kind == "expert" else self.clusters.count * max(1, steps - own))
+        own_images: int | None = getattr(getattr(self, kind, None), "total_images", None)
+        return own_images or self.train.total_images
 
     def init_from(self, expert: int | None) -> str | None:
         """Return the folder of initial weights; None is random initialization. Pass None as `expert` for other jobs."""

@@ -164,7 +164,7 @@ class Align(Section):
 
 
 class Train(Section):
-    """Training settings of every job. Router, monolith and student can override some of them in their sections."""
+    """Training settings of every job. Those that are not experts can override some of them in their sections."""
 
     total_images: int = Field(500_000, ge=1, description="images seen in training, counted with repetition")
     batch_size: int = Field(64, ge=1, description="images per optimizer step, over all processes")
@@ -225,6 +225,17 @@ class Train(Section):
         if self.optimizer == "muon" and self.parallel == "fsdp2":
             raise ValueError("muon needs whole matrices, and fsdp2 shards them; set parallel: ddp or optimizer: adamw")
         return self
+
+
+class SharedStart(Section):
+    """One dense network that all experts start from. Null takes the value of the train section."""
+
+    flops_share: float = Field(
+        0.0, ge=0, lt=1, description="share of the experts' training FLOPs that the start takes; 0 disables it"
+    )
+    batch_size: int | None = Field(None, ge=1, description="images per optimizer step")
+    lr: float | None = Field(None, gt=0, description="learning rate")
+    lr_schedule: Literal["constant", "cosine"] | None = Field(None, description="learning rate after the warmup")
 
 
 class Router(Section):

@@ -5,7 +5,7 @@
     RUN/snapshot/000001-000004.json                 the finished networks as one signed model
     RUN/data/{ingest,features,clusters,latents,text,patches}
     RUN/data/shards/cluster_003
-    RUN/{experts/003,router,monolith,student}       one folder for each job
+    RUN/{experts/003,router,start,monolith,student,merged}    one folder for each job
         metrics.jsonl, grids/                       training metrics and preview images
         checkpoints/000000012800                    state to resume from, after 12,800 images
         final                                       the trained network
@@ -41,16 +41,17 @@ EXPERT_LEASES = "leases/experts"
 EVALUATION = "evaluation"
 LATEST_EVALUATION = f"{EVALUATION}/latest.json"
 
-ROUTER, MONOLITH, STUDENT = "router", "monolith", "student"
-DENSE = (MONOLITH, STUDENT)
-OTHERS = (ROUTER, *DENSE)
+ROUTER, START, MONOLITH, STUDENT, MERGED = "router", "start", "monolith", "student", "merged"
+DENSE = (MONOLITH, STUDENT, MERGED)
+"""Jobs whose result is a model of one network for all clusters. The shared start only serves the experts."""
+OTHERS = (ROUTER, START, *DENSE)
 """Jobs that are not experts."""
-JobKind = Literal["expert", "router", "monolith", "student"]
-MODELS = ("experts", MONOLITH, STUDENT, "expert:K")
+JobKind = Literal["expert", "router", "start", "monolith", "student", "merged"]
+MODELS = ("experts", *DENSE, "expert:K")
 """Model ids: the whole ensemble, one of the dense networks, or one expert (`expert:3`)."""
 
 _EXPERT = re.compile(r"experts/(\d{3,})")
-JOB_PATTERN = r"^(experts/[0-9]{3,5}|router|monolith|student)$"
+JOB_PATTERN = rf"^(experts/[0-9]{{3,5}}|{'|'.join(OTHERS)})$"
 """Pattern of job names, to check those in HTTP requests. It allows 99,999 experts."""
 CHECKPOINTS_PATTERN = "experts/[0-9]{3,6}/checkpoints"
 """Pattern of the folders of experts' checkpoints, to check names from untrusted manifests."""
@@ -88,7 +89,7 @@ def is_expert(name: str) -> bool:
 
 
 def model_job(model: str) -> str:
-    """Return the job that trains a single-network model: `expert:3`, `monolith` or `student`."""
+    """Return the job that makes a single-network model: `expert:3`, `monolith`, `student` or `merged`."""
     kind, _, number = model.partition(":")
     if kind == "expert" and number.isdecimal():
         return expert_job(int(number))
@@ -136,7 +137,7 @@ def newest_preview(folder: Path) -> Path | None:
 def jobs(run: Path) -> list[str]:
     """Return the jobs that have a folder in a run: experts by number, then the others."""
     experts = sorted(path.name for path in (run / "experts").glob("[0-9]*") if path.is_dir())
-    others = (job for job in (MONOLITH, ROUTER, STUDENT) if (run / job).is_dir())
+    others = (job for job in sorted(OTHERS) if (run / job).is_dir())
     return [*(f"experts/{name}" for name in experts), *others]
 
 

@@ -37,7 +37,7 @@ def open_network(artifact: Artifact, kind: Kind[Any], *, verify: bool = False) -
     """Return the manifest of a finished network, and how to read its files if they must be verified.
 
     In a local copy of a shared run, the network must be the one that the run's newest snapshot lists. One that was
-    trained here (it has metrics) and that no snapshot lists yet needs no signature.
+    made here (it has metrics, or is merged) and that no snapshot lists yet needs no signature.
     """
     trust = local_trust(artifact.run)
     manifest = artifact.open(kind, verify=verify or trust is not None)
@@ -46,7 +46,8 @@ def open_network(artifact: Artifact, kind: Kind[Any], *, verify: bool = False) -
         signed = local_snapshot(artifact.run, trust)
         listed = signed.content.networks if signed else {}
         usable = trust.usable(signed.content) if signed else {}
-        own = job not in listed and (artifact.run / layout.metrics(job)).is_file()
+        made_here = job == layout.MERGED or (artifact.run / layout.metrics(job)).is_file()
+        own = made_here and job not in listed
         if not own and (job not in usable or usable[job].manifest != manifest.digest):
             state = "differs from that of, or was withdrawn from," if job in listed else "is not part of"
             raise AtollError(

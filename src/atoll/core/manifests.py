@@ -4,6 +4,7 @@ Trusted and untrusted manifests are parsed by the same code: `Kind.parse` checks
 its error. Other packages turn these values into objects (`Statistics`, `Bridge`, networks).
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
@@ -229,6 +230,15 @@ class ComputeSpec(Content):
     seconds: float
 
 
+class StartSpec(Content):
+    """The shared start of an expert."""
+
+    manifest: str
+    """Digest of its manifest."""
+    compute: ComputeSpec
+    """Cost of its training, which experts of the same start share."""
+
+
 class NetworkContent(DataSpec):
     """The declared content of a trained network: everything that is needed to use it."""
 
@@ -255,7 +265,7 @@ class NetworkContent(DataSpec):
 
 
 class ExpertContent(NetworkContent):
-    """An expert, the monolith or the student."""
+    """An expert, the shared start, the monolith, the student or the merged network."""
 
     objective: ObjectiveSpec
     """How it was trained."""
@@ -264,6 +274,10 @@ class ExpertContent(NetworkContent):
     """Of a student: the digests of the experts that it was distilled from."""
     teacher_dtype: str | None = None
     """Of a student: the precision in which the teachers computed its targets."""
+    start: StartSpec | None = None
+    """Of an expert: the shared start whose weights it began with."""
+    sources: tuple[str, ...] | None = None
+    """Of a merged network: the digests of the experts whose weights it averages."""
 
 
 class RouterContent(NetworkContent):
@@ -283,6 +297,14 @@ class RouterContent(NetworkContent):
     """Accuracy of always choosing the largest cluster."""
     at_chance: bool | None = None
     """Whether even almost clean images are hardly classified better than that."""
+
+
+def training_costs(contents: Iterable[NetworkContent]) -> list[ComputeSpec]:
+    """Return the training costs of networks, and that of their shared start once."""
+    contents = list(contents)
+    starts = [content.start for content in contents if isinstance(content, ExpertContent) and content.start]
+    shared = {start.manifest: start.compute for start in starts}
+    return [content.compute for content in contents if content.compute] + list(shared.values())
 
 
 class CheckpointContent(Content):

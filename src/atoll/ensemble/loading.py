@@ -31,7 +31,7 @@ def load(
 ) -> Sampler:
     """Open a run, a folder written by `atoll export`, or the Paris release; the latter two also by their hub names.
 
-    `model` is `experts` (all experts with the router), one of them (`expert:3`), the `monolith` or the `student`.
+    `model` is `experts` (all experts with the router), one of them (`expert:3`), `monolith`, `student` or `merged`.
     Experts are spread over `devices` (such as "cuda:0,cuda:1"), by default all visible accelerators; everything else is
     on the first of them. `device` names a single one. The default `dtype` is bfloat16 on accelerators and float32 on
     CPUs. At most `max_loaded_experts` experts are on each device at once; None means all. Experts that are not finished

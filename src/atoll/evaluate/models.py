@@ -1,4 +1,4 @@
-"""The models that are evaluated (experts with a routing, monolith, student, single experts), and their cost."""
+"""The models that are evaluated (experts with a routing, dense networks, single experts), and their cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from atoll.core.artifacts import Artifact, Kind
 from atoll.core.config import Config
 from atoll.core.device import compute_dtype, device, dtype_name, parse_devices
 from atoll.core.errors import AtollError, unknown
-from atoll.core.manifests import EXPERT, ROUTER, ComputeSpec, ExpertContent, NetworkContent
+from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, training_costs
 from atoll.ensemble import Sampler, Settings, load, parse
 from atoll.evaluate.results import ForwardCost, TrainingCost
 from atoll.train.cost import Cost, image_cost
@@ -54,6 +54,11 @@ class EvaluatedModel:
         """The name of the model in tables and messages."""
         return f"{self.model} {self.routing}" if self.routing else self.model
 
+    @property
+    def merged(self) -> bool:
+        """Whether it is the average of the experts."""
+        return self.model == layout.MERGED
+
     def parts(self) -> list[Artifact]:
         """Return the finished networks of the model: its experts and, if its routing needs one, the router."""
         if self.model == "experts":
@@ -76,18 +81,30 @@ class EvaluatedModel:
         return _opened(self.run, self.model, options, _networks=frozenset({*self.digests(), router and router.digest}))
 
     def training(self, config: Config) -> TrainingCost:
-        """Return the training cost of its networks from their manifests, with an estimate of the memory."""
-        spent = [content.compute for content in self._contents() if content.compute]
-        # Images, parameters, FLOPs and seconds add up over the networks.
-        totals = {key: sum(getattr(one, key) for one in spent) for key in ComputeSpec.model_fields}
+        """Return the training cost of its networks from their manifests, with an estimate of the memory.
+
+        It includes the shared start of experts, once. The start is not part of the model, so its parameters are not.
+        """
+        contents = self._contents()
+        spent = training_costs(contents)
         sizes = []
-        for content in self._contents():
-            kind = cast(layout.JobKind, content.job if content.job in layout.OTHERS else "expert")
-            settings, shapes = job_settings(config, kind), DataShapes.of(content)
-            objective = content.objective if isinstance(content, ExpertContent) and kind != "student" else None
-            sizes.append(job_bytes(content.network, shapes, settings, device=device(), objective=objective))
-        longest = max(one.seconds for one in spent)
-        return TrainingCost(**totals, longest_job_seconds=longest, memory_bytes=max(sizes))
+        for content in contents:
+            own, shapes = content.job if content.job in layout.OTHERS else "expert", DataShapes.of(content)
+            start = [layout.START] if isinstance(content, ExpertContent) and content.start else []
+            objective = content.objective if isinstance(content, ExpertContent) and own != layout.STUDENT else None
+            for kind in (own, *start):
+                settings = job_settings(config, cast(layout.JobKind, kind))
+                sizes.append(job_bytes(content.network, shapes, settings, device=device(), objective=objective))
+        # A merged network has the summed cost of the experts, so their jobs show which one was the longest.
+        merged = training_costs(EvaluatedModel(self.run, "experts", "nearest")._contents()) if self.merged else []
+        return TrainingCost(
+            images=sum(one.images for one in spent),
+            parameters=sum(content.compute.parameters for content in contents if content.compute),
+            flops=sum(one.flops for one in spent),
+            seconds=sum(one.seconds for one in spent),
+            longest_job_seconds=max(one.seconds for one in merged or spent),
+            memory_bytes=max(sizes),
+        )
 
     def sampling(self, settings: Settings, active: float) -> ForwardCost:
         """Return the FLOPs of sampling one image with `active` experts per evaluation on average, and the weights."""
@@ -136,22 +153,22 @@ def _kind(part: Artifact) -> Kind[Any]:
 
 
 def finished_jobs(run: Path) -> list[str]:
-    """Return the jobs of a run that have a finished network: experts/000, …, monolith, router, student."""
+    """Return the jobs of a run that have a finished network: experts/000, …, then the others by name."""
     return [name for name in layout.jobs(run) if Artifact(run, layout.final(name)).manifest() is not None]
 
 
 def evaluated_models(run: Path, models: Sequence[str], routings: Sequence[str]) -> list[EvaluatedModel]:
-    """Return the models to evaluate; without `models`, those of experts, monolith and student that are trained."""
+    """Return the models to evaluate; without `models`, the experts and the dense networks that exist."""
     jobs = finished_jobs(run)
     experts = [name for name in jobs if layout.is_expert(name)]
-    trained = [*(["experts"] if experts else []), *(name for name in ("monolith", "student") if name in jobs)]
+    trained = [*(["experts"] if experts else []), *(name for name in layout.DENSE if name in jobs)]
     found: list[EvaluatedModel] = []
     for model in models or trained:
         if model == "experts":
             found += [EvaluatedModel(run, "experts", parse(routing).text) for routing in routings]
         elif model == "singles":
             found += [EvaluatedModel(run, f"expert:{layout.expert_number(name)}") for name in experts]
-        elif model in ("monolith", "student") or model.startswith("expert:"):
+        elif model in layout.DENSE or model.startswith("expert:"):
             found.append(EvaluatedModel(run, model))
         else:
             raise AtollError(unknown("model", model, KINDS))

@@ -20,7 +20,7 @@ from atoll.nets.io import WEIGHTS_FILE, tensors_of
 
 
 def open_run(run: Path, model: str, *, verify: bool = False, strict: bool = False) -> ModelReference:
-    """Find the networks of a model: `experts` with the router, `expert:3`, `monolith` or `student`.
+    """Find the networks of a model: `experts` with the router, `expert:3`, or a dense network by its name.
 
     `verify` checks the hash of every file; a copy of a shared run is always checked against its snapshot. Experts that
     are not finished are listed in `.missing`; with `strict` they are an error.
@@ -40,12 +40,14 @@ def open_run(run: Path, model: str, *, verify: bool = False, strict: bool = Fals
 
 
 def expert_of_run(run: Path, job: str, *, verify: bool = False) -> ExpertReference:
-    """Find a finished expert of a run (`experts/003`, `monolith`, `student`)."""
+    """Find a finished expert or dense network of a run by its job (`experts/003`, `monolith`)."""
     artifact = Artifact(run, layout.final(job))
     if artifact.manifest() is None:
         flag = f"--expert {layout.expert_number(job)}" if layout.is_expert(job) else f"--{job}"
         state = "is not finished" if (run / job).is_dir() else "is missing"
-        raise AtollError(f"{artifact.folder} {state}; train it with: atoll train {run} {flag}")
+        verb = "merge" if job == layout.MERGED else "train"
+        command = f"atoll merge {run}" if job == layout.MERGED else f"atoll train {run} {flag}"
+        raise AtollError(f"{artifact.folder} {state}; {verb} it with: {command}")
     return expert_of_artifact(artifact, *open_network(artifact, EXPERT, verify=verify))
 
 

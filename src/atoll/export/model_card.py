@@ -10,7 +10,7 @@ import torch
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
-from atoll.core.manifests import CLUSTERS, INGEST, ExpertContent, NetworkContent, RouterContent
+from atoll.core.manifests import CLUSTERS, INGEST, ExpertContent, NetworkContent, RouterContent, training_costs
 from atoll.core.version import __version__
 from atoll.nets import build, count_parameters
 
@@ -27,7 +27,7 @@ class CardData:
     run: Path
     name: str
     model: str
-    """experts, monolith, student or expert:K."""
+    """experts, monolith, student, merged or expert:K."""
     experts: Sequence[ExpertContent]
     router: RouterContent | None
     license: str | None
@@ -61,6 +61,8 @@ def _summary(data: CardData) -> str:
         what = "This is a dense diffusion model."
     elif data.model == "student":
         what = "This is a dense diffusion model, distilled from independently trained experts."
+    elif data.model == "merged":
+        what = "This is a dense diffusion model: the average of the weights of independently trained experts."
     elif data.model == "experts":
         what = f"This is a decentralized diffusion model with {count} expert{'s' if count > 1 else ''}."
         what += " The experts were trained independently, each on one cluster of the data."
@@ -158,12 +160,14 @@ def _training(data: CardData) -> str:
         numbers = [f"{spent.images:,}", f"{spent.flops:.3g}", f"{spent.seconds:,.0f}"] if spent else ["-"] * 3
         size = f"{_parameters(content) / 1e6:.1f} M"
         rows.append((content.job, _objective(content), size, *numbers, _number(content.held_out_loss, 4)))
-    costs = [content.compute for content in networks if content.compute]
+    costs = training_costs(networks)
     flops, seconds = sum(spent.flops for spent in costs), sum(spent.seconds for spent in costs)
     heads = ("network", "objective", "parameters", "images seen", "FLOPs", "seconds", "held-out loss")
     total = f"In total: {flops:.3g} FLOPs (matrix products) and {seconds:,.0f} seconds of training."
     if data.model == "student":
         total += " The experts that it was distilled from are not included."
+    if any(expert.start for expert in data.experts):
+        total += " The total includes the shared start of the experts, once."
     return "\n".join(["## Training", "", *_table(heads, rows), "", total])
 
 

@@ -30,7 +30,7 @@ from atoll import flow
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Kind, Manifest
 from atoll.core.errors import AtollError, first_line
-from atoll.core.manifests import EXPERT, ROUTER, SHARDS, BridgeSpec, ShardsContent
+from atoll.core.manifests import EXPERT, ROUTER, SHARDS, BridgeSpec, ShardsContent, StartSpec
 from atoll.core.networks import read_network
 from atoll.core.trust import Network, Policy
 from atoll.core.untrusted import Refused, check_bounded, strict_json
@@ -75,6 +75,8 @@ class Contribution:
     shards: tuple[Manifest, ...]
     """The manifests of the shards of its clusters, from the run itself."""
     policy: Policy
+    start: StartSpec | None = None
+    """The shared start with which an expert of this run must begin."""
 
     @cached_property
     def data(self) -> ShardsContent:
@@ -126,7 +128,8 @@ def review(remote: RemoteRun, job: str, digest: str, *, quarantine: Path, measur
         number = layout.expert_number(job)
         clusters = range(len(remote.trust.current.shards)) if number is None else [number]
         shards = tuple(map(remote.shards, clusters))
-        contribution = Contribution(job, manifest, shards, remote.policy)
+        start = None if number is None else remote.shared_start()
+        contribution = Contribution(job, manifest, shards, remote.policy, start)
         check_declaration(contribution)
         artifact = Artifact(quarantine, name)
         fetch(remote.store, name, manifest, target=artifact, quiet=True)
@@ -230,6 +233,9 @@ def _check_origin(contribution: Contribution) -> None:
             raise Refused(f"its field {key!r} differs from that of cluster {clusters[0]} of this run")
     if contribution.manifest.made_from.get("data") != [own.digest for own in contribution.shards]:
         raise Refused(f"it was not trained on the shards of cluster {', '.join(map(str, clusters[:8]))} of this run")
+    start, declared = contribution.start, (claims.get("start"), contribution.manifest.made_from.get("start"))
+    if declared != ((start.model_dump(mode="json"), start.manifest) if start else (None, None)):
+        raise Refused("it did not begin with the shared start of this run" if start else "it declares a shared start")
 
 
 def _check_conditioning(contribution: Contribution) -> None:

@@ -34,6 +34,7 @@ from atoll.islands.remote_run import RemoteRun, read_all
 from atoll.islands.shared_settings import not_shared, shared_part
 from atoll.islands.store import Store
 from atoll.islands.transfer import upload
+from atoll.train.spec import shared_start
 
 
 def create_root(run: Path, signer: Signer) -> Trust:
@@ -206,7 +207,8 @@ def _push_network(remote: RemoteRun, run: Path, job: str, *, manifest: Manifest)
     number = layout.expert_number(job)
     clusters = range(len(remote.trust.current.shards)) if number is None else [number]
     data = [Artifact(run, layout.shards(cluster)) for cluster in clusters]
-    contribution = Contribution(job, manifest, tuple(own.open(SHARDS) for own in data), remote.policy)
+    start = shared_start(run) if number is not None and remote.config.shared_start.flops_share else None
+    contribution = Contribution(job, manifest, tuple(own.open(SHARDS) for own in data), remote.policy, start)
     try:
         check_declaration(contribution)
         network = Network(manifest=manifest.digest, weights=check_files(contribution, artifact), publisher=remote.key)

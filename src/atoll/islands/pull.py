@@ -20,7 +20,7 @@ def pull(remote: RemoteRun, run: Path, shards: bool = False) -> dict[str, str]:
     networks = remote.trust.usable(signed.content) if signed else {}
     experts = [layout.expert_job(expert) for expert in range(remote.config.clusters.count)]
     verdicts = {
-        job: _pull_network(remote, run, job, network=networks[job]) if job in networks else "missing"
+        job: pull_network(remote, run, job, network=networks[job]) if job in networks else "missing"
         for job in sorted({*experts, *networks}, key=lambda job: (not layout.is_expert(job), job))
     }
     # Written last: `atoll.load` accepts the networks that it lists, and these were checked before.
@@ -33,7 +33,16 @@ def pull(remote: RemoteRun, run: Path, shards: bool = False) -> dict[str, str]:
     return verdicts
 
 
-def _pull_network(remote: RemoteRun, run: Path, job: str, *, network: Network) -> str:
+def pull_start(remote: RemoteRun, run: Path) -> None:
+    """Download and check the shared start, with which an expert begins, if the run has one."""
+    if remote.shared_start() is not None:
+        verdict = pull_network(remote, run, layout.START, network=remote.networks()[layout.START])
+        if verdict.startswith("refused"):
+            raise AtollError(f"the shared start of this run is {verdict}")
+
+
+def pull_network(remote: RemoteRun, run: Path, job: str, *, network: Network) -> str:
+    """Download one network of the snapshot after checking it; return the outcome."""
     target, quarantine = Artifact(run, layout.final(job)), run / layout.QUARANTINE / job
     notice = Artifact(run, layout.notice(job))
     try:

@@ -7,8 +7,10 @@ objects can stop the others.
 """
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 from pydantic import ValidationError
 
@@ -19,6 +21,7 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.layout import CONFIG_FILE
 from atoll.core.local_trust import check_seen, local_trust, save_root
+from atoll.core.manifests import EXPERT, StartSpec
 from atoll.core.signing import Role, Signature, Signer
 from atoll.core.trust import (
     MAX_BYTES,
@@ -175,6 +178,20 @@ class RemoteRun:
         found = self.snapshot()
         return self.trust.usable(found.content) if found else {}
 
+    def shared_start(self) -> StartSpec | None:
+        """Return the shared start with which the experts begin; None if the run has none. Refuse one that is absent."""
+        if not self.config.shared_start.flops_share:
+            return None
+        network, name = self.networks().get(layout.START), layout.final(layout.START)
+        manifest = read_manifest(self.store, name, network.manifest) if network else None
+        compute = EXPERT.parse(manifest, name).compute if manifest else None
+        if manifest is None or compute is None:
+            raise Refused(
+                f"{self.store.url} has no shared start yet, with which the experts of this run begin; its owner trains "
+                "it with atoll train RUN --start, and publishes it with atoll push"
+            )
+        return StartSpec(manifest=manifest.digest, compute=compute)
+
     def write_snapshot(self, networks: dict[str, Network], *, check: bool = True) -> Signed[Snapshot]:
         """Add networks to the newest snapshot and publish it as the next one. A job that it lists is not replaced.
 
@@ -243,3 +260,11 @@ def _keep_root(folder: Path, trust: Trust, data: bytes) -> None:
         return
     if signed.content in trust.roots:
         save_root(folder, signed)
+
+
+def default_folder(url: str) -> Path:
+    """Return the folder of the local copy of a shared run."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # Readable, and unique by the checksum: URLs that differ only in punctuation or beyond 60 characters differ in it.
+    safe = "".join(letter if letter.isalnum() else "-" for letter in url)
+    return cache / "atoll" / f"{safe[-60:].strip('-')}-{crc32(url.encode()):08x}"

@@ -29,6 +29,7 @@ SHARED: Mapping[str, frozenset[str] | None] = {
     "experts": None,
     "networks": None,
     "train": frozenset(Train.model_fields) - {"init_from", "trackers", "workers"},
+    "shared_start": None,
     "router": None,
     "monolith": None,
     "student": None,

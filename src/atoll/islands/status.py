@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from typing import cast
 
 import yaml
 from rich.markup import escape
@@ -55,12 +56,15 @@ def status(store: Store, remote: RemoteRun | None = None) -> list[JobStatus]:
     def line(job: str) -> JobStatus | None:
         lease_status, ignored = found.leases.get(job), found.ignored.get(job)
         try:
-            made = _line(store, job, lease_status, finished=finished, total=config.train.total_images)
+            kind = cast(layout.JobKind, "expert" if layout.is_expert(job) else job)
+            made = _line(store, job, lease_status, finished=finished, total=config.total_images(kind))
         except Refused as reason:  # hostile objects of one job must not hide the status of the others
             made = JobStatus(job, "failed", why=str(reason))
         if made is not None and ignored:
             made = replace(made, why=f"{made.why} (ignored a record: {ignored})".strip())
-        return made
+        optional = job in layout.DENSE or (job == layout.START and not config.shared_start.flops_share)
+        # A row of an optional job only if it was started.
+        return None if optional and made and made.state == "missing" else made
 
     with ThreadPoolExecutor(PARALLEL_READS) as pool:
         return [made for made in pool.map(line, (*jobs, *layout.OTHERS)) if made is not None]
@@ -80,7 +84,7 @@ def _local_config(store: Store) -> configuration.Config:
 
 def _line(
     store: Store, job: str, lease_status: LeaseStatus | None, *, finished: Mapping[str, Network] | None, total: int
-) -> JobStatus | None:
+) -> JobStatus:
     # In a shared run the snapshot decides what is finished; in a local run the manifest in the job's folder.
     done = job in finished if finished is not None else store.entry(f"{layout.final(job)}/{MANIFEST_FILE}")
     if done:
@@ -89,8 +93,6 @@ def _line(
         return _leased_status(job, lease_status, shared=finished is not None)
     if finished is None and (line := _unleased_status(store, job, total)):
         return line
-    if job in layout.DENSE:
-        return None  # monolith and student are optional: a row only if they were started
     return JobStatus(job, "free" if layout.is_expert(job) else "missing")
 
 

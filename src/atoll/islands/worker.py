@@ -1,4 +1,4 @@
-"""`atoll join`: acquire a free expert of a shared run, download its shards, train it, publish it, and repeat."""
+"""`atoll join`: acquire a free expert of a shared run, download what it needs, train it, publish it, and repeat."""
 
 import os
 import re
@@ -28,7 +28,8 @@ from atoll.islands.admit import waits_for_review
 from atoll.islands.checkpoint_publisher import CheckpointPublisher, checkpoint_keys, is_checkpoint_key
 from atoll.islands.lease_records import LeaseStatus, RecordChanges, State, list_leases, new_name
 from atoll.islands.leases import DURATION, Lease, LeaseLost
-from atoll.islands.remote_run import Access, RemoteRun
+from atoll.islands.pull import pull_start
+from atoll.islands.remote_run import Access, RemoteRun, default_folder
 from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.store import Store
 from atoll.islands.transfer import fetch, read_manifest, upload
@@ -221,6 +222,7 @@ class Worker:
         """Download shards and the last published checkpoint; return the job and the keys of that checkpoint."""
         own = layout.shards(expert)
         fetch(self.store, own, self.remote.shards(expert), target=Artifact(self.folder, own))
+        pull_start(self.remote, self.folder)
         overrides = dict(lease.record.overrides)
         try:
             check_overrides(overrides)
@@ -265,7 +267,8 @@ class Worker:
         """Check the result like any contribution, upload it, and propose it; an admitter adds it to the snapshot."""
         cluster = spec.clusters[0]
         data = Artifact(self.folder, layout.shards(cluster))
-        contribution = Contribution(lease.job, manifest, (data.open(SHARDS),), self.remote.policy)
+        start = self.remote.shared_start()
+        contribution = Contribution(lease.job, manifest, (data.open(SHARDS),), self.remote.policy, start)
         check_declaration(contribution)
         weights = check_files(contribution, spec.result)
         check_behavior(contribution, spec.result, [data])
@@ -381,6 +384,7 @@ def open_worker(url: str, folder: Path | None, access: Access, **options: Any) -
     folder = folder or default_folder(url)
     remote = RemoteRun.open(store, folder, access)
     store.probe()
+    remote.shared_start()  # refuses a run whose shared start is not published yet
     worker = Worker(remote, folder, remote.config, **options)
     experts = range(remote.config.clusters.count)
     if not any(worker._may_publish(layout.expert_job(expert)) for expert in experts):
@@ -389,11 +393,3 @@ def open_worker(url: str, folder: Path | None, access: Access, **options: Any) -
             f"atoll trust RUN add publisher NAME {remote.key or 'KEY'}, then atoll push"
         )
     return worker
-
-
-def default_folder(url: str) -> Path:
-    """Return the folder of the local copy of a shared run."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    # Readable, and unique by the checksum: URLs that differ only in punctuation or beyond 60 characters differ in it.
-    safe = "".join(letter if letter.isalnum() else "-" for letter in url)
-    return cache / "atoll" / f"{safe[-60:].strip('-')}-{crc32(url.encode()):08x}"

@@ -1,6 +1,6 @@
 """The jobs of a run and their dependencies.
 
-    ingest -> features -> clusters ─┐                ┌-> experts -> student
+    ingest -> features -> clusters ─┐                ┌-> (start) -> experts -> student
        └────> latents, text ────────┴─> shards ──────┼-> router
                                                      └-> monolith
 
@@ -18,7 +18,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 
-Kind = Literal["prepare", "experts", "router", "monolith", "student"]
+Kind = Literal["prepare", "start", "experts", "router", "monolith", "student"]
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,20 @@ def _has_shards(run: Path, clusters: Sequence[int]) -> bool:
 
 
 def _training(run: Path, config: Config, request: LaunchRequest, *, numbers: Sequence[int]) -> list[Group]:
-    """Return the requested training jobs that are not finished. Only the student depends on the experts."""
+    """Return the requested training jobs that are not finished, and the shared start if requested experts need it."""
+    shared = config.shared_start.flops_share > 0
+    if "start" in request.kinds and not shared:
+        raise AtollError(f"{run} has no shared start; set shared_start.flops_share, such as 0.25")
+
+    def unfinished(job: str) -> bool:
+        return Artifact(run, layout.final(job)).manifest() is None
+
+    needs_start = shared and "experts" in request.kinds and any(unfinished(layout.expert_job(k)) for k in numbers)
+    kinds = (*request.kinds, *(("start",) if needs_start else ()))
+    needs = {"experts": ("start",) if shared else (), "student": ("experts",)}
     last = "shards" if request.prepare_workers > 1 else "prepare"
     commands: dict[Kind, list[tuple[str, int, tuple[str, ...]]]] = {
+        "start": [("start", 0, ("--start",))],
         "experts": [(layout.expert_job(number), number, ("--expert", str(number))) for number in numbers],
         "router": [("router", 0, ("--router",))],
         "monolith": [("monolith", 0, ("--monolith",))],
@@ -110,13 +121,13 @@ def _training(run: Path, config: Config, request: LaunchRequest, *, numbers: Seq
     }
     groups = []
     for kind, jobs in commands.items():
-        own: int | None = getattr(config, kind).total_images if kind in layout.OTHERS else None
+        images = config.total_images("expert" if kind == "experts" else cast(layout.JobKind, kind))
         steps = tuple(
-            Step(name, index, ("train", str(run), *arguments, *request.options), own or config.train.total_images)
+            Step(name, index, ("train", str(run), *arguments, *request.options), images)
             for name, index, arguments in jobs
-            if kind in request.kinds and Artifact(run, layout.final(name)).manifest() is None
+            if kind in kinds and unfinished(name)
         )
-        groups.append(Group(kind, steps, (last, "experts") if kind == "student" else (last,)))
+        groups.append(Group(kind, steps, (last, *needs.get(kind, ()))))
     return groups
 
 

@@ -60,7 +60,7 @@ def _models(run: Path, routings: Sequence[str]) -> list[EvaluatedModel]:
     if possible:
         found += evaluated_models(run, ["experts"], possible)
     found += evaluated_models(run, ["singles"], routings) if len(experts) > 1 else []
-    return found + [EvaluatedModel(run, name) for name in ("monolith", "student") if name in jobs]
+    return found + [EvaluatedModel(run, name) for name in layout.DENSE if name in jobs]
 
 
 def _settings(evaluation: EvaluationResult | None, options: Options) -> Settings:

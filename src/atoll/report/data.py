@@ -38,7 +38,7 @@ class Job:
 
     @property
     def expert(self) -> int | None:
-        """The number of the expert; None for router, monolith and student."""
+        """The number of the expert; None for other jobs."""
         return layout.expert_number(self.name)
 
     @property
@@ -50,7 +50,9 @@ class Job:
     @property
     def title(self) -> str:
         """The name of the job in charts and tables."""
-        return self.name.capitalize() if self.expert is None else f"Expert {self.expert}"
+        if self.expert is not None:
+            return f"Expert {self.expert}"
+        return "Shared start" if self.name == layout.START else self.name.capitalize()
 
     @property
     def objective(self) -> str:

@@ -21,7 +21,8 @@ def title(model: EvaluatedModel) -> str:
         return f"Experts, {escape(model.routing or '')}{note}"
     if model.model.startswith("expert:"):
         return f"Expert {model.model.removeprefix('expert:')} alone"
-    note = {"monolith": "one network, all data", "student": "distilled from the experts"}[model.model]
+    notes = {"monolith": "one network, all data", "student": "distilled from the experts"}
+    note = {**notes, "merged": "average of the experts"}[model.model]
     return f"{term(model.model, model.model.capitalize())}{tag('small', note)}"
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from html import escape
 
+from atoll.core.manifests import training_costs
 from atoll.evaluate.models import EvaluatedModel
 from atoll.evaluate.results import ErrorMatrix, EvaluationResult, RouterMetrics
 from atoll.experts.validation import TIME_BINS, Summary
@@ -15,7 +16,7 @@ from atoll.report.images import title
 # Mean square of the velocity eps - x0 for normalized latents, Var(eps) + Var(x0): the error of predicting zero.
 ZERO_ERROR = 2.0
 TIME_AXIS = "t: 0 is data, 1 is noise"
-DENSE = {"monolith": "var(--ink)", "student": "var(--soft)"}
+DENSE = {"monolith": "var(--ink)", "student": "var(--soft)", "merged": "var(--soft)"}
 
 
 def losses(data: ReportData) -> str:
@@ -172,8 +173,9 @@ def _flops_share(data: ReportData) -> str:
     monolith = data.job("monolith")
     if monolith is None:
         return ""
-    share = monolith.compute.flops / sum(job.compute.flops for job in data.experts)
-    return f"The monolith used {share:.1%} of the training FLOPs of all experts together (without the router). "
+    share = monolith.compute.flops / sum(one.flops for one in training_costs(job.content for job in data.experts))
+    start = "with their shared start, " if data.job("start") else ""
+    return f"The monolith used {share:.1%} of the training FLOPs of all experts together ({start}without the router). "
 
 
 def diagnostics(data: ReportData) -> str:

@@ -76,11 +76,13 @@ def reproduce(data: ReportData, settings: Settings) -> str:
     experts = len(data.experts)
     commands = [
         f"atoll prepare {run}",
+        *([f"atoll train {run} --start"] if data.job("start") else []),
         f"atoll train {run} --expert K      # K = 0 to {experts - 1}, in any order, on any machine",
     ]
     commands += [f"atoll train {run} --router"] if data.job("router") else []
     commands += [f"atoll train {run} --monolith --match-flops {run}"] if data.job("monolith") else []
     commands += [f"atoll train {run} --student"] if data.job("student") else []
+    commands += [f"atoll merge {run}"] if data.job("merged") else []
     commands += [evaluate_command(data.evaluation, run)] if data.evaluation else []
     commands += [f"atoll report {run}"]
     when = (

@@ -6,6 +6,7 @@ GLOSSARY = {
     "router": "A small classifier that predicts which cluster a noisy image comes from.",
     "monolith": "One dense network trained on all clusters: the baseline for the experts.",
     "student": "One dense network, distilled from the trained experts.",
+    "merged": "One dense network whose weights are the average of those of the experts.",
     "cluster": "One part of the training images. Each expert is trained on one cluster.",
     "held-out": "Not used for training.",
     "FID": "Frechet distance between generated and real images in Inception features. Lower is better.",

@@ -29,7 +29,7 @@ SCAN_SECONDS = 2.0
 STOP_SECONDS = 3.0
 # Seconds between two checks for a stop signal while the server waits for the first scan: no noticeable delay.
 POLL_SECONDS = 0.1
-NAMES = ("experts", "monolith", "student")
+NAMES = ("experts", *layout.DENSE)
 Signature = tuple[tuple[str, int], ...]
 """Paths and modification times of the files that make up a model."""
 

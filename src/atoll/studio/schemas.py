@@ -26,7 +26,7 @@ def _integral_float_to_int(value: object) -> object:
 
 JsonInt = Annotated[int, BeforeValidator(_integral_float_to_int)]
 Side = Annotated[JsonInt, Field(ge=1, le=65536)]
-ModelName = Literal["experts", "monolith", "student"]
+ModelName = Literal["experts", "monolith", "student", "merged"]
 
 
 class ApiError(Exception):
@@ -67,7 +67,7 @@ class ImagesRequest(BaseModel):
         None, max_length=MAX_ROUTING_CHARACTERS, description="as in `atoll sample`; null is the default in /v1/run"
     )
     seed: JsonInt = Field(0, ge=0, le=MAX_SEED, description="random seed; the same seed gives the same images")
-    model: ModelName = Field("experts", description="the routed experts, the monolith, or the student")
+    model: ModelName = Field("experts", description="the routed experts, or a dense network")
     expert: JsonInt | None = Field(
         None, ge=0, le=99999, description="use only this expert, by the number of its cluster"
     )

@@ -80,7 +80,7 @@ class JobEstimate(JobCosts):
 
 @dataclass(frozen=True)
 class RunCosts:
-    """The costs of all experts and the router of a run, with the published numbers of its preset."""
+    """The costs of the shared start, all experts and the router of a run, with the published numbers of its preset."""
 
     jobs: list[JobCosts]
     parameters: int
@@ -129,14 +129,15 @@ def estimate(spec: TrainSpec, gpus: int | None = None) -> JobEstimate:
 
 
 def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts:
-    """Count the costs of all experts and the router of a run on GPUs."""
+    """Count the costs of the shared start, all experts and the router of a run on GPUs."""
     config = planned_for_gpus(config)
     specs = [resolve_job(run, config, "expert", expert=number) for number in range(config.clusters.count)]
-    costs = [JobCosts.of(spec, _processes(gpus)) for spec in (*specs, resolve_job(run, config, "router"))]
+    first = [resolve_job(run, config, "start")] if config.shared_start.flops_share else []
+    costs = [JobCosts.of(spec, _processes(gpus)) for spec in (*first, *specs, resolve_job(run, config, "router"))]
     flops = sum(job.flops for job in costs)
     return RunCosts(
         jobs=costs,
-        parameters=sum(job.parameters for job in costs),
+        parameters=sum(job.parameters for job in costs if job.job != layout.START),
         flops=flops,
         gpu_days={name: flops / (rate * UTILIZATION * 86_400) for name, rate in GPUS.items()},
         published=PUBLISHED.get(config.preset or ""),

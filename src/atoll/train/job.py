@@ -1,11 +1,12 @@
 """Train a resolved job and commit its result.
 
-    RUN/experts/003/            (also RUN/router, RUN/monolith, RUN/student)
+    RUN/experts/003/            (also RUN/router, RUN/start, RUN/monolith, RUN/student)
         metrics.jsonl, grids/   metrics and previews
         checkpoints/            for resuming; removed after the result was committed
         final/                  the result: config.json, weights, manifest.json with its declaration
 
-The job of an expert reads the shards of its cluster only, and writes its folder only.
+The job of an expert reads the shards of its cluster only, and the shared start if there is one. It writes its folder
+only.
 """
 
 import json
@@ -33,16 +34,20 @@ from atoll.train.cost import image_cost
 from atoll.train.distill import StudentTask
 from atoll.train.distributed import DistContext, full_tensor, init_distributed
 from atoll.train.loop import Outcome, TrainCallback, train
-from atoll.train.spec import TrainSpec, made_from
+from atoll.train.spec import TrainSpec, made_from, shared_start
 from atoll.train.tasks import Alignment, ExpertTask, RouterTask, Task
 
 
 def build_task(spec: TrainSpec) -> Task:
-    """Open the data and build the network, initialized at random or from `init_from`."""
+    """Open the data and build the network, initialized at random, from `init_from` or from the shared start."""
     torch.manual_seed(spec.settings.seed)
     network: nn.Module = build(spec.network)
     if spec.init_from is not None:
         network.load_state_dict(load_network(spec.init_from).state_dict())
+    if spec.from_start:
+        start = Artifact(spec.run, layout.final(layout.START))
+        start.open(EXPERT, verify=True)
+        network.load_state_dict(load_network(start.folder).state_dict())
     set_checkpointing(network, spec.settings.activation_checkpointing)
     shards, held_out = (Shards.open(spec.run, list(spec.clusters), split) for split in ("train", "held-out"))
     objective = flow.Objective() if spec.objective is None else flow.Objective.of(spec.objective)
@@ -106,6 +111,8 @@ def _commit(
         if losses[other] < losses[name]:
             name, (network, content) = other, candidate
     content = content.model_copy(update={"ema": name, "loss_by_ema": losses if len(losses) > 1 else None})
+    if spec.from_start:
+        content = content.model_copy(update={"start": shared_start(spec.run)})
     others = [other for other in outcome.ema.weights if other != name]
     other_emas = {other: _gathered(outcome.ema.weights[other], keep=context.is_main) for other in others}
 

@@ -20,8 +20,9 @@ from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config import Config
 from atoll.core.config_sections import NetworkChoice, Objective, Train
 from atoll.core.device import compute_dtype, device, dtype_name
+from atoll.core.differences import differences
 from atoll.core.errors import AtollError
-from atoll.core.manifests import EXPERT, SHARDS, ObjectiveSpec, ShardsContent
+from atoll.core.manifests import EXPERT, SHARDS, ObjectiveSpec, ShardsContent, StartSpec, training_costs
 from atoll.core.networks import (
     CLASS_NAME,
     DEFAULT_NAME,
@@ -79,6 +80,8 @@ class TrainSpec:
     network: NetworkConfig
     init_from: str | None
     """Folder of the network with the initial weights; None for random initialization."""
+    from_start: bool
+    """Whether the initial weights are those of the shared start."""
     objective: ObjectiveSpec | None
     """None for a router and a student."""
     settings: Train
@@ -113,8 +116,10 @@ def resolve_job(
         choice, key = config.student.network, "student.network"
     elif kind == "router":
         choice, key = config.router.network, "router.network"
-    if kind == "monolith":
+    if kind in ("start", "monolith", "merged"):
         objective_choice = config.experts["default"]
+    if kind == "start" and not config.shared_start.flops_share:
+        raise AtollError("this run has no shared start; set shared_start.flops_share, such as 0.25")
     init_from = None if kind == "router" else config.init_from(expert)
 
     data = _read_data(run, clusters)
@@ -129,13 +134,17 @@ def resolve_job(
         network = _fitted_network("DiT", choice, needed, key=key)
     _check_network(network, config, data, classes=needed.get("num_classes", 0), key=key)
 
+    from_start = kind == "expert" and config.shared_start.flops_share > 0
+    if from_start:
+        _check_start(run, network, job)
     settings = job_settings(config, kind)
     if settings.optimizer == "muon" and not image_cost(network, shapes).muon_flops:
         raise AtollError(
             f"{key}: muon trains the matrices of transformer blocks, and a {network.class_name} has none; set "
             "train.optimizer: adamw"
         )
-    align = _alignment(config, settings, data, network=network, side=shapes.latents[-1])
+    # The burn-in of experts with a shared start is in the start.
+    align = None if from_start else _alignment(config, settings, data, network=network, side=shapes.latents[-1])
     images = settings.total_images
     if match_flops is not None:
         flops: float = image_cost(network, shapes).training_flops(settings)
@@ -155,8 +164,9 @@ def resolve_job(
         data=data,
         conditioning=conditioning,
         network=network,
-        init_from=init_from,
-        objective=_objective(objective_choice, shapes) if kind in ("expert", "monolith") else None,
+        init_from=None if from_start else init_from,
+        from_start=from_start,
+        objective=None if kind in ("router", "student") else _objective(objective_choice, shapes),
         settings=Train.model_validate({**settings.model_dump(), "total_images": steps * settings.batch_size}),
         align=align,
         teacher_block=config.student.block,
@@ -198,7 +208,18 @@ def made_from(spec: TrainSpec) -> Inputs:
         "train": {key: value for key, value in settings.items() if key not in _NO_EFFECT},
         "init_from": spec.init_from,
         **({"teachers": teachers(spec.run, spec.clusters)} if spec.kind == "student" else {}),
+        **({"start": shared_start(spec.run).manifest} if spec.from_start else {}),
     }
+
+
+def shared_start(run: Path) -> StartSpec:
+    """Return the finished shared start of a run."""
+    artifact = Artifact(run, layout.final(layout.START))
+    if artifact.manifest() is None:
+        raise AtollError(f"{run} has no finished shared start, which experts begin with: atoll train {run} --start")
+    compute = artifact.read(EXPERT).compute
+    assert compute is not None
+    return StartSpec(manifest=artifact.open(EXPERT).digest, compute=compute)
 
 
 def teachers(run: Path, clusters: tuple[int, ...]) -> list[str]:
@@ -207,13 +228,12 @@ def teachers(run: Path, clusters: tuple[int, ...]) -> list[str]:
 
 
 def expert_flops(run: Path) -> int:
-    """Return the training FLOPs of all finished experts of a run."""
+    """Return the training FLOPs of all finished experts of a run, and of their shared start."""
     finals = [Artifact(run, layout.final(job)) for job in layout.jobs(run) if layout.is_expert(job)]
-    found = [final.read(EXPERT).compute for final in finals if final.manifest() is not None]
-    spent = [compute.flops for compute in found if compute is not None]
+    spent = training_costs(final.read(EXPERT) for final in finals if final.manifest() is not None)
     if not spent:
         raise AtollError(f"{run} has no finished expert to match the FLOPs of; train the experts first")
-    return sum(spent)
+    return sum(one.flops for one in spent)
 
 
 def _read_data(run: Path, clusters: tuple[int, ...]) -> PreparedData | None:
@@ -229,8 +249,10 @@ def _read_data(run: Path, clusters: tuple[int, ...]) -> PreparedData | None:
 
 def job_settings(config: Config, kind: layout.JobKind) -> Train:
     """Return the `train` section, overridden by the section of the job, with the precision of this machine for auto."""
-    own = {"router": config.router, "monolith": config.monolith, "student": config.student}.get(kind)
+    sections = {"router": config.router, "monolith": config.monolith, "student": config.student}
+    own = {**sections, "start": config.shared_start}.get(kind)
     changes = own.model_dump(include=set(Train.model_fields) - {"conditioning"}, exclude_none=True) if own else {}
+    changes["total_images"] = config.total_images(kind)
     if kind == "router":
         changes["activation_checkpointing"] = False  # the router is small
     if kind in ("router", "student"):
@@ -330,6 +352,14 @@ def _initial_network(folder: str, needed: NeededFields) -> NetworkConfig:
         if key in given and given[key] != needed.get(key, 0):
             raise AtollError(f"{file}: {key} is {given[key]}, but the data of this run needs {needed.get(key, 0)}")
     return network
+
+
+def _check_start(run: Path, network: NetworkConfig, job: str) -> None:
+    """Raise an error if the shared start is trained and has another network than an expert."""
+    artifact = Artifact(run, layout.final(layout.START))
+    if artifact.manifest() is not None and (found := artifact.read(EXPERT).network) != network:
+        changes = "; ".join(differences(found.to_dict(), network.to_dict()))
+        raise AtollError(f"{job} has another network than the shared start it begins with: {changes}")
 
 
 def _check_network(

@@ -15,7 +15,11 @@ const MAX_SEEDS = 6; // columns that fit on a desktop screen
 const EXAMPLES = 5;
 const INTRO = "Rows are routings and models, columns are seeds. All images of a column start from the same noise.";
 const NO_MODEL = "No model of this run is trained yet.";
-const DENSE = { monolith: "one network trained on all data", student: "one network distilled from the experts" };
+const DENSE = {
+  monolith: "one network trained on all data",
+  student: "one network distilled from the experts",
+  merged: "one network, the average of the experts",
+};
 
 /** A variant is a routing of the experts, or a dense model. */
 export class CompareView {
