@@ -432,14 +432,19 @@ def test_bfloat16_and_activation_checkpointing_give_similar_losses(change: dict,
     assert {tensor.dtype for tensor in load_network(other / "experts/000/final").parameters()} == {torch.float32}
 
 
-def test_previews_are_saved_and_do_not_change_training(new_run: Copy) -> None:
-    plain, drawn = new_run("plain"), new_run("drawn", train={"sample_every": 80, "sample_count": 4})
+def test_previews_and_validations_are_saved_and_do_not_change_training(new_run: Copy) -> None:
+    plain = new_run("plain")
+    drawn = new_run("drawn", train={"sample_every": 80, "sample_count": 4, "validate_every": 80})
     for run in (plain, drawn):
         assert finish(run, "--expert", "2") == 0
     grids = sorted((drawn / "experts/002/grids").iterdir())
     assert [path.stem for path in grids] == [f"{n:012d}" for n in (80, 160)]
     assert Image.open(grids[0]).size == (64, 64)
     assert_same_weights(plain / "experts/002/final", drawn / "experts/002/final")
+    errors = {line["images"]: line.get("held_out_loss") for line in metrics(drawn, "experts/002")}
+    assert [images for images, error in errors.items() if error is not None] == [80, 160]
+    final = Artifact(drawn, "experts/002/final").read(EXPERT)
+    assert errors[160] == pytest.approx(final.held_out_loss, rel=1e-6), "all held-out images, the same noise"
 
 
 def test_a_dry_run_prints_the_costs_and_trains_nothing(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:

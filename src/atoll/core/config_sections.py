@@ -203,6 +203,9 @@ class Train(Section):
     save_every: int = Field(50_000, ge=1, description="images between two checkpoints")
     keep_last: int = Field(2, ge=1, description="number of checkpoints to keep")
     log_every: int = Field(2_000, ge=1, description="images between two lines of metrics.jsonl")
+    validate_every: int = Field(
+        0, ge=0, description="images between two validations of the first EMA, logged as held_out_loss; 0 disables them"
+    )
     sample_every: int = Field(100_000, ge=0, description="images between two sample grids; 0 disables them")
     sample_count: int = Field(16, ge=0, description="images per sample grid")
     sample_guidance_scale: float = Field(

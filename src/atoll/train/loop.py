@@ -37,7 +37,7 @@ from atoll.train.ema import EMA
 from atoll.train.inputs import copy_ahead
 from atoll.train.metrics_logger import MetricsLogger
 from atoll.train.muon import Muon, muon_dtype
-from atoll.train.previews import save_preview
+from atoll.train.previews import held_out_loss, save_preview
 from atoll.train.tasks import Task
 
 REQUEUE = 75
@@ -146,8 +146,10 @@ def train(
             # failed, the next one raises its error on all processes.
             stopped = context.any_rank(saver.poll() or bool(stop) or stop_requested)
             done = images >= settings.total_images
-            if done or stopped or alignment_ends or due(images, settings.log_every, settings.batch_size):
-                logger.write(images // settings.batch_size, lr, check.read())
+            validated = settings.validate_every and (done or due(images, settings.validate_every, settings.batch_size))
+            if done or stopped or alignment_ends or validated or due(images, settings.log_every, settings.batch_size):
+                error = held_out_loss(task, state.ema) if validated else None
+                logger.write(images // settings.batch_size, lr, check.read(), held_out_loss=error)
             if settings.sample_every and (done or due(images, settings.sample_every, settings.batch_size)):
                 with autocast:
                     save_preview(task, state.ema, logger, settings=settings)

@@ -90,8 +90,8 @@ class MetricsLogger:
         if self.context.is_main:
             self._bar.update(batch_size)
 
-    def write(self, step: int, lr: float, gradient: float) -> None:
-        """Write one line: means since the last line, overall and by time."""
+    def write(self, step: int, lr: float, gradient: float, *, held_out_loss: float | None = None) -> None:
+        """Write one line: means since the last line, overall and by time, and the validation if there was one."""
         assert self._sums is not None
         sums = self.context.all_reduce(self._sums).cpu()
         self._sums = None
@@ -104,6 +104,8 @@ class MetricsLogger:
         metrics = {name: (row.sum() / counts.sum()).item() for name, row in zip(self._names, sums, strict=False)}
         line: dict[str, float] = {"images": self.done, "step": step, **metrics, "lr": lr, "gradient_norm": gradient}
         line |= {"images_per_second": rate, "seconds": self.seconds, "total": self.total}
+        if held_out_loss is not None:
+            line["held_out_loss"] = held_out_loss
         for track in self._trackers:
             track({key: float(value) for key, value in line.items()}, self.done)
         bins: dict[str, list[float | None]] = {}
