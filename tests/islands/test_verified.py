@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 import atoll
 from atoll import cli
 from atoll.core import config
-from atoll.core.artifacts import Artifact, VerifiedFiles
+from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, PIPELINE, ROUTER
 from atoll.core.trust import Snapshot, parse_signed
+from atoll.core.verified_files import VerifiedFiles
 from atoll.islands.owners import push
 from atoll.islands.pull import pull
 from atoll.islands.store import Store
@@ -101,8 +102,13 @@ def test_a_changed_network_of_a_pulled_model_is_refused(pulled: Path, whole: Pub
             file.write_text(json.dumps(value))
     model = "experts" if job in ("router", "experts/000") else job
     reason = "SHA-256 differs" if how == "weights" else "signed snapshot|is an artifact of kind"
+    sampler = None
     with pytest.raises(AtollError, match=reason):
-        atoll.load(pulled, model)
+        sampler = atoll.load(pulled, model)
+        for reference in sampler.ensemble.references:
+            reference.open()
+    # Weights of experts are checked when they are read; everything else before the model is returned.
+    assert (sampler is not None) == (how == "weights" and job != "router")
 
 
 def test_weights_that_change_after_the_check_are_refused(pulled: Path) -> None:

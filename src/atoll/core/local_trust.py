@@ -10,10 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Content, Kind, Manifest, VerifiedFiles, to_json
+from atoll.core.artifacts import Artifact, Content, Kind, Manifest, to_json
 from atoll.core.errors import AtollError
 from atoll.core.signing import config_folder
 from atoll.core.trust import MAX_BYTES, Root, Signed, Snapshot, Trust
+from atoll.core.verified_files import VerifiedFiles
 
 
 def files_below(run: Path, folder: str) -> dict[str, bytes]:
@@ -37,10 +38,11 @@ def open_network(artifact: Artifact, kind: Kind[Any], *, verify: bool = False) -
     """Return the manifest of a finished network, and how to read its files if they must be verified.
 
     In a local copy of a shared run, the network must be the one that the run's newest snapshot lists. One that was
-    trained here (it has metrics) and that no snapshot lists yet needs no signature.
+    trained here (it has metrics) and that no snapshot lists yet needs no signature. Its manifest is checked here, and
+    every file when it is read; `verify` checks all files here too.
     """
     trust = local_trust(artifact.run)
-    manifest = artifact.open(kind, verify=verify or trust is not None)
+    manifest = artifact.open(kind, verify=verify)
     if trust is not None:
         job = artifact.name.removesuffix(layout.final(""))
         signed = local_snapshot(artifact.run, trust)
