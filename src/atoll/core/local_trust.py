@@ -4,6 +4,7 @@ A local run that was never shared has no root, and needs no signatures.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,13 @@ def files_below(run: Path, folder: str) -> dict[str, bytes]:
 def local_trust(run: Path) -> Trust | None:
     """Return the root of a local copy of a shared run; None if the run was never shared."""
     files = files_below(run, layout.ROOTS)
-    return Trust.of(files, None, str(run)) if files else None
+    return _verified_chain(tuple(files.items()), str(run)) if files else None
+
+
+# The result depends on the bytes alone, and a model with many networks asks for it once per network.
+@lru_cache(maxsize=4)
+def _verified_chain(files: tuple[tuple[str, bytes], ...], source: str) -> Trust:
+    return Trust.of(dict(files), None, source)
 
 
 def local_snapshot(run: Path, trust: Trust) -> Signed[Snapshot] | None:

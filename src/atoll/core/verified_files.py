@@ -8,7 +8,6 @@ of the memory. A thread hashes one part while the next one is read.
 import hashlib
 import mmap
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 
 from atoll.core.artifacts import Artifact, Manifest
@@ -30,7 +29,10 @@ class VerifiedFiles:
         entry = self.manifest.files.get(file)
         if entry is None:
             raise AtollError(f"{self.artifact.folder} has no file {file} in its manifest")
-        data, digest = _private_memory(entry.size), hashlib.sha256()
+        # An anonymous mapping takes two thirds of the time of a bytearray. Huge pages would take a third, but four times
+        # as long as soon as the memory of the machine is fragmented.
+        data = memoryview(mmap.mmap(-1, entry.size, access=mmap.ACCESS_COPY) if entry.size else bytearray())
+        digest = hashlib.sha256()
         with self.artifact.path(file).open("rb", buffering=0) as stream, ThreadPoolExecutor(1) as pool:
             position = 0
             while count := stream.readinto(data[position : position + _PART]):
@@ -40,13 +42,3 @@ class VerifiedFiles:
         if not complete or digest.hexdigest() != entry.sha256:
             raise AtollError(f"{self.artifact.path(file)} does not match the manifest: its SHA-256 differs")
         return data
-
-
-def _private_memory(size: int) -> memoryview:
-    """Return memory for a file, in huge pages if there are any: the system then fills it four times as fast."""
-    if size < _PART or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return memoryview(bytearray(size))
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
