@@ -1,9 +1,9 @@
 """Compare opening a signed copy of a shared run of eight experts with opening the same run without signatures.
 
-Each opening is a process of its own, the two sides in turn. An opening is `atoll.load`, every network in memory, and one
-pass over the weights, because unsigned files are memory-mapped and would not be read otherwise. The time of hashing the
-weights is measured in the process of the signed side and subtracted. A second core hides the time of reading behind that
-of hashing; the processor time of all threads shows both.
+Each opening is a process of its own, the two sides in turn. An opening is `atoll.load`, every network in memory, and
+one pass over the weights, because unsigned files are memory-mapped and would not be read otherwise. The time of hashing
+the weights is measured in the process of the signed side and subtracted. A second core hides the time of reading behind
+that of hashing; the processor time of all threads shows both.
 """
 
 import hashlib
