@@ -4,16 +4,18 @@ A local run that was never shared has no root, and needs no signatures.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Content, Kind, Manifest, VerifiedFiles, to_json
+from atoll.core.artifacts import Artifact, Content, Kind, Manifest, to_json
 from atoll.core.errors import AtollError
 from atoll.core.signing import config_folder
 from atoll.core.trust import MAX_BYTES, Root, Signed, Snapshot, Trust
+from atoll.core.verified_files import VerifiedFiles
 
 
 def files_below(run: Path, folder: str) -> dict[str, bytes]:
@@ -25,7 +27,13 @@ def files_below(run: Path, folder: str) -> dict[str, bytes]:
 def local_trust(run: Path) -> Trust | None:
     """Return the root of a local copy of a shared run; None if the run was never shared."""
     files = files_below(run, layout.ROOTS)
-    return Trust.of(files, None, str(run)) if files else None
+    return _verified_chain(tuple(files.items()), str(run)) if files else None
+
+
+# The result depends on the bytes alone, and a model with many networks asks for it once per network.
+@lru_cache(maxsize=4)
+def _verified_chain(files: tuple[tuple[str, bytes], ...], source: str) -> Trust:
+    return Trust.of(dict(files), None, source)
 
 
 def local_snapshot(run: Path, trust: Trust) -> Signed[Snapshot] | None:
@@ -37,10 +45,11 @@ def open_network(artifact: Artifact, kind: Kind[Any], *, verify: bool = False) -
     """Return the manifest of a finished network, and how to read its files if they must be verified.
 
     In a local copy of a shared run, the network must be the one that the run's newest snapshot lists. One that was
-    trained here (it has metrics) and that no snapshot lists yet needs no signature.
+    trained here (it has metrics) and that no snapshot lists yet needs no signature. Its manifest is checked here, and
+    every file when it is read; `verify` checks all files here too.
     """
     trust = local_trust(artifact.run)
-    manifest = artifact.open(kind, verify=verify or trust is not None)
+    manifest = artifact.open(kind, verify=verify)
     if trust is not None:
         job = artifact.name.removesuffix(layout.final(""))
         signed = local_snapshot(artifact.run, trust)

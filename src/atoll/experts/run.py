@@ -7,10 +7,11 @@ from safetensors.torch import load_file
 
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest, VerifiedFiles
+from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.local_trust import open_network
 from atoll.core.manifests import EXPERT, ROUTER
+from atoll.core.verified_files import VerifiedFiles
 from atoll.data.encoders import Encoders
 from atoll.experts.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, ExpertReference

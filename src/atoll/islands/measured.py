@@ -17,10 +17,11 @@ from torch.nn import functional
 
 from atoll import flow
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest, VerifiedFiles
+from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.manifests import EXPERT, ROUTER, ExpertContent
 from atoll.core.trust import Policy
 from atoll.core.untrusted import Refused
+from atoll.core.verified_files import VerifiedFiles
 from atoll.data.dataset import Shards
 from atoll.experts.density import DENSITY_FILE, Density, fit_density
 from atoll.experts.expert import DeviceOptions, OpenExpert, open_expert, open_router
