@@ -31,6 +31,7 @@ from atoll.core.trust import (
     parse_signed,
 )
 from atoll.core.untrusted import Refused, strict_json
+from atoll.islands.lease_records import Record
 from atoll.islands.shared_settings import MAX_BYTES as MAX_SETTINGS
 from atoll.islands.shared_settings import read_shared, shared_part
 from atoll.islands.store import Store
@@ -123,6 +124,18 @@ class RemoteRun:
         if signature.version > self.trust.current.version:
             self.refresh()
         return self.trust.verify(signature, role, slot, digest=digest)
+
+    def may_take(self, key: str | None, record: Record) -> bool:
+        """Return whether a key may take a lease that is not free: its own, or any as an owner or admitter.
+
+        Anybody may take that of a contribution that was withdrawn.
+        """
+        own = key is not None and key == record.key
+        return own or self.may_admit(key) or record.manifest in self.trust.current.withdrawn
+
+    def may_admit(self, key: str | None) -> bool:
+        """Return whether a key is that of an admitter or owner."""
+        return key is not None and self.trust.current.admits(key)
 
     def refresh(self) -> None:
         """Read versions of the root that were published since the run was opened."""
