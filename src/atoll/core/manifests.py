@@ -98,7 +98,7 @@ class LatentSpec(Content):
     """The autoencoder of the latents, and their shape (channels, height, width)."""
 
     autoencoder: str
-    """Name of the autoencoder."""
+    """Name of the autoencoder; `local` for a folder, since manifests are shared."""
     weights: str | None = None
     """SHA-256 of the autoencoder's files; None for pixels."""
     resolution: Positive | None = None
@@ -111,7 +111,9 @@ class TextSpec(Content):
     """The text encoder, and the shapes of its output."""
 
     encoder: str
+    """Name of the text encoder; `local` for a folder."""
     weights: str | None = None
+    """SHA-256 of the text encoder's files."""
     max_tokens: Positive
     dimensions: Positive
     pooled: Positive | None = None
@@ -123,7 +125,7 @@ class DataSpec(Content):
     labels: tuple[str, ...]
     """Names of the classes."""
     source: str
-    """The setting `data.source`."""
+    """Kind of the source, such as `folder`."""
     fingerprint: str
     """Hash of the names, sizes and metadata of the source."""
     latents: LatentSpec

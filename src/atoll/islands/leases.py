@@ -2,8 +2,8 @@
 
     leases/experts/003/000017       holder, state, progress, last published checkpoint
 
-How it works. An *epoch* is the number of a record. The last record of the chain (`lease_records`) is the current one. To
-acquire, renew or end a lease, a worker creates the key of the next epoch. The store guarantees that exactly one of
+How it works. An *epoch* is the number of a record. The last record of the chain (`lease_records`) is the current one.
+To acquire, renew or end a lease, a worker creates the key of the next epoch. The store guarantees that exactly one of
 several concurrent creates succeeds (`Store.create`), so each epoch has exactly one author.
 
 Takeover. A record in state `held` expires when it is older than its `duration` plus `MARGIN`. Any worker may then make
