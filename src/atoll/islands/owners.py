@@ -31,7 +31,7 @@ from atoll.core.trust import (
 from atoll.core.untrusted import Refused
 from atoll.data.hub import public_name
 from atoll.islands.admission import Contribution, check_behavior, check_declaration, check_files, check_new
-from atoll.islands.remote_run import RemoteRun, read_all
+from atoll.islands.remote_run import RemoteRun, read_all, without_root
 from atoll.islands.shared_settings import not_shared, shared_part
 from atoll.islands.store import Store
 from atoll.islands.transfer import upload
@@ -177,7 +177,9 @@ def _check_store(store: Store, run: Path, trust: Trust) -> None:
     """Raise an error if the store holds another run, or a later version of this one."""
     files = read_all(store, layout.ROOTS)
     if not files and store.entry(CONFIG_FILE):
-        # RemoteRun.open explains stores of earlier versions; an interrupted push is finished.
+        if store.entry(layout.OLD_POLICY):
+            raise AtollError(without_root(store))
+        # An interrupted push is finished.
         if store.read(CONFIG_FILE) != shared_part(configuration.load(run)):
             raise AtollError(f"{store.url}/{CONFIG_FILE} exists and differs from {run / CONFIG_FILE}; use another URL")
     elif files:
