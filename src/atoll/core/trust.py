@@ -308,7 +308,7 @@ class Trust:
         """Return the chain of `last` and all valid versions after it; None if `last` is not valid."""
         if not _may_follow(last.content, None) or missing_signatures(last.content, None, last.signatures):
             return None
-        roots = (last.content,)
+        roots: tuple[Root, ...] = (last.content,)
         while True:
             valid = {
                 one.content.digest: one.content
