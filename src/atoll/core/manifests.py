@@ -115,8 +115,11 @@ class TextSpec(Content):
     weights: str | None = None
     """SHA-256 of the text encoder's files."""
     max_tokens: Positive
+    """Number of tokens to which a caption is truncated."""
     dimensions: Positive
+    """Width of the token states."""
     pooled: Positive | None = None
+    """Width of the pooled vector."""
 
 
 class DataSpec(Content):

@@ -265,7 +265,7 @@ class Trust:
                 f"{source} has no valid root{wanted}{why}; compare the URL with the one of the run's owner"
             )
         if len(chains) > 1:
-            raise AtollError(f"{source} has the roots {_names(chains)}; choose one with #sha256=… or --trust")
+            raise AtollError(f"{source} has several roots ({_names(chains)}); choose one with #sha256=… or --trust")
         if chains[0].forked:
             next_version = chains[0].current.version + 1
             raise AtollError(f"the owners signed two different roots of version {next_version}; ask them")
