@@ -102,17 +102,18 @@ def test_no_object_of_a_store_has_a_path_or_a_name_of_the_machine(
     assert leaks(store, private) == []
 
     assert SHARDS.parse(Artifact(run, "data/shards/cluster_000").open(SHARDS), run).latents.autoencoder == "local"
-    assert len(atoll.load(run, "expert:0")(["a circle"], steps=2)) == 1, "the owner's settings have the folders"
+    assert atoll.load(run, "expert:0").encoders.text_encoder() is not None, "the owner's settings have the folders"
     model = tmp_path / "model"
     assert cli.main(["pull", url, str(model)]) == 0
     with pytest.raises(AtollError, match=r"text.encoder of this run is a folder of its owner's machine; get a copy"):
-        atoll.load(model, "expert:1")(["a circle"], steps=2)
+        atoll.load(model, "expert:1").encoders.text_encoder()
     values = yaml.safe_load((model / "atoll.yaml").read_text())
     values["latents"]["autoencoder"] = configuration.load(run).latents.autoencoder
     values["text"]["encoder"] = f"./{SECRET}-text"
     (model / "atoll.yaml").write_text(yaml.safe_dump(values))
     assert cli.main(["pull", url, str(model)]) == 0, "the shared settings are the same"
-    assert len(atoll.load(model, "expert:1")(["a circle"], steps=2)) == 1
+    encoders = atoll.load(model, "expert:1").encoders
+    assert None not in (encoders.text_encoder(), encoders.autoencoder())
 
 
 @pytest.mark.slow
