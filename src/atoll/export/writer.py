@@ -20,6 +20,7 @@ from atoll.core.errors import AtollError
 from atoll.core.local_trust import copy_trust, open_network
 from atoll.core.manifests import EXPERT, PIPELINE, ROUTER, ExpertContent, NetworkContent, PipelineContent, RouterContent
 from atoll.core.progress import progress
+from atoll.data.hub import public_name
 from atoll.data.stages.latents import Codec
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.loading import load
@@ -78,15 +79,9 @@ def _public(job: str, manifest: Manifest) -> NetworkContent:
     """Return the content of a network's manifest for publication, without paths of this machine."""
     kind: Kind[Any] = ROUTER if job == layout.ROUTER else EXPERT
     content: NetworkContent = kind.parse(manifest, job)
-    latents = content.latents.model_copy(update={"autoencoder": _name(content.latents.autoencoder)})
-    text = content.text and content.text.model_copy(update={"encoder": _name(content.text.encoder)})
+    latents = content.latents.model_copy(update={"autoencoder": public_name(content.latents.autoencoder)})
+    text = content.text and content.text.model_copy(update={"encoder": public_name(content.text.encoder)})
     return content.model_copy(update={"latents": latents, "text": text, "manifest": manifest.digest})
-
-
-def _name(model: str) -> str:
-    """Return the name of a pretrained model; of a local folder only its last part."""
-    folder = Path(model)
-    return folder.name if folder.expanduser().is_dir() else model
 
 
 def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]) -> None:

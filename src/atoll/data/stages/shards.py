@@ -29,6 +29,7 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, LATENTS, SHARDS, TEXT, LatentSpec, ShardsContent, TextSpec
 from atoll.core.progress import progress
 from atoll.data.chunks import Worker
+from atoll.data.hub import public_name
 from atoll.data.stages import clusters, latents, text
 from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index
@@ -149,7 +150,7 @@ class _Writer:
             source=self.index.manifest.made_from["source"],
             fingerprint=self.index.manifest.made_from["fingerprint"],
             latents=LatentSpec(
-                autoencoder=made_from["autoencoder"],
+                autoencoder=public_name(made_from["autoencoder"]),
                 weights=made_from["weights"],
                 resolution=made_from["resolution"],
                 shape=measured.shape,
@@ -162,7 +163,7 @@ class _Writer:
         encoded = Artifact(self.run, layout.TEXT)
         made_from, shapes = encoded.open(TEXT).made_from, encoded.read(TEXT)
         return TextSpec(
-            encoder=made_from["encoder"],
+            encoder=public_name(made_from["encoder"]),
             weights=made_from["weights"],
             **shapes.model_dump(exclude={"rows", "precision"}),
         )
