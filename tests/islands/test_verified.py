@@ -86,6 +86,7 @@ def rehash(artifact: Artifact) -> None:
     artifact.commit(dict(manifest.content))
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("job", ["experts/000", "router", "monolith", "student"])
 @pytest.mark.parametrize("how", ["weights", "manifest", "neighbor", "no snapshot", "old snapshot"])
 def test_a_changed_network_of_a_pulled_model_is_refused(pulled: Path, whole: Published, job: str, how: str) -> None:
@@ -111,6 +112,7 @@ def test_a_changed_network_of_a_pulled_model_is_refused(pulled: Path, whole: Pub
         atoll.load(pulled, model)
 
 
+@pytest.mark.hostile
 def test_weights_that_change_after_the_check_are_refused(pulled: Path) -> None:
     """Somebody replaces the file between opening the model and reading the weights."""
     sampler = atoll.load(pulled, "experts")
@@ -138,6 +140,7 @@ def test_verified_files_return_only_the_bytes_of_the_manifest(pulled: Path, file
             files.read(unlisted)
 
 
+@pytest.mark.hostile
 def test_an_expert_that_the_cache_reloads_is_checked_again(pulled: Path) -> None:
     sampler = atoll.load(pulled, max_loaded_experts=1)
     cache = sampler.ensemble.cache
@@ -149,6 +152,7 @@ def test_an_expert_that_the_cache_reloads_is_checked_again(pulled: Path) -> None
     assert cache.get(2) is not None
 
 
+@pytest.mark.hostile
 def test_teachers_of_a_student_are_checked(pulled: Path, whole: Published) -> None:
     """A student is distilled only from experts of the snapshot."""
     shutil.copytree(whole.run / "data", pulled / "data")
@@ -160,6 +164,7 @@ def test_teachers_of_a_student_are_checked(pulled: Path, whole: Published) -> No
     assert not (pulled / "student/final").exists()
 
 
+@pytest.mark.hostile
 def test_a_refused_router_does_not_stay_on_disk(whole: Published, tmp_path: Path) -> None:
     store = Store.open(f"memory://{tmp_path.name}")
     whole.copy(store)
