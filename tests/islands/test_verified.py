@@ -200,7 +200,13 @@ def export_once(pulled_once: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def test_an_export_carries_root_and_snapshot(export_once: Path, whole: Published) -> None:
+def test_an_export_carries_root_and_snapshot(
+    export_once: Path, whole: Published, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["trust", str(export_once)]) == 0
+    shown = capsys.readouterr().out
+    assert cli.main(["trust", str(whole.run)]) == 0
+    assert shown == capsys.readouterr().out
     (file,) = (export_once / "snapshot").iterdir()
     content = parse_signed(Snapshot, file.read_bytes(), "it").content
     declared = json.loads((export_once / "expert_1/declaration.json").read_text())
