@@ -43,7 +43,7 @@ IMAGES = 128
 """Held-out images of each cluster for measurements with the admitter's seed: 1,280 rows, an error of 3 to 9 %."""
 UNTRAINED = 0.999
 """An expert's loss must be below this part of that of an untrained network, on equal rows. 8 steps of 8 images reach
-0.98 with velocities and 0.998 with DDPM. Noise of 1e-4 on untrained weights gives 1.0000."""
+0.98 with velocities and 0.998 with DDPM. Untrained weights with noise of 1e-4 have more (a test)."""
 BAND = 1.1
 """Largest loss in each band, relative to that of an untrained network. Honest experts, trained for 8 to 250 steps, have
 at most 1.000 in bands of six images, and 1.006 on single rows."""
