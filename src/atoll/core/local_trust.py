@@ -14,7 +14,7 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Content, Kind, Manifest, to_json
 from atoll.core.errors import AtollError
 from atoll.core.signing import config_folder
-from atoll.core.trust import MAX_BYTES, Root, Signed, Snapshot, Trust
+from atoll.core.trust import MAX_BYTES, Network, Root, Signed, Snapshot, Trust
 from atoll.core.verified_files import VerifiedFiles
 
 
@@ -82,28 +82,34 @@ def save_snapshot(run: Path, signed: Signed[Snapshot]) -> None:
     Artifact(run, ".").write(layout.snapshot(*signed.content.order), signed.to_json())
 
 
-def copy_trust(run: Path, target: Artifact) -> None:
-    """Write the root and the newest snapshot of a shared run into an export, which then states its origin."""
+def copy_trust(run: Path, target: Artifact, networks: Mapping[str, str]) -> bool:
+    """Write the root and the newest snapshot of a shared run into an export, which then states its origin.
+
+    Return whether that was done: not if one of the networks (digests of manifests by job) is not published.
+    """
     trust = local_trust(run)
     signed = local_snapshot(run, trust) if trust else None
-    if signed is not None:
-        for name, data in files_below(run, layout.ROOTS).items():
-            target.write(f"{layout.ROOTS}/{Path(name).name}", data)
-        target.write(layout.snapshot(*signed.content.order), signed.to_json())
+    if trust is None or signed is None:
+        return False
+    usable = trust.usable(signed.content)
+    if any(job not in usable or usable[job].manifest != digest for job, digest in networks.items()):
+        return False
+    for name, data in files_below(run, layout.ROOTS).items():
+        target.write(f"{layout.ROOTS}/{Path(name).name}", data)
+    target.write(layout.snapshot(*signed.content.order), signed.to_json())
+    return True
 
 
-def check_origin(folder: Path, networks: Mapping[str, str | None]) -> None:
-    """Check that an export, if it carries a snapshot, consists of its networks: digests of manifests by job."""
-    trust = local_trust(folder)
+def signed_network(export: Path, job: str) -> Network | None:
+    """Return what the snapshot in an export lists for a network; None if the export carries no root."""
+    trust = local_trust(export)
     if trust is None:
-        return
-    signed = local_snapshot(folder, trust)
+        return None
+    signed = local_snapshot(export, trust)
     listed = trust.usable(signed.content) if signed else {}
-    for job, digest in networks.items():
-        if job not in listed or listed[job].manifest != digest:
-            raise AtollError(
-                f"{folder}: {job} is not the one of the signed snapshot in this export; copy or export it again"
-            )
+    if job not in listed:
+        raise AtollError(f"{export}: the signed snapshot in this export does not list {job}; copy or export it again")
+    return listed[job]
 
 
 class Seen(Content):

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -94,6 +94,19 @@ def sha256(file: str | Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the SHA-256 of names, dtypes, shapes and values of tensors, sorted by name.
+
+    It does not depend on the layout of a file. So it identifies weights that were stored in another layout and read
+    back.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def check_fit(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
