@@ -192,13 +192,13 @@ POISONS: dict[str, tuple[Callable[[Tensor, Tensor, bool], Tensor], str]] = {
     "a bin": (at(0.7, 0.8, 1.0), "at times from 0.7 to 0.8"),
     "the other direction at the end": (lambda v, t, _: torch.where(t < 0.1, -v, v), "at times from 0.0 to 0.1"),
     "infinite at the start": (lambda v, t, _: torch.where(t == 1, torch.inf, v), "at time 1 is inf"),
-    "not a number at the end": (lambda v, t, _: torch.where(t < 0.1, torch.nan, v), "on the shards of this run is nan"),
+    "not a number at the end": (lambda v, t, _: torch.where(t < 0.1, torch.nan, v), "at times from 0.0 to 0.1 is nan"),
     "null": (lambda v, _, null: v + noise_like(v) if null else v, "with the null condition"),
     "null at the start": (lambda v, t, null: v + 2 * noise_like(v) * (null and t == 1), "at time 1 .* with the null"),
     "null at the end": (lambda v, t, null: v + 2 * null * (t < 0.1), "to 0.1 .* with the null condition"),
     "null of the other sign": (lambda v, _, null: -v if null else v, "with the null condition"),
     "null that is not a number": (lambda v, _, null: v + torch.nan if null else v, "with the null condition"),
-    "condition of the other sign": (lambda v, _, null: v if null else -v, "an untrained network of its kind has"),
+    "condition of the other sign": (lambda v, _, null: v if null else -v, "with its condition; at most"),
     "large outputs": (lambda v, _t, _n: 8 * v, "an untrained network|allowed there|as large as the data"),
     "constant": (lambda v, _t, _n: v + 1, "an untrained network|allowed there|as large as the data"),
 }
@@ -215,7 +215,7 @@ def test_outputs_that_are_wrong_in_one_place_are_refused(name: str, reference: P
     poison, reason = POISONS[name]
     poisoned = Poisoned(expert.declaration, expert.network, expert.dtype, expert.change, poison)
     with pytest.raises(Refused, match=reason):
-        check_expert(poisoned, held_out, policy=Policy())
+        check_expert(poisoned, held_out)
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -224,7 +224,7 @@ def test_honest_experts_pass_with_any_seed(number: int, reference: Path, monkeyp
     expert, held_out = opened_expert(reference, number)
     for seed in range(4):
         monkeypatch.setattr("atoll.islands.measured.secrets.randbelow", lambda _, seed=seed: 10_007 * seed)
-        check_expert(expert, held_out, policy=Policy())
+        check_expert(expert, held_out)
 
 
 class Perfect(nn.Module):
@@ -247,7 +247,7 @@ def test_outputs_of_the_wrong_size_are_refused(factor: float, passes: bool, refe
     with (
         nullcontext() if passes else pytest.raises(Refused, match=r"times as large|an untrained network|allowed there")
     ):
-        check_expert(scaled, held_out, policy=Policy())
+        check_expert(scaled, held_out)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -259,10 +259,10 @@ def test_clusters_with_few_held_out_images_are_measured(
     for number in range(3):
         expert, held_out = opened_expert(reference, number)
         monkeypatch.setattr(Shards, "cluster_ranges", lambda _, number=number: {0: range(number, number + count)})
-        check_expert(expert, held_out, policy=Policy())
+        check_expert(expert, held_out)
         poisoned = Poisoned(expert.declaration, expert.network, expert.dtype, expert.change, poison)
         with pytest.raises(Refused, match="at time 1"):
-            check_expert(poisoned, held_out, policy=Policy())
+            check_expert(poisoned, held_out)
         monkeypatch.undo()
 
 

@@ -5,7 +5,8 @@ its own, and everywhere that sampling looks: with the condition, with the null c
 the solver. The reference is a network of the same kind that was never trained, on the same noised images. The error of
 an expert is compared with its error in *bands*: ten bins of the time, and each single time of a solver with a random
 number of steps, of which the first is t = 1. An expert that is wrong only at some times is so found. A mean over all
-times would hide it.
+times would hide it. These images are training images: an expert that memorizes a small cluster is honest, but worse
+than an untrained network on held-out images. The limit of the policy is for held-out images.
 
 An expert must also differ from the other networks of the run, and its density must be the one that its shards give. A
 loss cannot find everything: see "What is not protected" in docs/explanation/trust.md.
@@ -13,7 +14,7 @@ loss cannot find everything: see "What is not protected" in docs/explanation/tru
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,8 +47,9 @@ UNTRAINED = 0.999
 """An expert's loss must be below this part of that of an untrained network, on equal rows. 8 steps of 8 images reach
 0.98 with velocities and 0.998 with DDPM. Untrained weights with noise of 1e-4 have more (a test)."""
 BAND = 1.1
-"""Largest loss in each band, relative to that of an untrained network. Honest experts, trained for 8 to 250 steps, have
-at most 1.000 in bands of six images, and 1.006 on single rows."""
+"""Largest loss in each band, relative to that of an untrained network or, if that is larger, of a velocity of zero. The
+velocity experts of `atoll demo` have at most 0.95, with the null condition. Its DDPM expert has 1.31 of the untrained
+network near t = 0, where its objective hardly trains, but 0.73 of a velocity of zero."""
 SCALE, SCALE_TOLERANCE = 0.6, 0.05
 """Limit on the factor of an expert's output that would make its loss smallest. A perfect expert has 1, and one whose
 outputs are twice as large has 0.5. Honest experts have 0.9 or more. Untrained DDPM networks can have less, so an expert
@@ -61,10 +63,11 @@ MAX_RMS = 5.0
 have at most 2.1."""
 COPY_IMAGES = 16
 """Images on which two networks are compared, in every bin of the time."""
-COPY = 0.05
+COPY = 0.02
 """Two networks whose outputs differ by less than this part of what training changed (mean squares) are copies. Experts
-of different clusters that start from equal weights have 0.16 or more, even after 8 steps. Copies with noise of 1 % of
-each tensor's standard deviation have at most 0.002, with 5 % at most 0.03."""
+of different clusters that start from equal weights have 0.16 or more, even after 8 steps. In `atoll demo` two experts
+have 0.42 or more, and an expert and the monolith 0.26. Copies with noise of 1 % of each tensor's standard deviation
+have at most 0.002, with 5 % at most 0.03."""
 DENSITY_TOLERANCE = 1e-3
 """Relative difference of densities. Float32 and other processors give 1e-6."""
 
@@ -84,15 +87,10 @@ def check_measured(artifact: Artifact, manifest: Manifest, data: list[Artifact],
         expert = open_expert(expert_of_artifact(artifact, manifest, files), held_out.statistics, DeviceOptions())
         if len(held_out):
             _check_claim(expert, content, held_out, seed=_claimed_seed(manifest))
-        check_expert(expert, _probes(data), policy=policy)
+            _check_limit(expert, held_out, policy)
+        check_expert(expert, Shards(data, "train"))
     if DENSITY_FILE in manifest.files:
         _check_density(artifact.path(DENSITY_FILE), Shards(data, "train"))
-
-
-def _probes(data: list[Artifact]) -> Shards:
-    """Return the held-out images, or the training images of a cluster that is too small to have held-out ones."""
-    held_out = Shards(data, "held-out")
-    return held_out if len(held_out) else Shards(data, "train")
 
 
 def _check_claim(expert: OpenExpert, content: ExpertContent, held_out: Shards, *, seed: int) -> None:
@@ -103,24 +101,35 @@ def _check_claim(expert: OpenExpert, content: ExpertContent, held_out: Shards, *
         raise Refused(f"it claims a held-out loss of {claim}; measured here: {loss:.4g}")
 
 
+def _check_limit(expert: OpenExpert, held_out: Shards, policy: Policy) -> None:
+    """Compare the loss with the limit of the policy, with a seed of our own."""
+    if (limit := policy.max_held_out_loss) is None:
+        return
+    seed = secrets.randbelow(1 << 31)
+    loss = validate(expert.velocity, held_out, seed=seed, conditioning=expert.conditioning, limit=IMAGES).mean
+    if loss is None or not loss <= limit:
+        raise Refused(f"its held-out loss on the shards of this run is {loss:.4g}; the limit is {limit}")
+
+
 @torch.no_grad()
-def check_expert(expert: OpenExpert, images: Shards, *, policy: Policy) -> None:
+def check_expert(expert: OpenExpert, images: Shards) -> None:
     """Measure an expert with a seed of our own: with the condition, with the null condition, and guided."""
-    seed, limit = secrets.randbelow(1 << 31), policy.max_held_out_loss
-    fields = {"with its condition": _Field(expert), "untrained": _Field(_untrained(expert, seed))}
+    seed = secrets.randbelow(1 << 31)
+    fields: dict[str, _VelocityField] = {
+        "with its condition": _Field(expert), "untrained": _Field(_untrained(expert, seed)), "zero": _zero_velocity,
+    }  # fmt: skip
     if expert.conditioning:
         fields["with the null condition"] = _Field(expert, null=True)
     found = _measure(fields, images, seed=seed)
-    given, untrained = found["with its condition"].mean, found.pop("untrained")
-    if not math.isfinite(given) or (limit is not None and given > limit):
-        raise Refused(f"its held-out loss on the shards of this run is {given:.4g}; the limit is {limit}")
-    if given >= UNTRAINED * untrained.mean:
-        raise Refused(f"its held-out loss is {given:.4g}; an untrained network of its kind has {untrained.mean:.4g}")
+    given, untrained, zero = found["with its condition"].mean, found.pop("untrained"), found.pop("zero")
     for how, errors in found.items():
         for band, (where, error) in errors.bands.items():
-            most = BAND * untrained.bands[band][1]
+            most = BAND * max(untrained.bands[band][1], zero.bands[band][1])
             if not error <= most:
                 raise Refused(f"its loss {where} is {error:.4g} {how}; at most {most:.4g} is allowed there")
+    if not given < UNTRAINED * untrained.mean:
+        raise Refused(f"its loss is {given:.4g}; an untrained network of its kind has {untrained.mean:.4g}")
+    for how, errors in found.items():
         if not errors.scale >= min(SCALE, untrained.scale - SCALE_TOLERANCE):
             raise Refused(f"its outputs {how} are {1 / errors.scale:.3g} times as large as the data demands")
     _check_guided(expert, images, seed=seed)
@@ -133,6 +142,14 @@ def _untrained(expert: OpenExpert, seed: int) -> OpenExpert:
         torch.manual_seed(seed)
         network = build(expert.declaration.network).eval()
     return OpenExpert(expert.declaration, network, expert.dtype, expert.change)
+
+
+_VelocityField = Callable[[Tensor, Tensor, Batch], Tensor]
+
+
+def _zero_velocity(x: Tensor, t: Tensor, batch: Batch) -> Tensor:
+    del t, batch
+    return torch.zeros_like(x)
 
 
 @dataclass(frozen=True)
@@ -160,7 +177,7 @@ class _Errors:
 
 
 @full_float32()
-def _measure(fields: Mapping[str, _Field], images: Shards, *, seed: int) -> dict[str, _Errors]:
+def _measure(fields: Mapping[str, _VelocityField], images: Shards, *, seed: int) -> dict[str, _Errors]:
     """Return the errors of velocity fields on equal rows."""
     where, rows = {}, {name: [] for name in fields}  # type: ignore[var-annotated]
     for band, description, batch, noised in _noised_images(images, seed):
@@ -235,7 +252,9 @@ def check_copy(expert: OpenExpert, other: OpenExpert, data: list[Artifact]) -> N
     compared with what training changed: mean |v_a - v_b|^2 / mean |v_a - v_untrained|^2. Outputs do not depend on the
     order of neurons or on factors between layers, by which somebody could disguise a copy.
     """
-    seed, images = secrets.randbelow(1 << 31), _probes(data)
+    seed, held_out = secrets.randbelow(1 << 31), Shards(data, "held-out")
+    # Two networks that were trained on an image agree on it, so held-out images distinguish them better.
+    images = held_out if len(held_out) else Shards(data, "train")
     fields = _Field(expert), _Field(other), _Field(_untrained(expert, seed))
     between = changed = 0.0
     for part in ValidationSet(images, seed, COPY_IMAGES).batches(torch.device("cpu")):
