@@ -272,8 +272,7 @@ def small_settings(source: Path) -> list[str]:
     sections["features"] |= {"model": "efficientnet-lite0"}
     sections["clusters"] = {"count": 2}
     sections["text"] |= {"encoder": "minilm"}
-    # Fewer images would leave experts so close to untrained networks that admission refuses them.
-    sections["train"] |= {"total_images": 160, "precision": "float32"}
+    sections["train"] |= {"total_images": 64, "precision": "float32"}
     sections["router"] |= {"total_images": 64}
     return [
         word

@@ -275,6 +275,7 @@ def configured(source: Path) -> Config:
     return resolve({"data": values}, source="test")
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("kind", ["links", "bombs", "tars"])
 def test_prepare_lists_attacks_as_rejects_and_continues(kind: str, tmp_path: Path) -> None:
     write = {"links": hostile.folder_of_links, "bombs": hostile.folder_of_bombs, "tars": hostile.tars}[kind]

@@ -95,6 +95,7 @@ def test_a_hostile_contribution_is_refused(
     assert not list(tmp_path.glob("*escaped*"))
 
 
+@pytest.mark.hostile
 def test_a_run_with_a_refused_expert_samples_with_the_others(reference: Path, offer: Offer, tmp_path: Path) -> None:
     """Two valid experts are pulled, a hostile third one is refused, and the model samples with two."""
     run = tmp_path / "run"

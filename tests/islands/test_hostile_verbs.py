@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ from islands.shared import key_file, person, publishers, remote, share
 from islands.test_records import GOOD
 from train.conftest import Copy
 
+pytestmark = pytest.mark.hostile
+PLACES = ["file", pytest.param("s3", marks=pytest.mark.slow)]
+"""For `place`: the quick tests play the attack on files, the slow ones on an S3 server, too."""
 JOB = "experts/001"
 DONE = {"experts/000": "fetched", "experts/001": "missing", "experts/002": "missing"}
 Verb = Callable[..., tuple[int, str]]
@@ -288,19 +292,13 @@ def check_honest_work(place: Store, verb: Verb, tmp_path: Path) -> None:
     assert not lease.lost
 
 
+@pytest.mark.parametrize("place", PLACES, indirect=True)
 @pytest.mark.parametrize("name", CREATED)
-def test_objects_of_strangers_stop_nobody(name: str, published: Published, verb: Verb, tmp_path: Path) -> None:
-    place = Store.open(tmp_path / "store")
-    published.copy(place)
+def test_objects_of_strangers_stop_nobody(
+    name: str, place: Store, published: Published, verb: Verb, tmp_path: Path
+) -> None:
     create(place, name)
-    fingerprint = published.fingerprint
-    if "root of a stranger" in name:  # two runs in one store: only the fingerprint decides
-        assert verb("status", place, "--unsigned", trusted=False)[0] == (2 if name == "root of a stranger" else 0)
-    if name == "root of a stranger":
-        verdicts = pull(remote(place, tmp_path / "m", trust=fingerprint), tmp_path / "m")
-        assert verdicts == DONE
-    else:
-        check_honest_work(place, verb, tmp_path)
+    check_honest_work(place, verb, tmp_path)
 
 
 def test_objects_of_many_strangers_stop_nobody_on_s3(
@@ -308,13 +306,45 @@ def test_objects_of_many_strangers_stop_nobody_on_s3(
 ) -> None:
     place = Store.open(bucket)
     published.copy(place)
+    time.sleep(1.1)  # S3 has times of whole seconds, and with --unsigned the oldest root is used
     taken: set[str] = set()
     for name, (key, _) in CREATED.items():
-        if key not in taken and name != "root of a stranger":
+        if key not in taken:
             create(place, name)
             taken.add(key)
     assert len(taken) > 25
     check_honest_work(place, verb, tmp_path)
+
+
+def forked_root(place: Store, published: Published) -> str:
+    """Mallory's own root, with two different next versions."""
+    made = [stranger_root(place, 1)]
+    first = parse_signed(Root, made[0], "it").content
+    for threshold_name in ("a", "b"):
+        owners = {threshold_name: person("mallory").public}
+        content = first.model_copy(update={"version": 2, "previous": first.digest, "owners": owners})
+        made.append(Signed(content, (person("mallory").sign(content.statement()),)).to_json())
+    for number, data in enumerate(made):
+        assert place.create(f"root/00000{min(number + 1, 2)}-{str(number) * 64}.json", data)
+    return first.digest
+
+
+@pytest.mark.parametrize("name", ["pull", "status", "join", "admit"])
+def test_a_second_root_stops_nobody(name: str, place: Store, published: Published, verb: Verb, tmp_path: Path) -> None:
+    """With a fingerprint it is ignored. With --unsigned, the root that the store has had for longer is used."""
+    if place.path is None:
+        time.sleep(1.1)  # S3 has times of whole seconds
+    other = forked_root(place, published)
+    options = (*VERBS[name](tmp_path), *(("--expert", "0") if name == "join" else ()))  # expert 0 is done
+    assert verb(name, place, *options)[0] == 0
+    code, output = verb(name, place, *options, "--unsigned", trusted=False)
+    assert code == 0
+    if name in ("status", "pull"):
+        assert f"has the roots {published.fingerprint}, {other}" in output or (tmp_path / "p").exists()
+    code, output = verb("status", place, "--unsigned", trusted=False)
+    assert f"has the roots {published.fingerprint}, {other}. The first is the oldest and is used" in output
+    code, output = verb("status", place, "--trust", other, trusted=False)
+    assert (code, "the owners signed two different roots of version 2" in output) == (2, True)
 
 
 def test_status_shows_why_a_record_is_ignored(place: Store, verb: Verb) -> None:
@@ -330,16 +360,22 @@ def test_status_shows_why_a_record_is_ignored(place: Store, verb: Verb) -> None:
 # Contributors and roles
 
 
-@pytest.mark.parametrize("job", ["router", "start", "monolith", "student", "merged", "experts/002"])
-@pytest.mark.parametrize("who", ["ann", "bob", "mallory", "eve"])
+OWNERS_ONLY = [
+    (job, who)
+    for job in ("router", "start", "monolith", "student", "merged")
+    for who in ("ann", "bob", "mallory", "eve")
+]
+FOREIGN = [*OWNERS_ONLY, ("experts/001", "bob"), ("experts/002", "mallory"), ("experts/002", "eve")]
+"""Slots, and people who must not publish them."""
+
+
+@pytest.mark.parametrize("place", PLACES, indirect=True)
+@pytest.mark.parametrize(("job", "who"), FOREIGN)
 def test_only_owners_publish_router_monolith_and_student(
-    job: str, who: str, published: Published, tmp_path: Path
+    job: str, who: str, place: Store, published: Published, tmp_path: Path
 ) -> None:
     """An admitter lists a network that a contributor signed for a slot that is not theirs."""
-    if job == "experts/002" and who in ("ann", "bob"):
-        return  # they may
-    store = Store.open(f"memory://{tmp_path.name}{who}")
-    published.copy(store)
+    store = place
     name = f"{job}/final"
     artifact = Artifact(published.run, "experts/000/final")
     manifest = artifact.open(EXPERT)
@@ -423,7 +459,7 @@ def test_a_run_without_its_fingerprint_is_refused(name: str, place: Store, verb:
 
 
 @pytest.mark.parametrize("name", VERBS)
-@pytest.mark.parametrize("old", ["policy", "no policy", "format 2"])
+@pytest.mark.parametrize("old", ["policy", "shards", "format 2"])
 def test_runs_of_earlier_versions_are_refused_with_what_to_do(
     name: str, old: str, published: Published, verb: Verb, tmp_path: Path
 ) -> None:
@@ -431,13 +467,20 @@ def test_runs_of_earlier_versions_are_refused_with_what_to_do(
     store.write("atoll.yaml", published.objects["atoll.yaml"])
     if old == "policy":
         store.write("policy.json", b"{}")
+    if old == "shards":  # a run without a policy has its shards in the store
+        for key, data in published.objects.items():
+            if key.startswith("data/shards/cluster_000/"):
+                store.write(key, data)
     if old == "format 2":
         for key, data in published.objects.items():
             if key.startswith("root/"):
                 store.write(key, data.replace(b'"format": 1', b'"format": 2'))
+    if name == "status" and old != "format 2":
+        # A folder without a root is a local run: it is shown, and nothing is taken from it.
+        code, output = verb(name, store, trusted=False)
+        assert (code, "done" in output) == (0, False)
+        return
     for options in ((), ("--unsigned",)):
-        if name == "status" and old != "format 2":
-            continue  # a folder without a root is a local run: it is shown, and nothing is taken from it
         code, output = verb(name, store, *VERBS[name](tmp_path), *options, trusted=old == "format 2" and not options)
         assert code == 2
         if old == "format 2":
@@ -445,6 +488,47 @@ def test_runs_of_earlier_versions_are_refused_with_what_to_do(
             assert "format: Input should be 1" in output
         else:
             assert "earlier version of Atoll, without a signed root; its owner shares it again" in output
+
+
+@pytest.mark.parametrize("old", ["policy", "other settings"])
+def test_an_old_shared_run_is_not_pushed_over(
+    old: str, published: Published, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store, run = Store.open(tmp_path / "store"), tmp_path / "run"
+    shutil.copytree(published.run, run, ignore=shutil.ignore_patterns("root", "snapshot"))
+    settings = published.objects["atoll.yaml"]
+    store.write("atoll.yaml", settings if old == "policy" else settings + b"island: {}\n")
+    if old == "policy":
+        store.write("policy.json", b"{}")
+    before = state_of(store)
+    assert cli.main(["push", str(run), store.url, "--key", str(key_file("owner", tmp_path))]) == 2
+    assert "another URL" in capfd.readouterr().err
+    assert state_of(store) == before
+    assert cli.main(["trust", f"file://{tmp_path}/store"]) == 2
+    assert "earlier version of Atoll, without a signed root; its owner shares it again" in capfd.readouterr().err
+
+
+def test_a_local_copy_of_an_earlier_version_is_refused(
+    published: Published, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It has a policy and no root: its signatures are not checked any more, so it is not loaded as if it was local."""
+    run, key = tmp_path / "run", ("--key", str(key_file("owner", tmp_path)))
+    shutil.copytree(published.run, run, ignore=shutil.ignore_patterns("root", "snapshot"))
+    assert atoll.load(run, "expert:0") is not None, "without a policy it is a local run"
+    (run / "policy.json").write_text("{}")
+    with pytest.raises(AtollError, match="earlier version of Atoll, whose signatures are no longer read"):
+        atoll.load(run, "expert:0")
+    verbs = [
+        ("export", str(run), str(tmp_path / "export"), "--model", "expert:0"),
+        ("push", str(run), str(tmp_path / "store"), *key),
+        ("trust", str(run)),
+        ("trust", str(run), "renew", *key),
+    ]
+    for verb_and_options in verbs:
+        assert cli.main(list(verb_and_options)) == 2, verb_and_options
+        assert "is that of an earlier version of Atoll" in capfd.readouterr().err, verb_and_options
+    assert not (tmp_path / "export").exists()
+    assert not (run / "root").exists()
 
 
 def test_a_root_that_was_seen_cannot_be_removed(place: Store, published: Published, verb: Verb, tmp_path: Path) -> None:

@@ -1,28 +1,39 @@
 """Networks that behave badly where sampling looks: each is refused with a reason."""
 
 import json
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load, load_file, save
+from torch import Tensor, nn
 
-from atoll.core.artifacts import Manifest
-from atoll.core.manifests import EXPERT
+from atoll.core.artifacts import Artifact, Kind, Manifest
+from atoll.core.manifests import EXPERT, SHARDS
 from atoll.core.networks import read_network
-from atoll.core.trust import Network
+from atoll.core.trust import Network, Policy
 from atoll.core.untrusted import Refused
 from atoll.data.dataset import Shards
 from atoll.experts.density import DENSITY_FILE, Density
-from atoll.experts.expert import Declaration, OpenExpert
+from atoll.experts.expert import Declaration, DeviceOptions, OpenExpert, open_expert
+from atoll.experts.run import expert_of_run
 from atoll.experts.validation import validate
-from atoll.islands.admission import review, weights_digest
-from atoll.islands.measured import difference
+from atoll.islands.admission import review
+from atoll.islands.admit import admit
+from atoll.islands.leases import Lease
+from atoll.islands.measured import check_expert, check_measured, difference
 from atoll.islands.remote_run import RemoteRun
-from atoll.nets import build
+from atoll.islands.store import Store
+from atoll.nets import Condition, PreparedCondition, build
+from atoll.nets.io import weights_digest
+from islands.conftest import Published
 from islands.hostile_files import NAME, WEIGHTS, Offer, header, split
-from islands.shared import person
+from islands.shared import person, remote
 
 JOB = "experts/001"
 
@@ -148,6 +159,204 @@ def test_a_loss_that_only_the_seed_of_the_contributor_gives_is_refused(
         review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine", measure=True)
 
 
+# Outputs that are wrong only where somebody looks
+
+
+@dataclass(frozen=True, eq=False)
+class Poisoned(OpenExpert):
+    """An expert that a function changes: it gets the output, the time, and whether the condition is null."""
+
+    poison: Callable[[Tensor, Tensor, bool], Tensor] = lambda v, _t, _null: v
+
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
+        v = super().velocity(x, t, condition)
+        null = isinstance(condition, Condition) and condition.dropped is not None and bool(condition.dropped.all())
+        return self.poison(v, t.view(-1, 1, 1, 1), null)
+
+
+def noise_like(v: Tensor) -> Tensor:
+    return torch.randn(v.shape, generator=torch.Generator().manual_seed(len(v)))
+
+
+def at(start: float, end: float, size: float = 2.0) -> Callable[[Tensor, Tensor, bool], Tensor]:
+    """Add noise at some times."""
+    return lambda v, t, _: v + size * noise_like(v) * ((t >= start) & (t <= end))
+
+
+POISONS: dict[str, tuple[Callable[[Tensor, Tensor, bool], Tensor], str]] = {
+    "the start": (at(0.99, 1), "at time 1 is|at times from 0.9 to 1.0"),
+    "exactly the start": (at(1, 1), "at time 1 is"),
+    "the end": (at(0, 0.1), "at times from 0.0 to 0.1"),
+    "the first half of the end": (at(0, 0.05), "at times from 0.0 to 0.1|at time 0.0"),
+    "the middle": (at(0.45, 0.55), "at times from 0.[45]"),
+    "a bin": (at(0.7, 0.8, 1.0), "at times from 0.7 to 0.8"),
+    "the other direction at the end": (lambda v, t, _: torch.where(t < 0.1, -v, v), "at times from 0.0 to 0.1"),
+    "infinite at the start": (lambda v, t, _: torch.where(t == 1, torch.inf, v), "at time 1 is inf"),
+    "not a number at the end": (lambda v, t, _: torch.where(t < 0.1, torch.nan, v), "at times from 0.0 to 0.1 is nan"),
+    "null": (lambda v, _, null: v + noise_like(v) if null else v, "with the null condition"),
+    "null at the start": (lambda v, t, null: v + 2 * noise_like(v) * (null and t == 1), "at time 1 .* with the null"),
+    "null at the end": (lambda v, t, null: v + 2 * null * (t < 0.1), "to 0.1 .* with the null condition"),
+    "null of the other sign": (lambda v, _, null: -v if null else v, "with the null condition"),
+    "null that is not a number": (lambda v, _, null: v + torch.nan if null else v, "with the null condition"),
+    "condition of the other sign": (lambda v, _, null: v if null else -v, "with its condition; at most"),
+    "large outputs": (lambda v, _t, _n: 8 * v, "an untrained network|allowed there|as large as the data"),
+    "constant": (lambda v, _t, _n: v + 1, "an untrained network|allowed there|as large as the data"),
+}
+
+
+def opened_expert(run: Path, number: int) -> tuple[OpenExpert, Shards]:
+    held_out = Shards.open(run, [number], "held-out")
+    return open_expert(expert_of_run(run, f"experts/{number:03d}"), held_out.statistics, DeviceOptions()), held_out
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_outputs_that_are_wrong_in_one_place_are_refused(name: str, reference: Path) -> None:
+    expert, held_out = opened_expert(reference, 1)
+    poison, reason = POISONS[name]
+    poisoned = Poisoned(expert.declaration, expert.network, expert.dtype, expert.change, poison)
+    with pytest.raises(Refused, match=reason):
+        check_expert(poisoned, held_out)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_honest_experts_pass_with_any_seed(number: int, reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were trained for 20 steps."""
+    expert, held_out = opened_expert(reference, number)
+    for seed in range(4):
+        monkeypatch.setattr("atoll.islands.measured.secrets.randbelow", lambda _, seed=seed: 10_007 * seed)
+        check_expert(expert, held_out)
+
+
+class Perfect(nn.Module):
+    """The best velocity field for Gaussian data of mean zero and variance one, times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor, timestep: Tensor, _: object) -> Tensor:
+        t = (timestep / 1000).view(-1, 1, 1, 1)
+        return self.factor * x * (2 * t - 1) / (t**2 + (1 - t) ** 2)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(0.5, True), (1.0, True), (1.4, True), (1.9, False), (3.0, False)])
+def test_outputs_of_the_wrong_size_are_refused(factor: float, passes: bool, reference: Path) -> None:
+    """A mean square error alone would accept a good expert whose outputs are almost doubled."""
+    expert, held_out = opened_expert(reference, 1)
+    scaled = OpenExpert(expert.declaration, Perfect(factor), expert.dtype, expert.change)
+    with (
+        nullcontext() if passes else pytest.raises(Refused, match=r"times as large|an untrained network|allowed there")
+    ):
+        check_expert(scaled, held_out)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_clusters_with_few_held_out_images_are_measured(
+    count: int, reference: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Honest experts pass on one image, whichever it is, and others are refused."""
+    poison = POISONS["null at the start"][0]
+    for number in range(3):
+        expert, held_out = opened_expert(reference, number)
+        monkeypatch.setattr(Shards, "cluster_ranges", lambda _, number=number: {0: range(number, number + count)})
+        check_expert(expert, held_out)
+        poisoned = Poisoned(expert.declaration, expert.network, expert.dtype, expert.change, poison)
+        with pytest.raises(Refused, match="at time 1"):
+            check_expert(poisoned, held_out)
+        monkeypatch.undo()
+
+
+def test_without_held_out_images_the_training_images_serve(reference: Path, offer: Offer, tmp_path: Path) -> None:
+    shards, expert = Artifact(tmp_path, "data/shards/cluster_001"), Artifact(tmp_path, NAME)
+    for artifact in (shards, expert):
+        shutil.copytree(reference / artifact.name, artifact.folder)
+    for file in shards.folder.glob("held-out-*"):
+        file.unlink()
+    recommit(shards, SHARDS)
+    check_measured(expert, expert.open(EXPERT), [shards], policy=Policy())
+    with pytest.raises(Refused, match="has no held-out images to check the limit 9"):
+        check_measured(expert, expert.open(EXPERT), [shards], policy=Policy(max_held_out_loss=9))
+    untrained(offer)
+    expert.path(WEIGHTS).write_bytes(offer.files[WEIGHTS])
+    recommit(expert, EXPERT)
+    with pytest.raises(Refused, match=UNTRAINED):
+        check_measured(expert, expert.open(EXPERT), [shards], policy=Policy())
+
+
+def recommit(artifact: Artifact, kind: Kind[Any]) -> None:
+    """Write the manifest again, for the files that are there."""
+    manifest = artifact.manifest()
+    assert manifest is not None
+    artifact.path("manifest.json").unlink()
+    artifact.begin(kind, manifest.made_from)
+    artifact.commit(dict(manifest.content))
+
+
+# Copies
+
+
+def noisy(amount: float) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Add noise, relative to the standard deviation of each tensor."""
+    generator = torch.Generator().manual_seed(0)
+
+    def apply(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: part + amount * part.std(correction=0) * torch.randn(part.shape, generator=generator)
+            for name, part in state.items()
+        }
+
+    return apply
+
+
+def permuted(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Another order of the hidden neurons of every MLP: the same function with other weights."""
+    state = dict(state)
+    for name in [name for name in state if name.endswith("mlp.inner.weight")]:
+        stem = name.removesuffix("inner.weight")
+        order = torch.randperm(len(state[name]), generator=torch.Generator().manual_seed(0))
+        for part in (name, f"{stem}inner.bias"):
+            state[part] = state[part][order]
+        state[f"{stem}outer.weight"] = state[f"{stem}outer.weight"][:, order]
+    return state
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("change", [noisy(1e-3), noisy(1e-2), noisy(5e-2), permuted], ids=["0.1%", "1%", "5%", "order"])
+def test_admit_refuses_a_copy_of_another_expert(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], published: Published, reference: Path, offer: Offer,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Ann copies the published expert 0 and proposes it as her expert 1."""
+    store = Store.open(tmp_path / "store")
+    published.copy(store)
+    copied = change(load_file(published.run / "experts/000/final" / WEIGHTS))
+    offer.files[WEIGHTS] = save({name: part.contiguous() for name, part in copied.items()})
+    claim_honestly(offer, reference)
+    ann = remote(store, by="ann")
+    propose(ann, offer)
+    verdict = admit(remote(store, by="owner"), tmp_path / "check")[JOB]
+    assert verdict == "its outputs are those of experts/000, up to noise"
+    assert JOB not in remote(store).networks()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_honest_experts_are_no_copies(damaged: bool, published: Published, offer: Offer, tmp_path: Path) -> None:
+    """They started from the same weights. A damaged network in the store stops nobody."""
+    store = Store.open(tmp_path / "store")
+    published.copy(store)
+    if damaged:
+        weights = max(store.entries("experts/000/final/sha256"), key=lambda entry: entry.size)
+        store.write(weights.key, bytes(weights.size))
+    propose(remote(store, by="ann"), offer)
+    assert admit(remote(store, by="owner"), tmp_path / "check") == {JOB: "admitted"}
+
+
+def propose(ann: RemoteRun, offer: Offer) -> None:
+    lease = Lease.acquire(ann.store, JOB, 60, authority=ann)
+    assert lease is not None
+    lease.end("proposed", manifest=offer.put(ann))
+
+
 def reordered(data: bytes) -> bytes:
     return save(dict(reversed(load(data).items())), {"by": "mallory"})
 
@@ -170,8 +379,7 @@ def test_copies_and_withdrawn_weights_are_refused(
     disguise: Callable[[bytes], bytes], where: str, opened: RemoteRun, offer: Offer, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    (tmp_path / "w.safetensors").write_bytes(offer.files[WEIGHTS])
-    digest = weights_digest(tmp_path / "w.safetensors")
+    digest = weights_digest(sorted(offer.tensors().items()))
     offer.files[WEIGHTS] = disguise(offer.files[WEIGHTS])
     reason = f"a copy of those of {where}"
     if where == "withdrawn":
@@ -200,13 +408,11 @@ def test_densities_are_equal_up_to_rotations(reference: Path) -> None:
     assert difference(rotated, density) > 0.1
 
 
-def test_the_digest_of_weights_depends_on_every_tensor(offer: Offer, tmp_path: Path) -> None:
-    file = tmp_path / "w.safetensors"
+def test_the_digest_of_weights_depends_on_every_tensor(offer: Offer) -> None:
     digests = set()
     for name in ["", *list(offer.tensors())[:20]]:
         tensors = offer.tensors()
         if name:
             tensors[name] = tensors[name] + 1
-        file.write_bytes(save(tensors))
-        digests.add(weights_digest(file))
+        digests.add(weights_digest(sorted(tensors.items())))
     assert len(digests) == 21

@@ -1,15 +1,19 @@
 """Holders without progress, and slow ones: who may take over, and who may not."""
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atoll.islands import lease_records
+from atoll.islands.lease_records import key_of
 from atoll.islands.leases import Lease, LeaseLost
 from atoll.islands.remote_run import Access
 from atoll.islands.store import Store
 from atoll.islands.worker import Worker, open_worker, public_reason
+from islands.conftest import Published
 from islands.shared import lease_of, person, remote
 
 JOB = "experts/001"
@@ -29,10 +33,27 @@ def held(shared: Store, **changes: Any) -> Lease:
     return lease
 
 
+@pytest.fixture
+def on_disk(pushed: dict[str, bytes], tmp_path: Path) -> Store:
+    """A shared run in a folder, where a test can set the times of records."""
+    store = Store.open(tmp_path / "store")
+    for name, data in pushed.items():
+        store.write(name, data)
+    return store
+
+
+def set_age(store: Store, epoch: int, seconds: float) -> None:
+    """Let the store have a record since some seconds."""
+    assert store.path is not None
+    then = time.time() - seconds
+    os.utime(store.path / key_of(JOB, epoch), (then, then))
+
+
+@pytest.mark.parametrize("declared", [0.0, 0.001, 1.0, 1e9])
 @pytest.mark.parametrize(
     ("rate", "images", "published", "taken"),
     [
-        (2.0, 100, 100, True),  # half of the time: 450 s instead of 900 s
+        (2.1, 100, 100, True),  # half of the time: 450 s instead of 900 s
         (1.9, 100, 100, False),
         (10.0, 100, 0, True),
         (2.0, 100, 0, False),  # it would repeat 100 images
@@ -41,10 +62,12 @@ def held(shared: Store, **changes: Any) -> Lease:
     ],
 )
 def test_a_much_faster_worker_takes_over_from_the_last_checkpoint(
-    shared: Store, tmp_path: Path, rate: float, images: int, published: int, taken: bool
+    on_disk: Store, tmp_path: Path, rate: float, images: int, published: int, taken: bool, declared: float
 ) -> None:
-    slow = held(shared, images=images, published=published, total=1000, rate=1.0)
-    lease, unfinished = worker(shared, tmp_path, rate)._acquire_any(1)
+    """The store shows 100 images in 100 seconds, or 1,000 in 1,000, whatever rate the holder declares."""
+    slow = held(on_disk, images=images, published=published, total=1000, rate=declared)
+    set_age(on_disk, 0, max(images, 1))
+    lease, unfinished = worker(on_disk, tmp_path, rate)._acquire_any(1)
     assert unfinished
     assert (lease is not None) is taken
     if lease is not None:
@@ -53,12 +76,41 @@ def test_a_much_faster_worker_takes_over_from_the_last_checkpoint(
             slow.renew()
     else:
         slow.renew()
-        assert lease_of(shared, JOB).record.holder == "slow"
+        assert lease_of(on_disk, JOB).record.holder == "slow"
 
 
-def test_a_lease_under_review_is_not_taken_by_a_fast_worker(shared: Store, tmp_path: Path) -> None:
-    held(shared, images=1, published=1, total=1000, rate=1.0, manifest="1" * 64)
-    assert worker(shared, tmp_path, 1e6)._acquire_any(1)[0] is None
+def test_the_speed_of_a_holder_is_not_measured_over_few_seconds(on_disk: Store, tmp_path: Path) -> None:
+    """Stores round times to seconds, so two records close to each other show no speed."""
+    held(on_disk, images=1, published=1, total=1000, rate=0.001)
+    set_age(on_disk, 0, lease_records.MIN_MEASURED - 1)
+    assert lease_of(on_disk, JOB).rate == 0
+    assert worker(on_disk, tmp_path, 1e6)._acquire_any(1)[0] is None
+    set_age(on_disk, 0, lease_records.MIN_MEASURED + 1)
+    assert lease_of(on_disk, JOB).rate == pytest.approx(1 / (lease_records.MIN_MEASURED + 1), rel=0.01)
+    assert worker(on_disk, tmp_path, 1e6)._acquire_any(1)[0] is not None
+
+
+@pytest.mark.parametrize(("who", "taken"), [("bob", False), ("owner", True)])
+def test_only_owners_take_over_a_live_lease_of_another_key(
+    published: Published, tmp_path: Path, who: str, taken: bool
+) -> None:
+    """Bob may publish the expert, but nobody can check how fast he is."""
+    job, store = "experts/002", Store.open(tmp_path / "store")
+    published.copy(store)
+    slow = Lease.acquire(store, job, 60, holder="slow", authority=remote(store, by="ann"))
+    assert slow is not None
+    slow.renew(images=10, published=10, total=1000)
+    assert store.path is not None
+    os.utime(store.path / key_of(job, 0), (time.time() - 100,) * 2)
+    fast = open_worker(store.url, tmp_path / who, Access(None, True, person(who)))
+    fast._rate = 1e6
+    assert (fast._acquire_any(2)[0] is not None) is taken
+
+
+def test_a_lease_under_review_is_not_taken_by_a_fast_worker(on_disk: Store, tmp_path: Path) -> None:
+    held(on_disk, images=1, published=1, total=1000, rate=1.0, manifest="1" * 64)
+    set_age(on_disk, 0, 100)
+    assert worker(on_disk, tmp_path, 1e6)._acquire_any(1)[0] is None
 
 
 def test_a_holder_without_progress_is_overtaken(shared: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,10 +139,14 @@ def test_keys_that_are_not_those_of_leases_are_ignored(store: Store, key: str) -
     assert lease.record.epoch == 1
 
 
-def test_a_well_formed_record_at_the_last_epoch_blocks_its_own_job_only(store: Store) -> None:
+def test_a_well_formed_record_at_the_last_epoch_blocks_nothing(store: Store) -> None:
     store.write(key_of(JOB, 999_999), json.dumps({**GOOD, "epoch": 999_999}).encode())
-    assert Lease.acquire(store, JOB, 60, holder="ann") is None
-    assert taken(store, OTHER).record.epoch == 0
+    found = list_leases(store)
+    assert found.leases == {}
+    assert "leases/experts/001/999999 does not count" in found.ignored[JOB]
+    lease = taken(store)
+    lease.renew()
+    assert (lease.record.epoch, lease.lost) == (1, False)
 
 
 def test_the_longest_valid_record_can_be_read(store: Store) -> None:

@@ -75,6 +75,7 @@ def test_a_shared_setting_must_not_change(new_run: Copy, tmp_path: Path, store: 
         remote(store, folder)
 
 
+@pytest.mark.hostile
 def test_a_run_that_starts_from_a_local_network_is_not_pushed(new_run: Copy, store: Store) -> None:
     with pytest.raises(AtollError, match=r"train.init_from is /models/mine, a folder of this machine"):
         share(new_run(train={"init_from": "/models/mine"}), store)
@@ -108,6 +109,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize(("hostile_settings", "message"), HOSTILE)
 def test_hostile_settings_are_refused_before_anything_is_written(
     hostile_settings: dict[str, Any], message: str, new_run: Copy, tmp_path: Path, store: Store,
@@ -191,6 +193,7 @@ def test_a_renamed_setting_of_a_contributor_is_an_error_with_its_new_name() -> N
         check_overrides({"train.samples": "5"})
 
 
+@pytest.mark.hostile
 def test_a_pulled_run_runs_no_shell_commands_of_its_owner(
     new_run: Copy, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,10 @@
 """A pulled model, its exports, and the bytes that are read: checked as one against the signed snapshot."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +14,18 @@ from safetensors.torch import load_file, save_file
 import atoll
 from atoll import cli
 from atoll.core import config
-from atoll.core.artifacts import Artifact, VerifiedFiles
+from atoll.core.artifacts import Artifact, sha256_of, to_json
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, PIPELINE, ROUTER
-from atoll.core.trust import Snapshot, parse_signed
+from atoll.core.trust import Network, Signed, Snapshot, parse_signed
+from atoll.core.verified_files import VerifiedFiles
+from atoll.experts import stored
+from atoll.export.pipeline import AtollPipeline
 from atoll.islands.owners import push
 from atoll.islands.pull import pull
 from atoll.islands.store import Store
-from atoll.nets.io import tensors_of
+from atoll.nets import DiTConfig, build
+from atoll.nets.io import tensors_of, weights_digest
 from atoll.train import resolve_job, train_job
 from islands.conftest import Published
 from islands.shared import key_file, person, publishers, remote, share
@@ -80,6 +87,7 @@ def rehash(artifact: Artifact) -> None:
     artifact.commit(dict(manifest.content))
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("job", ["experts/000", "router", "monolith", "student"])
 @pytest.mark.parametrize("how", ["weights", "manifest", "neighbor", "no snapshot", "old snapshot"])
 def test_a_changed_network_of_a_pulled_model_is_refused(pulled: Path, whole: Published, job: str, how: str) -> None:
@@ -101,10 +109,17 @@ def test_a_changed_network_of_a_pulled_model_is_refused(pulled: Path, whole: Pub
             file.write_text(json.dumps(value))
     model = "experts" if job in ("router", "experts/000") else job
     reason = "SHA-256 differs" if how == "weights" else "signed snapshot|is an artifact of kind"
+    if how == "weights" and job != "router":
+        # Weights of experts are checked when they are read; everything else before the model is returned.
+        references = atoll.load(pulled, model).ensemble.references
+        with pytest.raises(AtollError, match=reason):
+            references[0].open()
+        return
     with pytest.raises(AtollError, match=reason):
         atoll.load(pulled, model)
 
 
+@pytest.mark.hostile
 def test_weights_that_change_after_the_check_are_refused(pulled: Path) -> None:
     """Somebody replaces the file between opening the model and reading the weights."""
     sampler = atoll.load(pulled, "experts")
@@ -132,6 +147,7 @@ def test_verified_files_return_only_the_bytes_of_the_manifest(pulled: Path, file
             files.read(unlisted)
 
 
+@pytest.mark.hostile
 def test_an_expert_that_the_cache_reloads_is_checked_again(pulled: Path) -> None:
     sampler = atoll.load(pulled, max_loaded_experts=1)
     cache = sampler.ensemble.cache
@@ -143,6 +159,7 @@ def test_an_expert_that_the_cache_reloads_is_checked_again(pulled: Path) -> None
     assert cache.get(2) is not None
 
 
+@pytest.mark.hostile
 def test_teachers_of_a_student_are_checked(pulled: Path, whole: Published) -> None:
     """A student is distilled only from experts of the snapshot."""
     shutil.copytree(whole.run / "data", pulled / "data")
@@ -154,6 +171,7 @@ def test_teachers_of_a_student_are_checked(pulled: Path, whole: Published) -> No
     assert not (pulled / "student/final").exists()
 
 
+@pytest.mark.hostile
 def test_a_refused_router_does_not_stay_on_disk(whole: Published, tmp_path: Path) -> None:
     store = Store.open(f"memory://{tmp_path.name}")
     whole.copy(store)
@@ -189,7 +207,13 @@ def export_once(pulled_once: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def test_an_export_carries_root_and_snapshot(export_once: Path, whole: Published) -> None:
+def test_an_export_carries_root_and_snapshot(
+    export_once: Path, whole: Published, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["trust", str(export_once)]) == 0
+    shown = capsys.readouterr().out
+    assert cli.main(["trust", str(whole.run)]) == 0
+    assert shown == capsys.readouterr().out
     (file,) = (export_once / "snapshot").iterdir()
     content = parse_signed(Snapshot, file.read_bytes(), "it").content
     declared = json.loads((export_once / "expert_1/declaration.json").read_text())
@@ -200,20 +224,133 @@ def test_an_export_carries_root_and_snapshot(export_once: Path, whole: Published
     assert len(atoll.load(export_once).sample(["a circle"], steps=2, seed=0)) == 1
 
 
-def test_an_export_with_another_network_than_its_snapshot_is_refused(export_once: Path, tmp_path: Path) -> None:
+def declare(**fields: object) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        file = folder / "expert_1/declaration.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return apply
+
+
+def declare_manifest(folder: Path) -> None:
+    """Another manifest in the export, with the declaration that fits it."""
+    file = folder / "expert_1/manifest.json"
+    value = json.loads(file.read_text())
+    value["content"]["held_out_loss"] = 0.0
+    file.write_bytes(to_json(value))
+    declare(held_out_loss=0.0, manifest=sha256_of(file))(folder)
+
+
+def exchange_experts(folder: Path) -> None:
+    """Both are experts of the snapshot; each declares to be the other."""
+    for name in (WEIGHTS, "null.safetensors"):
+        one, other = folder / "expert_0" / name, folder / "expert_2" / name
+        if one.exists() and other.exists():
+            first, second = one.read_bytes(), other.read_bytes()
+            one.write_bytes(second)
+            other.write_bytes(first)
+
+
+def withdraw_from_snapshot(folder: Path) -> None:
+    for file in (folder / "snapshot").iterdir():
+        value = json.loads(file.read_bytes())
+        del value["signed"]["networks"]["experts/001"]
+        file.write_bytes(to_json(value))
+
+
+def sign_by_another_run(folder: Path) -> None:
+    """A snapshot that somebody else signed."""
+    for file in (folder / "snapshot").iterdir():
+        content = parse_signed(Snapshot, file.read_bytes(), "it").content
+        file.write_bytes(Signed(content, (person("mallory").sign(content.statement()),)).to_json())
+
+
+EXPORTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "weights": (lambda folder: change(folder / "expert_1" / WEIGHTS), "the weights of experts/001 is not"),
+    "router": (lambda folder: change(folder / "router" / WEIGHTS), "the weights of router is not"),
+    "density": (lambda folder: change(folder / "expert_1/cluster.safetensors"), "the density of experts/001 is not"),
+    "no density": (lambda folder: (folder / "expert_1/cluster.safetensors").unlink(), "the density of experts/001"),
+    "digest": (declare(manifest="0" * 64), "the declaration of experts/001 is not"),
+    "statistics": (declare(clusters=[0]), "the declaration of experts/001 is not"),
+    "bridge": (declare(bridge={"prediction_error": 9.0}), "the declaration of experts/001 is not"),
+    "conditioning": (declare(conditioning=[]), "the declaration of experts/001 is not"),
+    "job": (declare(job="experts/002"), "the manifest of experts/002 is not"),
+    "unknown job": (declare(job="experts/007"), "does not list experts/007"),
+    "manifest": (declare_manifest, "the manifest of experts/001 is not"),
+    "no manifest": (lambda folder: (folder / "expert_1/manifest.json").unlink(), "the manifest of experts/001 is not"),
+    "exchanged": (exchange_experts, "the weights of experts/00[02] is not"),
+    "snapshot": (withdraw_from_snapshot, "does not list experts/00"),
+    "no snapshot": (lambda folder: shutil.rmtree(folder / "snapshot"), "does not list experts/00"),
+    "snapshot of another": (sign_by_another_run, "does not list experts/00"),
+}
+
+
+def load_all(folder: Path) -> None:
+    sampler = atoll.load(folder)
+    for reference in sampler.ensemble.references:
+        reference.open()
+
+
+def copy_or_link(source: str, target: str) -> None:
+    """Copy a file; link the encoders, which are large and which no test changes."""
+    (os.link if "text_encoder" in source or "tokenizer" in source else shutil.copy)(source, target)
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize(
+    "opener", [load_all, pytest.param(AtollPipeline.from_pretrained, marks=pytest.mark.slow)], ids=["load", "diffusers"]
+)
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_export_with_another_network_than_its_snapshot_is_refused(
+    name: str, opener: Callable[[Path], object], export_once: Path, tmp_path: Path
+) -> None:
+    """Somebody changes an export and writes its list of hashes again."""
     folder = tmp_path / "model"
-    shutil.copytree(export_once, folder)
-    file = folder / "expert_1/declaration.json"
-    value = json.loads((export_once / "expert_1/declaration.json").read_text())
-    file.write_text(json.dumps({**value, "manifest": "0" * 64}))
+    shutil.copytree(export_once, folder, copy_function=copy_or_link)
+    attack, reason = EXPORTS[name]
+    attack(folder)
     artifact = Artifact(tmp_path, "model")
     manifest = artifact.manifest()
     assert manifest is not None
     artifact.path("manifest.json").unlink()
     artifact.begin(PIPELINE, manifest.made_from)
     artifact.commit(dict(manifest.content), exclude=["README.md"])
-    with pytest.raises(AtollError, match=r"experts/001 is not the one of the signed snapshot"):
-        atoll.load(folder)
+    with pytest.raises(AtollError, match=reason):
+        opener(folder)
+
+
+def test_a_converted_network_is_compared_with_the_signed_weights(whole: Published, tmp_path: Path) -> None:
+    """A network in the layout of a diffusers class is converted back: its digest is the signed one."""
+    config = DiTConfig(32, 2, 2, size=16, text_width=12, text_projection="mlp")
+    network = build(config)
+    with torch.no_grad():
+        for part in network.parameters():
+            part.normal_()
+    exact = stored.diffusers_layout(network)
+    assert exact is not None
+    digest = weights_digest(sorted(network.state_dict().items()))
+    content = Artifact(whole.run, "experts/000/final").read(EXPERT).model_copy(update={"network": config})
+    stored.write(tmp_path / "expert_0", network, content, density=None)
+    opened = stored.StoredNetwork.open(tmp_path / "expert_0")
+    assert opened.stored_class == "PixArtTransformer2DModel"
+    signed = Network(manifest="0" * 64, weights=digest, publisher=person("ann").public)
+    read = replace(opened, signed=signed).network()
+    assert all(torch.equal(part, read.state_dict()[name]) for name, part in network.state_dict().items())
+    for file in (WEIGHTS, "null.safetensors"):
+        before = (tmp_path / "expert_0" / file).read_bytes()
+        change(tmp_path / "expert_0" / file)
+        with pytest.raises(AtollError, match="the weights of experts/000 is not the one of the signed snapshot"):
+            replace(opened, signed=signed).network()
+        (tmp_path / "expert_0" / file).write_bytes(before)
+
+
+def test_an_export_of_networks_that_are_not_published_carries_no_snapshot(whole: Published, tmp_path: Path) -> None:
+    run = tmp_path / "owner"
+    shutil.copytree(whole.run, run)
+    shutil.rmtree(run / "snapshot")
+    assert cli.main(["export", str(run), str(tmp_path / "export")]) == 0
+    assert not (tmp_path / "export/root").exists()
+    assert atoll.load(tmp_path / "export") is not None
 
 
 # Changes of the root on the command line

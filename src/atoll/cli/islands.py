@@ -151,8 +151,8 @@ class Status:
         from rich.console import Console
         from rich.live import Live
 
-        from atoll.islands.remote_run import RemoteRun
-        from atoll.islands.status import as_json, as_table, is_local, status, watch
+        from atoll.islands.remote_run import RemoteRun, is_local
+        from atoll.islands.status import as_json, as_table, status, watch
         from atoll.islands.store import Store
 
         url, access = access_of(self.url, self.trust, unsigned=self.unsigned)

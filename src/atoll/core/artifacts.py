@@ -113,29 +113,6 @@ class Manifest:
         return hashlib.sha256(self.to_json()).hexdigest()
 
 
-@dataclass(frozen=True)
-class VerifiedFiles:
-    """Reads the files of an artifact and returns exactly the bytes that it checked.
-
-    Checking a file and opening it again afterwards would leave a moment to replace it.
-    """
-
-    artifact: "Artifact"
-    manifest: Manifest
-
-    def read(self, file: str) -> bytearray:
-        """Return the content of a file. Raise `AtollError` if its SHA-256 is not that of the manifest."""
-        entry = self.manifest.files.get(file)
-        if entry is None:
-            raise AtollError(f"{self.artifact.folder} has no file {file} in its manifest")
-        data = bytearray(entry.size)
-        with self.artifact.path(file).open("rb") as stream:
-            complete = stream.readinto(data) == entry.size and not stream.read(1)
-        if not complete or hashlib.sha256(data).hexdigest() != entry.sha256:
-            raise AtollError(f"{self.artifact.path(file)} does not match the manifest: its SHA-256 differs")
-        return data
-
-
 def to_json(value: object) -> bytes:
     """Return canonical JSON, so that equal values give equal bytes: sorted keys, UTF-8, a newline at the end."""
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -4,16 +4,18 @@ A local run that was never shared has no root, and needs no signatures.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Content, Kind, Manifest, VerifiedFiles, to_json
+from atoll.core.artifacts import Artifact, Content, Kind, Manifest, to_json
 from atoll.core.errors import AtollError
 from atoll.core.signing import config_folder
-from atoll.core.trust import MAX_BYTES, Root, Signed, Snapshot, Trust
+from atoll.core.trust import MAX_BYTES, Network, Root, Signed, Snapshot, Trust
+from atoll.core.verified_files import VerifiedFiles
 
 
 def files_below(run: Path, folder: str) -> dict[str, bytes]:
@@ -25,7 +27,19 @@ def files_below(run: Path, folder: str) -> dict[str, bytes]:
 def local_trust(run: Path) -> Trust | None:
     """Return the root of a local copy of a shared run; None if the run was never shared."""
     files = files_below(run, layout.ROOTS)
-    return Trust.of(files, None, str(run)) if files else None
+    if not files and (run / layout.OLD_POLICY).is_file():
+        raise AtollError(
+            f"{run / layout.OLD_POLICY} is that of an earlier version of Atoll, whose signatures are no longer read. "
+            "If this is a copy of a shared run, ask its owner to share it again with this version, and pull it into "
+            "another folder; if it is your own run, delete the file"
+        )
+    return _verified_chain(tuple(files.items()), str(run)) if files else None
+
+
+# The result depends on the bytes alone, and a model with many networks asks for it once per network.
+@lru_cache(maxsize=4)
+def _verified_chain(files: tuple[tuple[str, bytes], ...], source: str) -> Trust:
+    return Trust.of(dict(files), None, source)
 
 
 def local_snapshot(run: Path, trust: Trust) -> Signed[Snapshot] | None:
@@ -37,10 +51,11 @@ def open_network(artifact: Artifact, kind: Kind[Any], *, verify: bool = False) -
     """Return the manifest of a finished network, and how to read its files if they must be verified.
 
     In a local copy of a shared run, the network must be the one that the run's newest snapshot lists. One that was
-    made here (it has metrics, or is merged) and that no snapshot lists yet needs no signature.
+    made here (it has metrics, or is merged) and that no snapshot lists yet needs no signature. Its manifest is checked
+    here, and every file when it is read; `verify` checks all files here too.
     """
     trust = local_trust(artifact.run)
-    manifest = artifact.open(kind, verify=verify or trust is not None)
+    manifest = artifact.open(kind, verify=verify)
     if trust is not None:
         job = artifact.name.removesuffix(layout.final(""))
         signed = local_snapshot(artifact.run, trust)
@@ -68,28 +83,34 @@ def save_snapshot(run: Path, signed: Signed[Snapshot]) -> None:
     Artifact(run, ".").write(layout.snapshot(*signed.content.order), signed.to_json())
 
 
-def copy_trust(run: Path, target: Artifact) -> None:
-    """Write the root and the newest snapshot of a shared run into an export, which then states its origin."""
+def copy_trust(run: Path, target: Artifact, networks: Mapping[str, str]) -> bool:
+    """Write the root and the newest snapshot of a shared run into an export, which then states its origin.
+
+    Return whether that was done: not if one of the networks (digests of manifests by job) is not published.
+    """
     trust = local_trust(run)
     signed = local_snapshot(run, trust) if trust else None
-    if signed is not None:
-        for name, data in files_below(run, layout.ROOTS).items():
-            target.write(f"{layout.ROOTS}/{Path(name).name}", data)
-        target.write(layout.snapshot(*signed.content.order), signed.to_json())
+    if trust is None or signed is None:
+        return False
+    usable = trust.usable(signed.content)
+    if any(job not in usable or usable[job].manifest != digest for job, digest in networks.items()):
+        return False
+    for name, data in files_below(run, layout.ROOTS).items():
+        target.write(f"{layout.ROOTS}/{Path(name).name}", data)
+    target.write(layout.snapshot(*signed.content.order), signed.to_json())
+    return True
 
 
-def check_origin(folder: Path, networks: Mapping[str, str | None]) -> None:
-    """Check that an export, if it carries a snapshot, consists of its networks: digests of manifests by job."""
-    trust = local_trust(folder)
+def signed_network(export: Path, job: str) -> Network | None:
+    """Return what the snapshot in an export lists for a network; None if the export carries no root."""
+    trust = local_trust(export)
     if trust is None:
-        return
-    signed = local_snapshot(folder, trust)
+        return None
+    signed = local_snapshot(export, trust)
     listed = trust.usable(signed.content) if signed else {}
-    for job, digest in networks.items():
-        if job not in listed or listed[job].manifest != digest:
-            raise AtollError(
-                f"{folder}: {job} is not the one of the signed snapshot in this export; copy or export it again"
-            )
+    if job not in listed:
+        raise AtollError(f"{export}: the signed snapshot in this export does not list {job}; copy or export it again")
+    return listed[job]
 
 
 class Seen(Content):

@@ -119,7 +119,7 @@ class LatentSpec(Content):
     """The autoencoder of the latents, and their shape (channels, height, width)."""
 
     autoencoder: str
-    """Name of the autoencoder."""
+    """Name of the autoencoder; `local` for a folder, since manifests are shared."""
     weights: str | None = None
     """SHA-256 of the autoencoder's files; None for pixels."""
     resolution: Positive | None = None
@@ -132,10 +132,15 @@ class TextSpec(Content):
     """The text encoder, and the shapes of its output."""
 
     encoder: str
+    """Name of the text encoder; `local` for a folder."""
     weights: str | None = None
+    """SHA-256 of the text encoder's files."""
     max_tokens: Positive
+    """Number of tokens to which a caption is truncated."""
     dimensions: Positive
+    """Width of the token states."""
     pooled: Positive | None = None
+    """Width of the pooled vector."""
 
 
 class DataSpec(Content):
@@ -144,7 +149,7 @@ class DataSpec(Content):
     labels: tuple[str, ...]
     """Names of the classes."""
     source: str
-    """The setting `data.source`."""
+    """Kind of the source, such as `folder`."""
     fingerprint: str
     """Hash of the names, sizes and metadata of the source."""
     latents: LatentSpec

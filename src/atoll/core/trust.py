@@ -14,6 +14,7 @@ networks cannot be mixed or replaced by older ones. Users keep the highest versi
 """
 
 import hashlib
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -235,11 +236,17 @@ def _may_follow(root: Root, previous: Root | None) -> bool:
     )
 
 
+def _names(chains: Iterable["Trust"]) -> str:
+    return ", ".join(chain.roots[0].digest for chain in list(chains)[:8])
+
+
 @dataclass(frozen=True)
 class Trust:
     """All versions of a run's root, verified as a chain."""
 
     roots: tuple[Root, ...]
+    forked: bool = False
+    """Whether the owners signed two different next versions. It is an error, but not in the root of a stranger."""
 
     @classmethod
     def of(cls, files: Mapping[str, bytes], fingerprint: str | None, source: str) -> "Trust":
@@ -248,6 +255,42 @@ class Trust:
         With a fingerprint, it must be that of one of the versions. Without one, anybody could have written the run: the
         caller must know that it is the right one.
         """
+        chains, reasons = cls._chains(files)
+        if fingerprint is not None:
+            chains = [chain for chain in chains if fingerprint in {root.digest for root in chain.roots}]
+        if not chains:
+            wanted = f" with the fingerprint {fingerprint[:12]}…" if fingerprint else ""
+            why = f" ({reasons[0]})" if reasons else ""
+            raise AtollError(
+                f"{source} has no valid root{wanted}{why}; compare the URL with the one of the run's owner"
+            )
+        if len(chains) > 1:
+            raise AtollError(f"{source} has several roots ({_names(chains)}); choose one with #sha256=… or --trust")
+        if chains[0].forked:
+            next_version = chains[0].current.version + 1
+            raise AtollError(f"the owners signed two different roots of version {next_version}; ask them")
+        return chains[0]
+
+    @classmethod
+    def first(cls, files: Mapping[str, bytes], source: str) -> str | None:
+        """Return the fingerprint of the root that comes first in `files`, and print which others there are.
+
+        For a user who accepts that anybody could have written the run. Whoever can only create objects cannot add a
+        root that the store has had for longer than that of the owner. None if there is no valid root.
+        """
+        chains, _ = cls._chains(files)
+        if len(chains) > 1:
+            print(
+                f"note: {source} has the roots {_names(chains)}. The first is the oldest and is used; choose another "
+                "with --trust",
+                file=sys.stderr,
+                flush=True,
+            )
+        return chains[0].roots[0].digest if chains else None
+
+    @classmethod
+    def _chains(cls, files: Mapping[str, bytes]) -> tuple[list["Trust"], list[str]]:
+        """Return the chain that each valid version 1 begins, and why objects are not versions of a root."""
         found: dict[int, list[Signed[Root]]] = {}
         reasons = []
         for name, data in files.items():
@@ -255,45 +298,27 @@ class Trust:
                 signed = parse_signed(Root, data, name)
                 found.setdefault(signed.content.version, []).append(signed)
             except Refused as reason:
-                reasons.append(f" ({reason})")
-        # By digest: a stranger may store copies of a root under other names.
-        distinct = {chain[0].digest: chain for one in found.get(1, []) if (chain := cls._follow(one, found))}
-        chains = list(distinct.values())
-        if fingerprint is not None:
-            chains = [chain for chain in chains if fingerprint in {root.digest for root in chain}]
-        if not chains:
-            wanted = f" with the fingerprint {fingerprint[:12]}…" if fingerprint else ""
-            why = "".join(reasons[:1])
-            raise AtollError(
-                f"{source} has no valid root{wanted}{why}; compare the URL with the one of the run's owner"
-            )
-        if len(chains) > 1:
-            raise AtollError(f"{source} has several roots; give the fingerprint of the right one (#sha256=…)")
-        # Only in the chosen chain: a stranger may sign two roots that follow a root of his own.
-        if len(cls._successors(chains[0][-1], found)) > 1:
-            raise AtollError(f"the owners signed two different roots of version {len(chains[0]) + 1}; ask them")
-        return cls(chains[0])
+                reasons.append(str(reason))
+        # The same root under two names is one root.
+        chains = {chain.roots[0].digest: chain for one in found.get(1, []) if (chain := cls._follow(one, found))}
+        return list(chains.values()), reasons
 
     @classmethod
-    def _follow(cls, first: Signed[Root], found: dict[int, list[Signed[Root]]]) -> tuple[Root, ...]:
-        """Return a root and the versions after it, as long as one follows; empty if the root is not valid."""
-        root = first.content
-        if not _may_follow(root, None) or missing_signatures(root, None, first.signatures):
-            return ()
-        chain = [root]
-        while len(following := cls._successors(chain[-1], found)) == 1:
-            chain += following
-        return tuple(chain)
-
-    @staticmethod
-    def _successors(root: Root, found: dict[int, list[Signed[Root]]]) -> list[Root]:
-        """Return the different roots that may follow a root and have all signatures."""
-        valid = {
-            one.content.digest: one.content
-            for one in found.get(root.version + 1, [])
-            if _may_follow(one.content, root) and not missing_signatures(one.content, root, one.signatures)
-        }
-        return list(valid.values())
+    def _follow(cls, last: Signed[Root], found: dict[int, list[Signed[Root]]]) -> "Trust | None":
+        """Return the chain of `last` and all valid versions after it; None if `last` is not valid."""
+        if not _may_follow(last.content, None) or missing_signatures(last.content, None, last.signatures):
+            return None
+        roots: tuple[Root, ...] = (last.content,)
+        while True:
+            valid = {
+                one.content.digest: one.content
+                for one in found.get(roots[-1].version + 1, [])
+                if _may_follow(one.content, roots[-1])
+                and not missing_signatures(one.content, roots[-1], one.signatures)
+            }
+            if len(valid) != 1:
+                return cls(roots, forked=bool(valid))
+            roots = (*roots, *valid.values())
 
     @property
     def current(self) -> Root:

@@ -7,10 +7,13 @@ from typing import Self
 
 import torch
 
+from atoll.core import config as configuration
 from atoll.core.device import compute_dtype
 from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError
+from atoll.core.layout import CONFIG_FILE
 from atoll.core.manifests import LatentSpec, TextSpec
+from atoll.data.hub import LOCAL
 from atoll.data.pretrained import check_weights
 from atoll.data.stages.latents import Codec, PixelCodec, open_codec
 from atoll.data.stages.latents import weights_of as autoencoder_weights
@@ -33,11 +36,16 @@ class Encoders:
         self.text_encoder = cache(lambda: open_text_encoder(self.device, self.dtype))
 
     @classmethod
-    def of(cls, latents: LatentSpec, text: TextSpec | None, folder: Path | None = None) -> Self:
-        """Return the encoders that a manifest names; with `folder`, those in the folder of an export or release."""
+    def of(
+        cls, latents: LatentSpec, text: TextSpec | None, folder: Path | None = None, *, run: Path | None = None
+    ) -> Self:
+        """Return the encoders that a manifest names; with `folder`, those in the folder of an export or release.
+
+        The settings of `run` have the folder of a model that the manifest calls `local`.
+        """
 
         def autoencoder(device: torch.device, dtype: torch.dtype) -> Codec | PixelCodec:
-            name = latents.autoencoder
+            name = _resolve(latents.autoencoder, run, "latents.autoencoder") if folder is None else latents.autoencoder
             if folder is None:  # the manifest of an export lists the hashes of its encoders' files
                 found = autoencoder_weights(name)
                 check_weights("autoencoder", name, recorded=latents.weights, found=found)
@@ -48,8 +56,9 @@ class Encoders:
         def text_encoder(device: torch.device, dtype: torch.dtype) -> TextEncoder:
             if text is None:
                 raise AtollError("these experts were trained without text, so they take no prompts; omit the prompts")
-            name, tokenizer = text.encoder, None
+            tokenizer = None
             if folder is None:
+                name = _resolve(text.encoder, run, "text.encoder")
                 check_weights("text encoder", name, recorded=text.weights, found=text_encoder_weights(name))
             else:
                 name, tokenizer = str(folder / "text_encoder"), folder / "tokenizer"
@@ -60,3 +69,17 @@ class Encoders:
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
         """Choose device and precision; call it before the first use."""
         self.device, self.dtype = device, dtype
+
+
+def _resolve(name: str, run: Path | None, key: str) -> str:
+    """Return the name of a network, or its folder as the settings of the run give it."""
+    if name != LOCAL or run is None:
+        return name
+    config = configuration.load(run)
+    found = config.latents.autoencoder if key == "latents.autoencoder" else config.text.encoder
+    if found == LOCAL:
+        raise AtollError(
+            f"{key} of this run is a folder of its owner's machine; get a copy of it, and set {key} in "
+            f"{run / CONFIG_FILE} to its path"
+        )
+    return found

@@ -5,12 +5,24 @@ import sys
 from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
+BUILT_IN = frozenset({"efficientnet-lite0", "emoji", "pixels", "minilm", "none"})
+"""Names in the settings of a run that stand for neither a folder nor a name on the hub."""
+LOCAL = "local"
+"""Stands for a local folder in whatever may leave this machine; its fingerprint identifies the network."""
 
 
 def is_hub_name(name: str | Path) -> bool:
     """Return whether a text is a name on the hub, `owner/name`. A local folder of that name is `./owner/name`."""
     # Otherwise a folder that somebody placed into the working directory would replace the network of that name.
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def public_name(name: str) -> str:
+    """Return the name of a network for other machines: `local` unless it is built in or a name on the hub.
+
+    The answer does not depend on which folders exist. So a bare name, which can be a folder, is `local`, too.
+    """
+    return name if name in BUILT_IN or is_hub_name(name) else LOCAL
 
 
 def local_folder(name: str | Path) -> Path | None:

@@ -7,10 +7,11 @@ from safetensors.torch import load_file
 
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest, VerifiedFiles
+from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.local_trust import open_network
 from atoll.core.manifests import EXPERT, ROUTER
+from atoll.core.verified_files import VerifiedFiles
 from atoll.data.encoders import Encoders
 from atoll.experts.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, ExpertReference
@@ -27,7 +28,7 @@ def open_run(run: Path, model: str, *, verify: bool = False, strict: bool = Fals
     """
     if model != "experts":
         experts = [expert_of_run(run, layout.model_job(model), verify=verify)]
-        return ModelReference(experts, None, _encoders(experts[0]))
+        return ModelReference(experts, None, _encoders(run, experts[0]))
     # Experts of the configuration, and those that were added to the run beyond it.
     expected = {layout.expert_job(number) for number in range(configuration.load(run).clusters.count)}
     folders = {job for job in layout.jobs(run) if layout.is_expert(job)}
@@ -36,7 +37,7 @@ def open_run(run: Path, model: str, *, verify: bool = False, strict: bool = Fals
     if not done or (missing and strict):
         raise AtollError(f"{run} has no finished {', '.join(missing)}; train with: atoll train {run} --expert K")
     experts = [expert_of_run(run, job, verify=verify) for job in sorted(done)]
-    return ModelReference(experts, router_of_run(run, verify=verify), _encoders(experts[0]), tuple(missing))
+    return ModelReference(experts, router_of_run(run, verify=verify), _encoders(run, experts[0]), tuple(missing))
 
 
 def expert_of_run(run: Path, job: str, *, verify: bool = False) -> ExpertReference:
@@ -86,5 +87,5 @@ def router_of_artifact(artifact: Artifact, manifest: Manifest, files: VerifiedFi
     return ExpertReference(declaration, network, manifest.files[WEIGHTS_FILE].size)
 
 
-def _encoders(expert: ExpertReference) -> Encoders:
-    return Encoders.of(expert.declaration.latents, expert.declaration.text)
+def _encoders(run: Path, expert: ExpertReference) -> Encoders:
+    return Encoders.of(expert.declaration.latents, expert.declaration.text, run=run)

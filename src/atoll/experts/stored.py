@@ -5,15 +5,20 @@
         declaration.json       objective, bridge, statistics, conditioning, clusters, data, compute
         cluster.safetensors    density of the cluster's latents and captions, for `nearest` routing
         null.safetensors       the learned null condition, if the diffusers class has no parameter for it
+        manifest.json          of a shared run: the manifest of the network, whose digest is in the signed snapshot
 
 Some DiTs compute exactly what a class of diffusers computes. Those are stored in that class, so that diffusers can read
 them. A conversion counts as exact if converting back reproduces the configuration and, except for the null condition,
 every weight bit for bit.
+
+In an export of a shared run, a network is compared with the signed snapshot beside it. The digest of its weights is
+that of names and values in Atoll's own layout, so a network of a diffusers class is converted back and then compared.
 """
 
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,15 +26,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from atoll.convert import check_fit, layout, read_weights, write_weights
-from atoll.core.artifacts import to_json
+from atoll.core.artifacts import Content, Kind, Manifest, sha256_of, to_json
 from atoll.core.errors import AtollError
-from atoll.core.manifests import ExpertContent, NetworkContent, RouterContent
+from atoll.core.layout import MANIFEST_FILE
+from atoll.core.local_trust import signed_network
+from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, RouterContent
 from atoll.core.networks import CLASS_NAME, ConfigJson
+from atoll.core.trust import Network
 from atoll.experts.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, ExpertReference
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
-from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
+from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, weights_digest
 from atoll.nets.router import without_retired
 
 DECLARATION_FILE = "declaration.json"
@@ -87,6 +95,8 @@ class StoredNetwork:
     stored_class: str
     """The class in config.json: that of the declared network, or a diffusers class that stores it exactly."""
     weights: Path
+    signed: Network | None = None
+    """In an export of a shared run: what the signed snapshot lists for this network."""
 
     @classmethod
     def open(cls, folder: Path) -> "StoredNetwork":
@@ -95,9 +105,39 @@ class StoredNetwork:
         if not file.is_file():
             raise AtollError(f"{file} is missing, which declares how the network was trained; export the run again")
         content = read_declaration(file)
-        stored = cls(folder, content, _stored_class(folder, content.network.class_name), weights_file(folder))
+        kind, signed = _stored_class(folder, content.network.class_name), signed_network(folder.parent, content.job)
+        stored = cls(folder, content, kind, weights_file(folder), signed)
         check_fit(without_retired(shapes(stored.weights)), stored._expected(), f"the network that {file} declares")
+        if signed is not None:
+            stored._check_declaration(signed)
         return stored
+
+    def _check_declaration(self, signed: Network) -> None:
+        """Raise an error unless declaration and density are those of the manifest that the snapshot lists."""
+        file, density = self.folder / MANIFEST_FILE, self.folder / DENSITY_FILE
+        if not file.is_file() or sha256_of(file) != signed.manifest:
+            raise self._not_signed("manifest")
+        manifest = Manifest.from_values(json.loads(file.read_bytes()))
+        kind: Kind[Any] = EXPERT if isinstance(self.content, ExpertContent) else ROUTER
+        declared: NetworkContent = kind.parse(manifest, file)
+        # An export names pretrained models without paths of a machine. Their fingerprints must be equal.
+        latents, text = self.content.latents, self.content.text
+        names: dict[str, Content] = {
+            "latents": declared.latents.model_copy(update={"autoencoder": latents.autoencoder})
+        }
+        if text is not None and declared.text is not None:
+            names["text"] = declared.text.model_copy(update={"encoder": text.encoder})
+        if declared.model_copy(update={**names, "manifest": signed.manifest}) != self.content:
+            raise self._not_signed("declaration")
+        listed = manifest.files.get(DENSITY_FILE)
+        if (sha256_of(density) if density.is_file() else None) != (listed and listed.sha256):
+            raise self._not_signed("density")
+
+    def _not_signed(self, what: str) -> AtollError:
+        return AtollError(
+            f"{self.folder}: the {what} of {self.content.job} is not the one of the signed snapshot in this export; "
+            "copy or export it again"
+        )
 
     def reference(self) -> ExpertReference:
         """Return a reference to the network; its weights are read when it is opened."""
@@ -111,7 +151,16 @@ class StoredNetwork:
         )
 
     def network(self) -> nn.Module:
-        """Read the network, converted back from a diffusers class if it was stored as one."""
+        """Read the network, converted back from a diffusers class if it was stored as one.
+
+        Weights that differ from those of the signed snapshot are an error.
+        """
+        network = self._read_network()
+        if self.signed and weights_digest(sorted(network.state_dict().items())) != self.signed.weights:
+            raise self._not_signed("weights")
+        return network
+
+    def _read_network(self) -> nn.Module:
         own = self.content.network.class_name
         if self.stored_class == own:
             return load_network(self.folder)

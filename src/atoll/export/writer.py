@@ -4,7 +4,8 @@ DST/
     model_index.json       the components: AtollPipeline
     expert_0/ …, router/   networks with their declarations (atoll.experts.stored)
     vae/, text_encoder/, tokenizer/, scheduler/
-    root/, snapshot/       of a shared run: its root and its signed snapshot (core/trust.py)
+    root/, snapshot/       of a shared run: its root and its signed snapshot (core/trust.py), and expert_0/manifest.json
+                           and so on: the manifest of each network, which the snapshot lists
     manifest.json          SHA-256 of every file above
     README.md              the model card; not hashed, because people edit it
 """
@@ -20,11 +21,14 @@ from atoll.core.errors import AtollError
 from atoll.core.local_trust import copy_trust, open_network
 from atoll.core.manifests import EXPERT, PIPELINE, ROUTER, ExpertContent, NetworkContent, PipelineContent, RouterContent
 from atoll.core.progress import progress
+from atoll.core.verified_files import VerifiedFiles
+from atoll.data.hub import public_name
 from atoll.data.stages.latents import Codec
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.loading import load
 from atoll.ensemble.sampler import Sampler
 from atoll.experts import stored
+from atoll.experts.density import DENSITY_FILE
 from atoll.experts.folder import (
     COMPONENTS,
     EXPERT_CLASS,
@@ -48,7 +52,7 @@ def export(run: Path, destination: Path, model: str = "experts", *, license: str
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
     if artifact.begin(PIPELINE, made_from) is None:
         _write(artifact, sampler, trained)
-        copy_trust(run, artifact)
+        _copy_origin(run, artifact, trained)
         artifact.commit(PipelineContent(experts=len(ensemble.references), model=model), exclude=[CARD_FILE])
     manifest = artifact.open(PIPELINE, verify=True)
     # An existing card may have been edited.
@@ -74,19 +78,28 @@ def _trained(run: Path, ensemble: Ensemble) -> dict[str, Manifest]:
     return {job: open_network(artifacts[job], kind, verify=True)[0] for job, kind in kinds.items()}
 
 
+def _copy_origin(run: Path, artifact: Artifact, trained: Mapping[str, Manifest]) -> None:
+    """Write the root and snapshot of a shared run, and manifest and density of each network as they were signed.
+
+    With them, whoever opens the export can compare every network with the snapshot.
+    """
+    if not copy_trust(run, artifact, {job: manifest.digest for job, manifest in trained.items()}):
+        return
+    for number, (job, manifest) in enumerate(trained.items()):
+        name = "router" if job == layout.ROUTER else f"expert_{number}"
+        artifact.write(f"{name}/{layout.MANIFEST_FILE}", manifest.to_json())
+        if DENSITY_FILE in manifest.files:
+            density = VerifiedFiles(Artifact(run, layout.final(job)), manifest).read(DENSITY_FILE)
+            artifact.write(f"{name}/{DENSITY_FILE}", bytes(density))
+
+
 def _public(job: str, manifest: Manifest) -> NetworkContent:
     """Return the content of a network's manifest for publication, without paths of this machine."""
     kind: Kind[Any] = ROUTER if job == layout.ROUTER else EXPERT
     content: NetworkContent = kind.parse(manifest, job)
-    latents = content.latents.model_copy(update={"autoencoder": _name(content.latents.autoencoder)})
-    text = content.text and content.text.model_copy(update={"encoder": _name(content.text.encoder)})
+    latents = content.latents.model_copy(update={"autoencoder": public_name(content.latents.autoencoder)})
+    text = content.text and content.text.model_copy(update={"encoder": public_name(content.text.encoder)})
     return content.model_copy(update={"latents": latents, "text": text, "manifest": manifest.digest})
-
-
-def _name(model: str) -> str:
-    """Return the name of a pretrained model; of a local folder only its last part."""
-    folder = Path(model)
-    return folder.name if folder.expanduser().is_dir() else model
 
 
 def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]) -> None:

@@ -12,11 +12,10 @@ snapshot for the fourth, and needs no shards. A network that fails is refused wi
 deleted.
 """
 
-import hashlib
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,18 @@ from atoll.core.manifests import EXPERT, ROUTER, SHARDS, BridgeSpec, ShardsConte
 from atoll.core.networks import read_network
 from atoll.core.trust import Network, Policy
 from atoll.core.untrusted import Refused, check_bounded, strict_json
+from atoll.core.verified_files import VerifiedFiles
+from atoll.data.dataset import Shards
 from atoll.data.stages.latents import Statistics
 from atoll.experts.density import CAPTION_RANK, DENSITY_FILE, RANK
-from atoll.islands.measured import check_measured
+from atoll.experts.expert import DeviceOptions, open_expert
+from atoll.experts.run import expert_of_artifact
+from atoll.islands.measured import check_copy, check_measured
 from atoll.islands.remote_run import RemoteRun
 from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.transfer import fetch, read_manifest
 from atoll.nets import DiT, Router, build
-from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
+from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, weights_digest
 
 DATA_FIELDS = ("labels", "source", "fingerprint", "latents", "statistics", "text")
 """Fields of the manifest that must equal those of the shards."""
@@ -113,10 +116,13 @@ class Reviewed:
     network: Network
 
 
-def review(remote: RemoteRun, job: str, digest: str, *, quarantine: Path, measure: bool) -> Reviewed:
+def review(
+    remote: RemoteRun, job: str, digest: str, *, quarantine: Path, measure: bool, finished: Path | None = None
+) -> Reviewed:
     """Download a network into quarantine and run all checks; raise `Refused` if one fails.
 
-    Without `measure`, its behavior is not measured and no shards are downloaded.
+    Without `measure`, its behavior is not measured and no shards are downloaded. With `finished`, its behavior is
+    compared with that of the other networks of the run, which are downloaded into this folder and stay there.
     """
     name = layout.final(job)
     shutil.rmtree(quarantine, ignore_errors=True)
@@ -142,6 +148,8 @@ def review(remote: RemoteRun, job: str, digest: str, *, quarantine: Path, measur
                 only = "" if layout.is_expert(job) else "held-out-"
                 fetch(remote.store, target.name, own, target=target, only=only, quiet=True)
             check_behavior(contribution, artifact, data)
+            if finished is not None:
+                check_copies(remote, artifact, data, finished=finished)
         return Reviewed(artifact, network)
     except AtollError:
         shutil.rmtree(quarantine, ignore_errors=True)
@@ -165,6 +173,30 @@ def check_new(remote: RemoteRun, job: str, network: Network) -> None:
     for other, known in remote.networks().items():
         if other != job and known.weights == network.weights:
             raise Refused(f"its weights are a copy of those of {other}")
+
+
+def check_copies(remote: RemoteRun, artifact: Artifact, data: list[Artifact], *, finished: Path) -> None:
+    """Refuse a network that behaves like another one of the run."""
+    space = Shards(data, "held-out").statistics
+    expert = open_expert(expert_of_artifact(artifact, artifact.open(EXPERT)), space, DeviceOptions())
+    for job, network in remote.networks().items():
+        name = layout.final(job)
+        if job == layout.ROUTER or name == artifact.name:
+            continue
+        target = Artifact(finished / network.manifest, name)
+        try:
+            manifest = read_manifest(remote.store, name, network.manifest)
+            if manifest is None:
+                continue
+            # Its EMA weights and its density are not needed.
+            manifest = replace(manifest, files={file: manifest.files[file] for file in (CONFIG_FILE, WEIGHTS_FILE)})
+            fetch(remote.store, name, manifest, target=target, quiet=True)
+            reference = expert_of_artifact(target, manifest, VerifiedFiles(target, manifest))
+            other = open_expert(reference, space, DeviceOptions())
+        except _BUILD_ERRORS:
+            # Nobody can use a network that is missing or damaged in the store. It must not stop the others.
+            continue
+        check_copy(expert, other, data)
 
 
 # Checks before the download
@@ -327,18 +359,8 @@ def check_files(contribution: Contribution, artifact: Artifact) -> str:
                 if kind != expected[name]:
                     raise Refused(f"{file}: {name} is {kind[0]} {list(kind[1])}; expected {expected[name]}")
         _check_finite(artifact.path(file))
-    return weights_digest(artifact.path(WEIGHTS_FILE))
-
-
-def weights_digest(file: Path) -> str:
-    """Return the SHA-256 of the tensors of a safetensors file, which does not depend on their order or on metadata."""
-    digest = hashlib.sha256()
-    with safe_open(file, "pt") as tensors:
-        for name in sorted(tensors.keys()):
-            tensor = tensors.get_tensor(name).contiguous()
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(tensor.view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    with safe_open(artifact.path(WEIGHTS_FILE), "pt") as tensors:
+        return weights_digest((name, tensors.get_tensor(name)) for name in sorted(tensors.keys()))
 
 
 def _dtype_name(tensor: Tensor) -> str:

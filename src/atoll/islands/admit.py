@@ -68,7 +68,14 @@ def _review(remote: RemoteRun, folder: Path, lease: Lease) -> str:
     quarantine = folder / layout.QUARANTINE / lease.job
     try:
         assert lease.record.manifest is not None  # `waits_for_review`
-        reviewed = admission.review(remote, lease.job, lease.record.manifest, quarantine=quarantine, measure=True)
+        reviewed = admission.review(
+            remote,
+            lease.job,
+            lease.record.manifest,
+            quarantine=quarantine,
+            measure=True,
+            finished=folder / layout.FINISHED,
+        )
     except Refused as reason:
         lease.end("refused", why=str(reason), manifest=None)
         return str(reason)

@@ -1,14 +1,22 @@
-"""Lease records: their fields, and how they are read from a store that strangers can write to.
+"""Lease records: their fields, and which of them count, in a store that others can write to.
 
 Everybody with write access to the store can write records. So each field is checked by type, pattern and bounds when a
 record is read, and the signature of the holder by an `Authority`, which knows who may hold the job. A record that fails
-is ignored and listed in `atoll status`: the newest valid record below it is the current one, and the key above it can
-be created. (Without an authority, signatures are not checked: for tests of the protocol.)
+is ignored and listed in `atoll status`.
+
+A contributor whose key may hold the job can sign any record. So the valid records must form a chain. It begins with the
+record that the store has had for the longest time, and continues with the next epoch up to the first key that is free.
+A record of another key counts only if the record before it had ended or expired, by the times that the store gave to
+the two records; owners and admitters may take every lease. All readers see the same times, so they agree.
+
+The first record of the chain needs the clock because old records are deleted: nothing else distinguishes it from a
+record that somebody writes later, below or far above the others. Without an authority, in a local run, signatures are
+not checked and everybody may take every lease.
 """
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol, TypedDict
@@ -27,6 +35,9 @@ from atoll.islands.store import Entry, Store
 # S3 reports modification times in whole seconds, so a measured age can be off by one second; twice that is safe.
 MARGIN = 2.0
 """Seconds added to the duration before a takeover."""
+# The times of two records can be off by two seconds together: 10 % of this.
+MIN_MEASURED = 20.0
+"""Seconds between two records from which the speed of a holder is measured."""
 # A convention: one failure can be due to one machine; after three, the job itself is the likely cause.
 MAX_FAILURES = 3
 """Number of failures after which nobody takes the job."""
@@ -43,7 +54,10 @@ _MAX_OVERRIDES = 4096
 _MAX_RECORD = 8192
 """Maximum number of bytes of a record: overrides, reason, holder at their limits (four bytes a letter), signature."""
 LAST_EPOCH = 999_999
-"""Keys have six digits, enough for 460 days of renewals every 40 seconds."""
+"""The last epoch: keys have six digits."""
+MAX_FIRST_EPOCH = LAST_EPOCH // 2
+"""Highest epoch of the first record of a chain, so that nobody can leave a job without epochs. Half of all epochs are
+enough for 230 days of renewals every 40 seconds."""
 _MAX_COUNT = 1 << 53
 """The largest integer that every JSON parser represents exactly (double precision)."""
 _KEY = re.compile(r"leases/([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)/([0-9]{6})", re.ASCII)
@@ -58,7 +72,7 @@ class Record(Section):
     """The content of a lease key."""
 
     epoch: int = Field(ge=0, le=LAST_EPOCH)
-    """Number of the record. The highest one is the current record of the job."""
+    """Number of the record. The last one of the chain is the current record of the job."""
     state: State
     """What the holder does with the job, or how it ended."""
     holder: str = Field(max_length=200)
@@ -78,7 +92,7 @@ class Record(Section):
     total: int = Field(0, ge=0, le=_MAX_COUNT)
     """Images to train on in all."""
     rate: float = Field(0.0, ge=0, le=_MAX_COUNT)
-    """Images per second."""
+    """Images per second, as the holder measures it. Informative only: others measure with the times of the records."""
     overrides: dict[Annotated[str, Field(pattern=_OVERRIDE_KEY)], str] = Field(default_factory=dict, max_length=64)
     """Configuration overrides of the holder. A worker that takes over a checkpoint trains on with the same ones."""
     checkpoint: str | None = Field(None, pattern=_CHECKPOINT)
@@ -91,6 +105,11 @@ class Record(Section):
     """Number of failures so far. After three, nobody takes the job."""
     signature: Signature | None = None
     """The signature of the holder over all other fields."""
+
+    @property
+    def key(self) -> str | None:
+        """The public key of the signer."""
+        return self.signature.key if self.signature else None
 
     @property
     def digest(self) -> str:
@@ -133,6 +152,12 @@ class Authority(Protocol):
     def verify(self, signature: Signature | None, role: Role, slot: str, *, digest: str) -> str:
         """Return the name of the signer, or raise `Refused`."""
 
+    def may_take(self, key: str | None, record: Record) -> bool:
+        """Return whether a key may take the lease of this record although it is not free."""
+
+    def may_admit(self, key: str | None) -> bool:
+        """Return whether a key may end a job as done."""
+
 
 @dataclass(frozen=True)
 class LeaseStatus:
@@ -140,6 +165,8 @@ class LeaseStatus:
 
     record: Record
     age: float
+    rate: float = 0.0
+    """Images per second between the stored records of this holder, by the clock of the store; 0 if that is unknown."""
 
     @property
     def expired(self) -> bool:
@@ -183,11 +210,9 @@ def list_leases(
 ) -> LeaseList:
     """Read the current records. `now` is the time; by default that of the store, which needs the right to write."""
     keys, ignored = list_keys(store, prefix), dict[str, str]()
-    with ThreadPoolExecutor(PARALLEL_READS) as pool:
-        found = pool.map(lambda job: newest_record(store, job, keys[job], authority=authority, ignored=ignored), keys)
-        newest = [(job, pair) for job, pair in zip(keys, found, strict=True) if pair is not None]
-    time_now = store.now() if now is None and newest else now or 0.0
-    leases = {job: LeaseStatus(record, max(0.0, time_now - entry.modified)) for job, (entry, record) in newest}
+    chains = read_chains(store, keys, authority=authority, ignored=ignored)
+    time_now = store.now() if now is None and any(chains.values()) else now or 0.0
+    leases = {job: _status(chain, time_now) for job, chain in chains.items() if chain}
     return LeaseList(leases, ignored)
 
 
@@ -205,29 +230,138 @@ def list_keys(store: Store, prefix: str) -> dict[str, dict[int, Entry]]:
     return found
 
 
-def newest_record(
+@dataclass(frozen=True)
+class Stored:
+    """A valid record, and the time that the store gave to it."""
+
+    record: Record
+    time: float
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The records of a job that count, and the valid ones that do not, in the order of their epochs."""
+
+    counted: tuple[Stored, ...] = ()
+    others: tuple[Stored, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.counted)
+
+    @property
+    def last(self) -> Record | None:
+        """The current record."""
+        return self.counted[-1].record if self.counted else None
+
+    def has(self, record: Record) -> bool:
+        """Return whether a record counts."""
+        return any(one.record == record for one in self.counted)
+
+
+def read_chains(
     store: Store,
-    job: str,
-    keys: Mapping[int, Entry],
+    keys: Mapping[str, Mapping[int, Entry]],
     *,
     authority: Authority | None,
     ignored: dict[str, str] | None = None,
-) -> tuple[Entry, Record] | None:
-    """Return the valid record of the highest epoch; note in `ignored` why the newest invalid one above it is not."""
-    for epoch in sorted(keys, reverse=True):
+) -> dict[str, Chain]:
+    """Return the chain of each job; note in `ignored` why the newest record that does not count does not."""
+    reasons: dict[str, dict[int, str]] = {job: {} for job in keys}
+
+    def read(place: tuple[str, int, Entry]) -> Stored | None:
+        job, epoch, entry = place
         try:
-            if record := read_record(store, job, epoch, authority=authority):
-                return keys[epoch], record
+            record = read_record(store, job, epoch, authority=authority, entry=entry)
+            return Stored(record, entry.modified) if record else None
         except Refused as reason:
-            if ignored is not None:
-                ignored.setdefault(job, str(reason))
-    return None
+            reasons[job][epoch] = str(reason)
+            return None
+
+    places = [(job, epoch, keys[job][epoch]) for job in keys for epoch in sorted(keys[job])]
+    with ThreadPoolExecutor(PARALLEL_READS) as pool:
+        found = list(pool.map(read, places))
+    valid: dict[str, list[Stored]] = {job: [] for job in keys}
+    for (job, _, _), stored in zip(places, found, strict=True):
+        if stored is not None:
+            valid[job].append(stored)
+    chains = {
+        job: _chain(store, job, valid[job], keys=keys[job], authority=authority, reasons=reasons[job]) for job in keys
+    }
+    if ignored is not None:
+        ignored |= {job: found[max(found)] for job, found in reasons.items() if found}
+    return chains
 
 
-def read_record(store: Store, job: str, epoch: int, *, authority: Authority | None) -> Record | None:
-    """Return a record, or None if it was removed since it was listed; raise `Refused` if it is not valid."""
+def _chain(
+    store: Store,
+    job: str,
+    valid: list[Stored],
+    *,
+    keys: Collection[int],
+    authority: Authority | None,
+    reasons: dict[int, str],
+) -> Chain:
+    """Return the chain of valid records, which are sorted by epoch; note in `reasons` why others do not count."""
+    starts = [one for one in valid if one.record.epoch <= MAX_FIRST_EPOCH]
+    if not starts:
+        high = "the first record of a job has a lower epoch"
+        reasons |= {one.record.epoch: f"{key_of(job, one.record.epoch)} does not count: {high}" for one in valid}
+        return Chain((), tuple(valid))
+    counted, others = [min(starts, key=lambda one: (one.time, one.record.epoch))], []
+    end = counted[0].record.epoch  # the highest epoch below which no key is free
+    for one in valid:
+        epoch, before, reason = one.record.epoch, counted[-1], ""
+        if epoch <= counted[0].record.epoch:
+            others += [one] if one is not counted[0] else []
+            continue
+        # In a folder, links and folders also occupy keys, and are not listed.
+        while end < epoch and (end + 1 in keys or store.taken(key_of(job, end + 1))):
+            end += 1
+        if end < epoch:
+            reason = f"epoch {end + 1} is free, so it is not the next one"
+        elif one.record.nonce == before.record.nonce and one.record.key == before.record.key:
+            reason = "" if before.record.state == "held" else "its holder had ended the lease"
+        elif authority is not None and not authority.may_take(one.record.key, before.record):
+            reason = _too_early(before, one.time)
+        if reason:
+            others.append(one)
+            reasons[epoch] = f"{key_of(job, epoch)} does not count: {reason}"
+        else:
+            counted.append(one)
+    return Chain(tuple(counted), tuple(others))
+
+
+def _too_early(before: Stored, time: float) -> str:
+    """Return why a record of another key, written at this time, does not count after `before`; empty if it does."""
+    if time + MARGIN < before.time:
+        return "it is older than the record before it"
+    # Twice the margin: the taker has waited for one, and each of the two times can be rounded.
+    lease_status = LeaseStatus(before.record, time - before.time + 2 * MARGIN)
+    if lease_status.proposed:
+        return "the contribution waits for admission"
+    if lease_status.free:
+        return ""
+    held = before.record.state == "held"
+    return f"the lease of {before.record.holder} had not expired" if held else f"the job was {before.record.state}"
+
+
+def _status(chain: Chain, now: float) -> LeaseStatus:
+    last = chain.counted[-1]
+    first = next(one for one in chain.counted if one.record.nonce == last.record.nonce)
+    seconds, images = last.time - first.time, last.record.images - first.record.images
+    rate = images / seconds if seconds >= MIN_MEASURED and images > 0 else 0.0
+    return LeaseStatus(last.record, max(0.0, now - last.time), rate)
+
+
+def read_record(
+    store: Store, job: str, epoch: int, *, authority: Authority | None, entry: Entry | None = None
+) -> Record | None:
+    """Return a record, or None if it was removed since it was listed; raise `Refused` if it is not valid.
+
+    With the `entry` of a listing, an object that was read before is not read again: nobody replaces a record.
+    """
     key = key_of(job, epoch)
-    data = store.read(key, _MAX_RECORD)
+    data = store.read(key, _MAX_RECORD) if entry is None else store.read_once(entry, _MAX_RECORD)
     if data is None:
         return None
     try:
@@ -240,4 +374,6 @@ def read_record(store: Store, job: str, epoch: int, *, authority: Authority | No
         raise Refused(f"{store.url}/{key} is not a lease of {job} in epoch {epoch}")
     if authority is not None:
         authority.verify(record.signature, "lease", job, digest=record.digest)
+        if record.state == "done" and not authority.may_admit(record.key):
+            raise Refused(f"{key} ends the job as done, which only admitters and owners do")
     return record

@@ -2,9 +2,9 @@
 
     leases/experts/003/000017       holder, state, progress, last published checkpoint
 
-How it works. An *epoch* is the number of a record. The record with the highest epoch is the current one. To acquire,
-renew or end a lease, a worker creates the key of the next epoch. The store guarantees that exactly one of several
-concurrent creates succeeds (`Store.create`), so each epoch has exactly one author.
+How it works. An *epoch* is the number of a record. The last record of the chain (`lease_records`) is the current one.
+To acquire, renew or end a lease, a worker creates the key of the next epoch. The store guarantees that exactly one of
+several concurrent creates succeeds (`Store.create`), so each epoch has exactly one author.
 
 Takeover. A record in state `held` expires when it is older than its `duration` plus `MARGIN`. Any worker may then make
 the next epoch with itself as the holder; it copies progress, overrides and the pointer to the last checkpoint. If the
@@ -24,6 +24,7 @@ import json
 import threading
 import time
 from contextlib import suppress
+from itertools import count
 from types import TracebackType
 from typing import Any, Self, Unpack
 from uuid import uuid4
@@ -32,11 +33,11 @@ from pydantic import ValidationError
 
 from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError, wrong_fields
-from atoll.core.untrusted import Refused
 from atoll.islands.lease_records import (
     LAST_EPOCH,
     MAX_WHY,
     Authority,
+    Chain,
     Record,
     RecordChanges,
     State,
@@ -44,10 +45,9 @@ from atoll.islands.lease_records import (
     key_of,
     list_keys,
     new_name,
-    newest_record,
-    read_record,
+    read_chains,
 )
-from atoll.islands.store import Store
+from atoll.islands.store import Entry, Store
 
 # A compromise, not a measurement: a dead worker delays its expert by two minutes, and a live one writes a record every
 # 40 seconds (three renewals per duration, so two in a row may fail).
@@ -81,6 +81,8 @@ class Lease:
         self._progressed: float | None = None  # time of the last trained image; None before the first one
         self._deadline = since + record.duration
         self._pending: RecordChanges = {}
+        self._keys: dict[int, Entry] = {}
+        self._chain = Chain()
         self._lost = ""
         self._renew_lock, self._pending_lock = threading.Lock(), threading.Lock()
         self._wake = threading.Event()
@@ -180,31 +182,58 @@ class Lease:
             # Only accepted values become pending. Otherwise the renewal after a failed `end` would publish them.
             with self._pending_lock:
                 self._pending |= changes
-        with suppress(Exception):  # a key that stays is harmless: it is never the newest
-            self.store.delete([key_of(self.job, record.epoch - KEPT_EPOCHS)] if record.epoch >= KEPT_EPOCHS else [])
+        with suppress(Exception):  # keys that stay are harmless
+            self._prune()
 
     def _create_record(self, record: Record) -> Record | None:
         """Create a record and return it as written; return None if another worker holds the job.
 
         If the key exists, there are three cases. With our nonce, an earlier create succeeded and its response was lost:
-        continue with the next epoch. A malformed record is skipped in the same way. Any other record is a takeover.
+        continue with the next epoch. A record that does not count is skipped in the same way. Any other record is a
+        takeover.
 
         A successful create is not proof: a worker that slept for more than `KEPT_EPOCHS` epochs can create a key that
-        the new holder has deleted. A record with a higher epoch therefore means that the lease is lost. The exception
-        is a record that ends the lease: another worker may acquire the job immediately afterwards.
+        the new holder has deleted. So the record must be part of the chain afterwards. A record that ends the lease may
+        have a successor: another worker may acquire the job immediately.
         """
         record = self._signed(record)
         while not self.store.create(key_of(self.job, record.epoch), to_json(json.loads(record.model_dump_json()))):
-            with suppress(Refused):
-                existing = read_record(self.store, self.job, record.epoch, authority=self.authority)
-                if existing is None or existing.nonce != record.nonce:
-                    return None
-            record = self._signed(_validated(**{**record.model_dump(), "epoch": record.epoch + 1}))
-        keys = list_keys(self.store, f"leases/{self.job}").get(self.job, {})
-        above = {epoch: keys[epoch] for epoch in keys if epoch > record.epoch}
-        later = newest_record(self.store, self.job, above, authority=self.authority)
-        followed = later is not None and record.state != "held" and later[1].epoch < record.epoch + KEPT_EPOCHS
-        return record if later is None or followed else None
+            self._read_chain()
+            others = [one.record for one in self._chain.counted if one.record.nonce != record.nonce]
+            if any(other.epoch >= record.epoch for other in others):
+                return None
+            epoch = next(epoch for epoch in count(record.epoch + 1) if epoch not in self._keys)
+            record = self._signed(_validated(**{**record.model_dump(), "epoch": epoch}))
+        self._read_chain()
+        last = self._chain.last
+        held = last is not None and (record.state != "held" or last.nonce == record.nonce)
+        return record if held and self._chain.has(record) else None
+
+    def _read_chain(self) -> None:
+        self._keys = list_keys(self.store, f"leases/{self.job}").get(self.job, {})
+        chains = read_chains(self.store, {self.job: self._keys}, authority=self.authority)
+        self._chain = chains[self.job]
+
+    def _prune(self) -> None:
+        """Delete old records. The chain that is left must begin with a record that counted.
+
+        A chain begins with its oldest record. So records that do not count, and are not between those that do, are
+        deleted first. Those between them stay, since a free key ends a chain, and so does the record before them.
+        """
+        counted, others = self._chain.counted, self._chain.others
+        start, now = counted[0].record.epoch, self.record.epoch
+        inside = [one for one in others if start < one.record.epoch <= now]
+        firsts = [
+            one.record.epoch
+            for one in counted
+            if one.record.epoch <= now - KEPT_EPOCHS + 1
+            and all(one.time <= other.time and one.record.epoch < other.record.epoch for other in inside)
+        ]
+        if firsts and firsts[-1] > start:
+            outside = [one.record.epoch for one in others if one not in inside]
+            old = [epoch for epoch in sorted(self._keys) if start <= epoch < firsts[-1]]
+            for epoch in (*outside, *old):
+                self.store.delete([key_of(self.job, epoch)])
 
     def _signed(self, record: Record) -> Record:
         if self.authority is None:

@@ -34,10 +34,11 @@ from atoll.core.trust import (
     parse_signed,
 )
 from atoll.core.untrusted import Refused, strict_json
+from atoll.islands.lease_records import Record
 from atoll.islands.shared_settings import MAX_BYTES as MAX_SETTINGS
 from atoll.islands.shared_settings import read_shared, shared_part
 from atoll.islands.store import Store
-from atoll.islands.transfer import read_manifest, signature_key
+from atoll.islands.transfer import is_uploaded, read_manifest, signature_key
 
 FRAGMENT = "#sha256="
 _MAX_SIGNATURE = 1024
@@ -84,13 +85,13 @@ class RemoteRun:
         fingerprint = access.fingerprint or (known.roots[0].digest if known else None)
         files = read_all(store, layout.ROOTS)
         if not files:
-            raise AtollError(_without_root(store))
+            raise AtollError(without_root(store))
         if fingerprint is None and not access.unsigned:
             raise AtollError(
                 f"{store.url}: anyone could have written this run. Add the fingerprint that its owner got from atoll "
                 f"push ('{store.url}{FRAGMENT}…', or --trust), or accept that risk with --unsigned"
             )
-        trust = Trust.of(files, fingerprint, store.url)
+        trust = Trust.of(files, fingerprint or Trust.first(files, store.url), store.url)
         trust.check_valid(store.url)
         check_seen(trust)
         settings = _read_settings(store, trust)
@@ -126,6 +127,18 @@ class RemoteRun:
         if signature.version > self.trust.current.version:
             self.refresh()
         return self.trust.verify(signature, role, slot, digest=digest)
+
+    def may_take(self, key: str | None, record: Record) -> bool:
+        """Return whether a key may take a lease that is not free: its own, or any as an owner or admitter.
+
+        Anybody may take that of a contribution that was withdrawn.
+        """
+        own = key is not None and key == record.key
+        return own or self.may_admit(key) or record.manifest in self.trust.current.withdrawn
+
+    def may_admit(self, key: str | None) -> bool:
+        """Return whether a key is that of an admitter or owner."""
+        return key is not None and self.trust.current.admits(key)
 
     def refresh(self) -> None:
         """Read versions of the root that were published since the run was opened."""
@@ -215,15 +228,23 @@ class RemoteRun:
 
 
 def read_all(store: Store, folder: str) -> dict[str, bytes]:
-    """Return the small objects below a folder, by key; skip those that are too large to be what we look for."""
+    """Return the small objects below a folder, by key, the oldest first; skip those that are too large."""
     found = {}
-    for entry in store.entries(folder):
+    for entry in sorted(store.entries(folder), key=lambda entry: (entry.modified, entry.key)):
         if entry.size <= MAX_BYTES and (data := store.read(entry.key, MAX_BYTES)) is not None:
             found[entry.key] = data
     return found
 
 
-def _without_root(store: Store) -> str:
+def is_local(store: Store) -> bool:
+    """Return whether this is the folder of a run that was never shared: without a root and without uploaded shards."""
+    if store.path is None or store.entries(layout.ROOTS) or store.entry(layout.OLD_POLICY):
+        return False
+    return not any(is_uploaded(entry.key) for entry in store.entries(layout.SHARDS))
+
+
+def without_root(store: Store) -> str:
+    """Return why a store without a root is refused, and what to do."""
     if store.entry(CONFIG_FILE) is None:
         return f"{store.url} holds no run; upload one with: atoll push RUN {store.url}"
     return (

@@ -18,6 +18,7 @@ from atoll.core.config import Config
 from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError
 from atoll.core.untrusted import MAX_TEXT, Refused, check_bounded
+from atoll.data.hub import public_name
 
 SHARED: Mapping[str, frozenset[str] | None] = {
     "preset": None,
@@ -37,7 +38,6 @@ SHARED: Mapping[str, frozenset[str] | None] = {
 """The shared sections, each with its shared keys; None stands for all keys."""
 NAMES = (("features", "model"), ("latents", "autoencoder"), ("text", "encoder"))
 """Keys that hold the name of a model on the hub, or a folder. A local folder is written to the store as `local`."""
-LOCAL = "local"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 MAX_BYTES = 1 << 16
@@ -72,8 +72,7 @@ def shared_part(config: Config) -> bytes:
         )
     values = config.model_dump(mode="json", include=_included())
     for section, key in NAMES:
-        if not _NAME.fullmatch(values[section][key]):
-            values[section][key] = LOCAL
+        values[section][key] = public_name(values[section][key])
     return yaml.safe_dump(values, sort_keys=True).encode()
 
 

@@ -70,11 +70,6 @@ def status(store: Store, remote: RemoteRun | None = None) -> list[JobStatus]:
         return [made for made in pool.map(line, (*jobs, *layout.OTHERS)) if made is not None]
 
 
-def is_local(store: Store) -> bool:
-    """Return whether this is the folder of a run that was trained here and never shared, which has no root."""
-    return store.path is not None and not store.entries(layout.ROOTS)
-
-
 def _local_config(store: Store) -> configuration.Config:
     settings = store.read(CONFIG_FILE)
     if settings is None:

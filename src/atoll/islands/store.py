@@ -31,6 +31,9 @@ Result = TypeVar("Result")
 # handle longer outages themselves: the next renewal or upload tries again.
 ATTEMPTS = 6
 """Number of times a request is tried, in addition to the retries inside obstore."""
+# Records take one to eight kilobytes: at most 32 MB, and enough for the last 16 records of 250 experts.
+_MAX_KNOWN = 4096
+"""Number of objects that `read_once` keeps."""
 # Stores at memory:// URLs live as long as the process, so that two `Store.open` of one URL share their objects.
 _MEMORY: dict[str, MemoryStore] = {}
 
@@ -51,6 +54,7 @@ class Store:
     url: str
     backend: Any = field(repr=False)
     _clock: float | None = None
+    _known: dict[str, tuple["Entry", bytes]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def open(cls, url: str | Path) -> "Store":
@@ -107,6 +111,24 @@ class Store:
             return bytes(response.bytes())
 
         return self._retry(get)
+
+    def read_once(self, entry: Entry, limit: int) -> bytes | None:
+        """Return a small object of a listing that is never replaced; read it only the first time."""
+        known = self._known.get(entry.key)
+        if known is not None and known[0] == entry:
+            return known[1]
+        data = self.read(entry.key, limit)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        if data is not None:
+            self._known[entry.key] = (entry, data)
+        return data
+
+    def taken(self, key: str) -> bool:
+        """Return whether a key cannot be created. In a folder, links and folders also take the names of keys."""
+        if isinstance(self.backend, Folder):
+            return self.backend.taken(key)
+        return self.entry(key) is not None
 
     def stream(self, key: str, start: int, end: int, *, chunk: int = 1 << 18) -> Iterator[bytes]:
         """Yield the bytes `start` to `end` of an object as they arrive; the caller resumes a broken connection."""

@@ -63,6 +63,11 @@ def uploaded_manifest_key(name: str, digest: str) -> str:
     return f"{name}/manifests/{digest}.json"
 
 
+def is_uploaded(key: str) -> bool:
+    """Return whether a key is one of an uploaded artifact, which the folder of a local run does not have."""
+    return key.split("/")[-2:-1] in (["sha256"], ["manifests"])
+
+
 def signature_key(name: str, digest: str) -> str:
     """Return the key of the signature over an uploaded manifest."""
     return f"{name}/signatures/{digest}.json"

@@ -104,10 +104,8 @@ class Worker:
         start = crc32(self.name.encode()) % count
         wanted = [expert] if expert is not None else [(start + k) % count for k in range(count)]
         self.remote.refresh()
-        leases, finished = (
-            list_leases(self.store, layout.EXPERT_LEASES, authority=self.remote).leases,
-            self.remote.networks(),
-        )
+        leases = list_leases(self.store, layout.EXPERT_LEASES, authority=self.remote).leases
+        finished = self.remote.networks()
         unfinished = False
         for number in wanted:
             self.config.objective(number)  # raises an error if there is no such expert
@@ -155,11 +153,12 @@ class Worker:
 
     def _is_faster(self, lease_status: LeaseStatus) -> bool:
         """Return whether this worker, from the last checkpoint, needs at most half of the time of the holder."""
-        record = lease_status.record
-        if record.state != "held" or record.manifest is not None or not self._rate or not record.rate:
+        record, rate = lease_status.record, lease_status.rate
+        if record.state != "held" or record.manifest is not None or not self._rate or not rate:
             return False
+        # Only of a worker with the same key, or as an owner or admitter: nobody can check how fast others really are.
         mine = (record.total - record.published) / self._rate
-        return 0 < 2 * mine <= (record.total - record.images) / record.rate
+        return self.remote.may_take(self.remote.key, record) and 0 < 2 * mine <= (record.total - record.images) / rate
 
     def _overrides_for(self, expert: int) -> dict[str, str]:
         """Return the contributor's settings as dotted overrides for this expert."""

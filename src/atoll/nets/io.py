@@ -3,7 +3,7 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -59,7 +59,7 @@ def read_weights(file: str | Path) -> dict[str, Tensor]:
     return _unwrap(content, file)
 
 
-def tensors_of(data: bytearray) -> dict[str, Tensor]:
+def tensors_of(data: memoryview) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file in memory. They share its memory and are not copied."""
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8:start]))
@@ -96,6 +96,19 @@ def sha256(file: str | Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the SHA-256 of names, dtypes, shapes and values of tensors, sorted by name.
+
+    It does not depend on the layout of a file. So it identifies weights that were stored in another layout and read
+    back.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def check_fit(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
     """Raise an error that lists all missing, unexpected and wrongly shaped tensors."""
     problems = [f"missing {name} {tuple(expected[name].shape)}" for name in expected if name not in given]
@@ -128,7 +141,7 @@ def save_network(network: DiT | Router | DiffusersExpert, folder: str | Path) ->
     (folder / CONFIG_FILE).write_text(json.dumps(network.config.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
-def load_network(folder: str | Path, read: Callable[[str], bytearray] | None = None) -> DiT | Router | DiffusersExpert:
+def load_network(folder: str | Path, read: Callable[[str], memoryview] | None = None) -> DiT | Router | DiffusersExpert:
     """Load a network that `save_network` wrote; raise an error if a tensor does not fit.
 
     `read` returns the content of a file by name, such as `VerifiedFiles.read`; by default the files are memory-mapped.
@@ -136,7 +149,7 @@ def load_network(folder: str | Path, read: Callable[[str], bytearray] | None = N
     file = Path(folder) / CONFIG_FILE
     if not file.is_file():
         raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    config = read_network(json.loads(read(CONFIG_FILE) if read else file.read_bytes()))
+    config = read_network(json.loads(bytes(read(CONFIG_FILE)) if read else file.read_bytes()))
     state = without_retired(tensors_of(read(WEIGHTS_FILE)) if read else read_weights(Path(folder) / WEIGHTS_FILE))
     native = not isinstance(config, DiffusersConfig)
     # DiT and router store all their buffers, so initialization can be skipped on the meta device. Diffusers models have

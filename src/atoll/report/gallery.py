@@ -29,7 +29,7 @@ GALLERY = Kind("gallery", Content)
 FILE = "images.safetensors"
 SPLITS: tuple[Split, ...] = ("train", "held-out")
 # The autoencoder is opened once for all examples.
-_codec = cache(lambda latents: Encoders.of(latents, None).autoencoder())
+_codec = cache(lambda latents, run: Encoders.of(latents, None, run=run).autoencoder())
 # Examples of each cluster if no prompts are given: with eight clusters 24 columns, which still fit a page.
 EXAMPLES_PER_CLUSTER = {"train": 2, "held-out": 1}
 
@@ -89,7 +89,7 @@ def _example(shards: Shards, row: int, cluster: int, *, split: str) -> Example:
     # The shards hold latents, so the real image is a decoded latent. It has the losses of the autoencoder, which the
     # generated images share.
     batch = shards.read(np.array([row]))
-    codec = _codec(shards.content.latents)
+    codec = _codec(shards.content.latents, shards.artifacts[0].run)
     real = Image.fromarray(codec.decode(batch.mean.float())[0])
     label, names = int(batch.label[0]), shards.content.labels
     caption = shards.captions([row])[0] if shards.content.text else None

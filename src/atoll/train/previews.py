@@ -56,7 +56,8 @@ def save_preview(task: Task, ema: EMA, logger: MetricsLogger, *, settings: Train
             rows = np.linspace(0, len(source) - 1, count).round().astype(np.int64)
             condition = condition_of(source.read(rows).to(task.device), expert.conditioning)
             noise = rng.normal((count, *content.latents.shape), seed=task.seed, stream=PREVIEW_STREAM, first=0)
-            sampler = Sampler(Ensemble.of_expert(expert), Encoders.of(content.latents, content.text))
+            encoders = Encoders.of(content.latents, content.text, run=task.shards.artifacts[0].run)
+            sampler = Sampler(Ensemble.of_expert(expert), encoders)
             # Conditions are not prepared once for all steps: FSDP2 gathers a sharded network in its forward pass only.
             how, parts = Settings(steps=PREVIEW_STEPS, guidance_scale=settings.sample_guidance_scale), []
             # In two batches: guidance doubles the rows, and the optimizer's state is in memory too.

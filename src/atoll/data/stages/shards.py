@@ -41,6 +41,7 @@ from atoll.core.manifests import (
 )
 from atoll.core.progress import progress
 from atoll.data.chunks import Worker
+from atoll.data.hub import public_name
 from atoll.data.stages import clusters, latents, patches, text
 from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import Index
@@ -169,7 +170,7 @@ class _Writer:
             source=self.index.manifest.made_from["source"],
             fingerprint=self.index.manifest.made_from["fingerprint"],
             latents=LatentSpec(
-                autoencoder=made_from["autoencoder"],
+                autoencoder=public_name(made_from["autoencoder"]),
                 weights=made_from["weights"],
                 resolution=made_from["resolution"],
                 shape=measured.shape,
@@ -188,7 +189,7 @@ class _Writer:
         encoded = Artifact(self.run, layout.TEXT)
         made_from, shapes = encoded.open(TEXT).made_from, encoded.read(TEXT)
         return TextSpec(
-            encoder=made_from["encoder"],
+            encoder=public_name(made_from["encoder"]),
             weights=made_from["weights"],
             **shapes.model_dump(exclude={"rows", "precision"}),
         )
