@@ -70,7 +70,7 @@ def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> config
 
 
 class Bare:
-    """A training step of forward, backward and AdamW only, on tensors in memory."""
+    """A training step of forward, backward and optimizer only, on tensors in memory."""
 
     def __init__(self, job: TrainSpec) -> None:
         self.network = build(job.network)
@@ -105,9 +105,10 @@ class Interleaved(ExpertTask):
         return super().losses(forward, inputs)
 
 
-def overhead(folder: Path, name: str, batch_size: int, steps: int) -> Row:
+def overhead(folder: Path, name: str, batch_size: int, *, steps: int, optimizer: str = "adamw") -> Row:
     """Measure the rate of the loop (with reading, noising, EMA and logging) over that of the bare step."""
-    config = make_run(folder, batch_size=batch_size, total_images=batch_size * steps, log_every=8 * batch_size)
+    images = {"batch_size": batch_size, "total_images": batch_size * steps, "log_every": 8 * batch_size}
+    config = make_run(folder, optimizer=optimizer, **images)
     job = resolve_job(folder, config.model_copy(update={"networks": {"default": name}}), "expert", expert=0)
     plain = build_task(job)
     task = Interleaved(**{field: getattr(plain, field) for field in plain.__dataclass_fields__})
@@ -116,7 +117,8 @@ def overhead(folder: Path, name: str, batch_size: int, steps: int) -> Row:
         object.__setattr__(task, key, value)
     train(task, job.settings, Checkpoints(folder, job.job, {}, ALONE), context=ALONE)
     loop, bare = (sum(task.seconds[which][3:]) for which in ("loop", "bare"))  # the first ones warm up
-    return Row(f"loop / bare step, {name}, batch size {batch_size}", bare / loop, 0.95)
+    which = "" if optimizer == "adamw" else f", {optimizer}"
+    return Row(f"loop / bare step, {name}, batch size {batch_size}{which}", bare / loop, 0.95)
 
 
 def checkpoint_pause(folder: Path, name: str) -> list[Row]:
@@ -200,8 +202,9 @@ def measure(quick: bool) -> list[Row]:
         folder = Path(scratch)
         sizes = [("DiT-XS/2", 64)] if quick else [("DiT-XS/2", 64), ("DiT-S/2", 64)]
         rows = [
-            overhead(folder / str(i), name, batch_size, 20 if quick else 40)
-            for i, (name, batch_size) in enumerate(sizes)
+            overhead(folder / optimizer / name, name, batch_size, steps=20 if quick else 40, optimizer=optimizer)
+            for name, batch_size in sizes
+            for optimizer in ("adamw", "muon")
         ]
         rows += checkpoint_pause(folder / "pause", "DiT-XS/2" if quick else "DiT-S/2")
         if not quick:

@@ -188,6 +188,7 @@ def _peak(one: _Pass) -> int:
             del output, loss
     if one.muon:
         for stack in stacks_of(network):
+            meter.ignore([stack.momentum])
             with meter, torch.device("meta"):
                 stack.step(1.0, weight_decay=1.0, dtype=one.muon, found_inf=torch.zeros(()))
     return meter.peak + (_gathered_bytes(one) if one.parts > 1 else 0)
