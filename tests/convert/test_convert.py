@@ -212,3 +212,11 @@ def test_the_given_file_is_read(tmp_path):
     write_weights(DiT(DiTConfig(WIDTH, 2, HEADS, size=16)).state_dict(), folder / "deeper.safetensors")
     with pytest.raises(AtollError, match=r"unexpected blocks\.1\.attention"):
         convert(folder / "deeper.safetensors", tmp_path / "refused")
+
+
+def test_no_foreign_layout_has_the_block_of_moderndit(tmp_path):
+    network = DiT(DiTConfig.named("ModernDiT-XS/2", width=32, depth=1, heads=2, text_width=8))
+    save_network(network, tmp_path / "modern")
+    for layout in ("diffusers", "paris"):
+        with pytest.raises(AtollError, match="norm must be 'layer', but is 'rms'; mlp must be 'gelu'"):
+            convert(tmp_path / "modern", tmp_path / "out", to=layout)
