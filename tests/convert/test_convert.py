@@ -215,8 +215,14 @@ def test_the_given_file_is_read(tmp_path):
 
 
 def test_no_foreign_layout_has_the_block_of_moderndit(tmp_path):
-    network = DiT(DiTConfig.named("ModernDiT-XS/2", width=32, depth=1, heads=2, text_width=8))
-    save_network(network, tmp_path / "modern")
-    for layout in ("diffusers", "paris"):
-        with pytest.raises(AtollError, match="norm must be 'layer', but is 'rms'; mlp must be 'gelu'"):
-            convert(tmp_path / "modern", tmp_path / "out", to=layout)
+    tiny = {"width": 32, "depth": 1, "heads": 2}
+    reason = "positions must be 'sincos', but is 'rope'; norm must be 'layer', but is 'rms'; mlp must be 'gelu'"
+    networks = {
+        "paris": DiT(DiTConfig.named("ModernDiT-XS/2", **tiny, text_width=8)),
+        "dit": DiT(DiTConfig.named("ModernDiT-XS/2", **tiny, num_classes=3)),
+        "paris-router": Router(RouterConfig.named("ModernDiT-XS/2", **tiny)),
+    }
+    for layout, network in networks.items():
+        save_network(network, tmp_path / layout)
+        with pytest.raises(AtollError, match=reason):
+            convert(tmp_path / layout, tmp_path / "out", layout)
