@@ -212,3 +212,17 @@ def test_the_given_file_is_read(tmp_path):
     write_weights(DiT(DiTConfig(WIDTH, 2, HEADS, size=16)).state_dict(), folder / "deeper.safetensors")
     with pytest.raises(AtollError, match=r"unexpected blocks\.1\.attention"):
         convert(folder / "deeper.safetensors", tmp_path / "refused")
+
+
+def test_no_foreign_layout_has_the_block_of_moderndit(tmp_path):
+    tiny = {"width": 32, "depth": 1, "heads": 2}
+    reason = "positions must be 'sincos', but is 'rope'; norm must be 'layer', but is 'rms'; mlp must be 'gelu'"
+    networks = {
+        "paris": DiT(DiTConfig.named("ModernDiT-XS/2", **tiny, text_width=8)),
+        "dit": DiT(DiTConfig.named("ModernDiT-XS/2", **tiny, num_classes=3)),
+        "paris-router": Router(RouterConfig.named("ModernDiT-XS/2", **tiny)),
+    }
+    for layout, network in networks.items():
+        save_network(network, tmp_path / layout)
+        with pytest.raises(AtollError, match=reason):
+            convert(tmp_path / layout, tmp_path / "out", layout)

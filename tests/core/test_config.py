@@ -26,7 +26,7 @@ from atoll.core.errors import AtollError
             "networks.default: modulation: .*'single' or 'zero', got 'Single'",
         ),
         ({"networks": {0: {"text_projection": "MLP"}}}, "networks.0: text_projection: .*'linear' or 'mlp', got 'MLP'"),
-        ({"networks": {"default": {"positions": "rope"}}}, "networks.default: positions: .*got 'rope'"),
+        ({"networks": {"default": {"positions": "alibi"}}}, "networks.default: positions: .*got 'alibi'"),
         ({"networks": {"default": {"patch": 0}}}, "networks.default: patch: .*greater than 0, got 0"),
         ({"networks": {"default": {"width": 50}}}, "networks.default: width 50 must be a multiple of 4 and of heads 4"),
         ({"networks": {"default": {"widht": 64}}}, "unknown field of DiTConfig 'widht' .did you mean 'width'"),

@@ -147,7 +147,7 @@ class DiTConfig(NamedConfig):
     out_channels: Positive = 4
     """Twice `channels` for networks with a learned variance."""
     size: Positive = 32
-    """Side of the latents that the position embedding is made for; it is interpolated for other sizes."""
+    """Side of the latents that added positions are made for; they are interpolated for other sizes."""
     mlp_ratio: Ratio = 4.0
     """Hidden width of the MLP over `width`. A SwiGLU has two thirds of it, and so the same number of parameters."""
     mlp: MlpKind = "gelu"

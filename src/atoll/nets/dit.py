@@ -25,6 +25,7 @@ from atoll.nets.layers import (
     init_linears,
     modulated_norm,
     patchify,
+    residual_dtype,
     resized_positions,
     sincos_positions,
     unpatchify,
@@ -139,6 +140,7 @@ class DiT(nn.Module):
         tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype))
         turned = None
         if self.config.positions == "rope":
+            tokens = tokens.to(residual_dtype(self.patch.weight))
             turned = rotation(
                 rows, columns, self.config.head_width, scale=self.config.position_scale, device=tokens.device
             )

@@ -102,6 +102,16 @@ def unpatchify(tokens: Tensor, patch: int, rows: int, *, columns: int) -> Tensor
     return blocks.permute(0, 5, 1, 3, 2, 4).reshape(batch, channels, rows * patch, columns * patch)
 
 
+def residual_dtype(weight: Tensor) -> torch.dtype:
+    """Return the precision of tokens between blocks: float32 under autocast, else that of the weights.
+
+    Positions that are added have this effect, since they are in float32 too. With RoPE none are added, and the sums of
+    all blocks would be rounded to bfloat16.
+    """
+    mixed = not weight.is_meta and torch.is_autocast_enabled(weight.device.type)
+    return torch.float32 if mixed else weight.dtype
+
+
 class TimeEmbedding(nn.Module):
     """Sinusoidal features of the timestep and a two-layer SiLU perceptron."""
 

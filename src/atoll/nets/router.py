@@ -14,6 +14,7 @@ from atoll.nets.layers import (
     init_linears,
     is_sincos,
     patchify,
+    residual_dtype,
     resized_positions,
     sincos_positions,
 )
@@ -93,6 +94,7 @@ class Router(nn.Module):
         tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype))
         turned = None
         if self.config.positions == "rope":
+            tokens = tokens.to(residual_dtype(self.patch.weight))
             turned = rotation(rows, columns, self.config.head_width, scale=1.0, device=x.device, unrotated=1)  # CLS
         else:
             tokens = tokens + self._positions_for(rows, columns)

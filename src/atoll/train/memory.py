@@ -291,8 +291,8 @@ def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: A
     return found
 
 
-def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    del shape, eps
+def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    del shape
     return _FusedRmsNorm.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
