@@ -19,6 +19,7 @@ from atoll.core.manifests import SHARDS
 from atoll.data.dataset import Shards
 from atoll.nets import build
 from atoll.train import TrainSpec, build_task, resolve_job
+from atoll.train.align import Projector
 from atoll.train.checkpoints import Checkpoints, CheckpointSaver, TrainState
 from atoll.train.distributed import DistContext
 from atoll.train.ema import EMA
@@ -29,13 +30,15 @@ from atoll.train.tasks import ExpertTask, Forward, Losses, condition_of
 from harness import Row, interleave, run
 
 CHANNELS, SIDE, TEXT, TOKENS = 8, 8, 384, 16
+GRID, PATCH_DIMENSIONS = 4, 64
 ALONE = DistContext(0, 1, torch.device("cpu"))
 
 
-def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> configuration.Config:
-    """Write a run with one cluster of random latents and text, in the format of real shards."""
+def make_run(folder: Path, rows: int = 4096, *, flip: bool = False, **train_settings: object) -> configuration.Config:
+    """Write a run with one cluster of random latents, text and patch features, in the format of real shards."""
     artifact = Artifact(folder, "data/shards/cluster_000")
     settings = {
+        "features": {"patch_dimensions": PATCH_DIMENSIONS},
         "clusters": {"count": 1},
         "networks": {"default": "DiT-XS/2"},
         "train": {"sample_every": 0, "log_every": 10**9, "save_every": 10**9, **train_settings},
@@ -55,7 +58,12 @@ def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> config
             "lengths": torch.full((count,), TOKENS, dtype=torch.int32),
             "pooled": torch.randn(count, TEXT, generator=generator).half(),
             "label": torch.full((count,), -1, dtype=torch.int32),
+            "patches": torch.randint(
+                -127, 128, (count, GRID, GRID, PATCH_DIMENSIONS), dtype=torch.int8, generator=generator
+            ),
         }
+        if flip:
+            tensors |= {f"{name}_mirrored": tensors[name].flip(-1) for name in ("mean", "std")}
         artifact.write_tensors(f"{split}-000000.safetensors", tensors)
     text = {"encoder": "random", "weights": "", "max_tokens": TOKENS, "dimensions": TEXT, "pooled": TEXT}
     latents = {"autoencoder": "pixels", "weights": None, "resolution": SIDE, "shape": shape}
@@ -63,19 +71,23 @@ def make_run(folder: Path, rows: int = 4096, **train_settings: object) -> config
     artifact.commit(
         {
             "cluster": 0, "clusters": 1, "rows": {"train": rows, "held-out": 64}, "labels": [], "source": "random",
-            "fingerprint": "", "latents": latents, "statistics": statistics, "text": text,
+            "fingerprint": "", "latents": latents, "statistics": statistics, "text": text, "flip": flip,
+            "patches": {"model": "random", "weights": "", "grid": GRID, "steps": [0.1] * PATCH_DIMENSIONS},
         }
     )  # fmt: skip
     return config
 
 
 class Bare:
-    """A training step of forward, backward and optimizer only, on tensors in memory."""
+    """A training step of forward, backward and optimizer only, on tensors in memory; with alignment if the job has it."""
 
     def __init__(self, job: TrainSpec) -> None:
         self.network = build(job.network)
-        self.optimizer = make_optimizer(self.network, job.settings)
-        batch = Shards.open(job.run, [0]).read(torch.arange(job.settings.batch_size).numpy())
+        self.align = None if job.align is None else (job.align, Projector(job.align))
+        trained = [self.network] if self.align is None else [self.network, self.align[1]]
+        self.optimizers = [make_optimizer(network, job.settings) for network in trained]
+        batch = Shards.open(job.run, [0]).read(torch.arange(job.settings.batch_size).numpy(), patches=True)
+        self.patches = batch.patches
         condition = condition_of(batch, job.conditioning)
         self.x, self.t = batch.mean.float(), torch.rand(len(batch.index)) * 1000
         self.condition = condition.drop(torch.zeros(len(self.x), dtype=torch.bool))
@@ -83,9 +95,16 @@ class Bare:
     def step(self) -> float:
         """Make one step; return its seconds."""
         start = time.perf_counter()
-        (self.network(self.x, self.t, self.condition) - self.x).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.align is None:
+            loss = (self.network(self.x, self.t, self.condition) - self.x).square().mean()
+        else:
+            spec, projector = self.align
+            output, tokens = self.network(self.x, self.t, self.condition, tap=spec.block)
+            loss = (output - self.x).square().mean() + projector(tokens, self.patches).mean()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return time.perf_counter() - start
 
 
@@ -105,10 +124,13 @@ class Interleaved(ExpertTask):
         return super().losses(forward, inputs)
 
 
-def overhead(folder: Path, name: str, batch_size: int, *, steps: int, optimizer: str = "adamw") -> Row:
-    """Measure the rate of the loop (with reading, noising, EMA and logging) over that of the bare step."""
-    images = {"batch_size": batch_size, "total_images": batch_size * steps, "log_every": 8 * batch_size}
-    config = make_run(folder, optimizer=optimizer, **images)
+def overhead(folder: Path, name: str, batch_size: int, *, steps: int, arm: str = "") -> Row:
+    """Measure the rate of the loop (with reading, noising, EMA and logging) over that of the bare step.
+
+    `arm` is a flag that both have: flip, align or muon.
+    """
+    flags = {"flip": {"flip": True}, "align": {"align": {"until": 1.0}}, "muon": {"optimizer": "muon"}}.get(arm, {})
+    config = make_run(folder, batch_size=batch_size, total_images=batch_size * steps, log_every=8 * batch_size, **flags)
     job = resolve_job(folder, config.model_copy(update={"networks": {"default": name}}), "expert", expert=0)
     plain = build_task(job)
     task = Interleaved(**{field: getattr(plain, field) for field in plain.__dataclass_fields__})
@@ -117,8 +139,7 @@ def overhead(folder: Path, name: str, batch_size: int, *, steps: int, optimizer:
         object.__setattr__(task, key, value)
     train(task, job.settings, Checkpoints(folder, job.job, {}, ALONE), context=ALONE)
     loop, bare = (sum(task.seconds[which][3:]) for which in ("loop", "bare"))  # the first ones warm up
-    which = "" if optimizer == "adamw" else f", {optimizer}"
-    return Row(f"loop / bare step, {name}, batch size {batch_size}{which}", bare / loop, 0.95)
+    return Row(f"loop / bare step, {name}, batch size {batch_size}{arm and f', {arm}'}", bare / loop, 0.95)
 
 
 def checkpoint_pause(folder: Path, name: str) -> list[Row]:
@@ -202,9 +223,9 @@ def measure(quick: bool) -> list[Row]:
         folder = Path(scratch)
         sizes = [("DiT-XS/2", 64)] if quick else [("DiT-XS/2", 64), ("DiT-S/2", 64)]
         rows = [
-            overhead(folder / optimizer / name, name, batch_size, steps=20 if quick else 40, optimizer=optimizer)
-            for name, batch_size in sizes
-            for optimizer in ("adamw", "muon")
+            overhead(folder / f"{i}{arm}", name, batch_size, steps=20 if quick else 40, arm=arm)
+            for i, (name, batch_size) in enumerate(sizes)
+            for arm in ("", "flip", "align", "muon")
         ]
         rows += checkpoint_pause(folder / "pause", "DiT-XS/2" if quick else "DiT-S/2")
         if not quick:

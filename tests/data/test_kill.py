@@ -62,10 +62,18 @@ def content(run: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("kills", "seed"), [(10, 0), pytest.param(100, 1, marks=pytest.mark.slow)], ids=["ten", "hundred"]
+    ("kills", "seed", "changes"),
+    [
+        (10, 0, {}),
+        pytest.param(100, 1, {}, marks=pytest.mark.slow),
+        pytest.param(10, 2, {"data": {"flip": True}, "features": {"patch_dimensions": 64}}, marks=pytest.mark.slow),
+    ],
+    ids=["ten", "hundred", "with patches"],
 )
-def test_kill_9_at_random_moments_changes_no_byte(tmp_path: Path, shapes: Path, kills: int, seed: int) -> None:
-    write_run(tmp_path / "whole", shapes)
+def test_kill_9_at_random_moments_changes_no_byte(
+    tmp_path: Path, shapes: Path, kills: int, seed: int, changes: dict[str, dict[str, object]]
+) -> None:
+    write_run(tmp_path / "whole", shapes, **changes)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     sweep = subprocess.run(
         [sys.executable, "-c", SWEEP, str(tmp_path), str(kills), str(seed)],

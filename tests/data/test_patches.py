@@ -46,7 +46,7 @@ def test_more_dimensions_than_the_features_have_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("side", "stored", "grid"),
     [
-        (8, 8 * 8 * 8 * 2 * 2, 4),  # emoji of 64 px: eight channels, mean and std
+        (8, 12 * 8 * 8 * 2 * 2, 4),  # emoji of 64 px: twelve channels, mean and std
         (32, 3 * 32 * 32 * 2, 8),  # pixels of 32 px
         (32, 4 * 32 * 32 * 2 * 2, 16),  # Stable Diffusion's latents of 256 px
         (32, 4 * 32 * 32 * 2, 8),  # the same without std

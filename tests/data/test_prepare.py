@@ -137,7 +137,8 @@ def test_preparing_again_changes_nothing(prepared: Path, capsys: pytest.CaptureF
     before = files(prepared)
     assert cli.main(["prepare", str(prepared)]) == 0
     assert files(prepared) == before
-    assert capsys.readouterr().out.splitlines() == [f"{stage.name}: already done" for stage in STAGES]
+    states = {stage.name: "already done" for stage in STAGES} | {"patches": "features.patch_dimensions is 0"}
+    assert capsys.readouterr().out.splitlines() == [f"{name}: {state}" for name, state in states.items()]
 
 
 def test_scratch_of_a_job_killed_right_after_its_commit_is_removed(prepared: Path) -> None:
@@ -167,8 +168,8 @@ def test_several_workers_give_the_same_bytes(prepared: Path, tmp_path: Path, sha
     run = tmp_path / "run"
     config = write_run(run, shapes)
     divisible = [stage for stage in STAGES if stage.divisible]
-    assert [stage.name for stage in divisible] == ["ingest", "features", "latents", "text"]
-    for stage in divisible:
+    assert [stage.name for stage in divisible] == ["ingest", "features", "latents", "text", "patches"]
+    for stage in divisible[:-1]:  # this run has no patches; test_patches.py has one with them
         for index in (2, 0, 1):
             assert not stage.is_done(open_job(run, config))
             prepare(run, config, [stage.name], worker=Worker(index, 3))
@@ -187,7 +188,7 @@ def test_the_worker_option_is_checked() -> None:
 
 def test_several_workers_need_a_divisible_stage(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["prepare", str(prepared), "--worker", "0/2"]) == 2
-    assert "--worker divides the stages ingest, features, latents, text;" in capsys.readouterr().err
+    assert "--worker divides the stages ingest, features, latents, text, patches;" in capsys.readouterr().err
 
 
 def test_a_stage_names_the_missing_stage_before_it(
@@ -215,8 +216,9 @@ def test_a_dry_run_shows_the_source_and_does_nothing(
     assert shown.count("to do") == 6
     assert cli.main(["prepare", str(run), "--dry-run", "--json", "--text.encoder", "none"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert [(step["stage"], step["state"]) for step in plan][-2:] == [
+    assert [(step["stage"], step["state"]) for step in plan][-3:] == [
         ("text", "not needed: text.encoder is none"),
+        ("patches", "not needed: features.patch_dimensions is 0"),
         ("shards", "to do"),
     ]
     assert files(run) == before

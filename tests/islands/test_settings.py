@@ -102,6 +102,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"networks": {"default": {"depth": 10**6}}}, "depth is 1000000; the limit is 512"),
     ({"networks": {"default": {"width": 2**20}}}, "width is 1048576; the limit is 65536"),
     ({"router": {"network": {"depth": 10**6}}}, "depth is 1000000; the limit is 512"),
+    ({"train": {"align": {"weight": 10**9}}}, "weight is 1000000000; the limit"),
     ({"text": {"max_tokens": 10**9}}, "text.max_tokens is 1000000000; the limit"),
     ({"preset": "x" * 70_000}, "has 7.*bytes; the limit is 65,536"),
     ({"setup": "rm"}, "sets 'setup', which belongs to a machine"),
@@ -148,7 +149,7 @@ LOCAL = {
     "data.source", "data.image", "data.caption", "data.label", "data.id", "data.max_rejects", "data.workers",
     "train.init_from", "train.trackers", "train.workers", "island",
 }  # fmt: skip
-SHARED_COUNT = 70
+SHARED_COUNT = 77
 
 
 def test_a_new_setting_is_shared_only_after_a_decision() -> None:
@@ -168,9 +169,11 @@ def test_a_new_setting_is_shared_only_after_a_decision() -> None:
 
 
 def test_shared_settings_survive_a_round_trip(new_run: Copy) -> None:
-    own = config.load(new_run())
+    new = {"data": {"flip": True}, "features": {"patch_dimensions": 64}, "train": {"align": {"until": 0.3}}}
+    own = config.load(new_run(**new))
     read = read_shared(shared_part(own), "the store")
     assert shared_part(read) == shared_part(own)
+    assert (read.data.flip, read.train.align) == (True, own.train.align)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

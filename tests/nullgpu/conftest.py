@@ -18,6 +18,8 @@ from shapes import write_run, write_shapes
 folder = Path(sys.argv[1])
 network = {"name": "DiT-XS/8", "width": 64, "depth": 2, "heads": 2}
 settings = {
+    "data": {"flip": True},
+    "features": {"patch_dimensions": 64},
     "clusters": {"count": 2},
     "networks": {"default": network},
     "router": {"network": network, "conditioning": "pooled"},

@@ -11,6 +11,7 @@ import pytest
 if "NULLGPU" not in os.environ:
     pytest.skip("THE GPU CODE IS NOT TESTED: it needs the null GPU; run make test-gpu", allow_module_level=True)
 
+import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -98,6 +99,8 @@ def test_a_step_of_an_expert_waits_once_and_copies_ahead(own_run: Path, objectiv
         {"train__conditioning": "none"},
         {"train__ema": "{short: 100, long: 1000}"},
         {"train__optimizer": "muon", "train__weight_decay": "0.1"},
+        {"train__align": "{until: 1}"},
+        {"train__align": "{until: 1}", "train__grad_accum_steps": "4", "train__activation_checkpointing": "true"},
     ],
 )
 def test_a_step_with_other_settings_waits_once(own_run: Path, overrides: dict[str, str]) -> None:
@@ -109,10 +112,12 @@ def test_a_step_of_router_and_monolith_waits_once(own_run: Path, kind: str) -> N
     check(train_steps(own_run, kind))
 
 
-def test_a_step_with_compiled_blocks_waits_once(own_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("align", ["null", "{until: 1}"])
+def test_a_step_with_compiled_blocks_waits_once(own_run: Path, monkeypatch: pytest.MonkeyPatch, align: str) -> None:
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    torch._dynamo.reset()  # the graph of another test would be used again
     unique_graphs = counters["stats"]["unique_graphs"]
-    check(train_steps(own_run, "expert", train__compile="true"))
+    check(train_steps(own_run, "expert", train__compile="true", train__align=align))
     assert counters["stats"]["unique_graphs"] == unique_graphs + 1, "one graph for both blocks"
 
 

@@ -188,8 +188,9 @@ def test_two_processes_equal_one(parallel: str, aligned: Copy) -> None:
     assert finish(alone, "--expert", "0") == 0
     run_two(two, "--expert", "0")
     for key in ("loss", "alignment"):
-        first, second = ([line.get(key) for line in metrics(run, "experts/000")] for run in (alone, two))
+        first, second = ([line[key] for line in metrics(run, "experts/000") if key in line] for run in (alone, two))
         assert second == pytest.approx(first, rel=1e-4, abs=1e-5)
+        assert len(first) == {"loss": 6, "alignment": 3}[key]
     assert_close_weights(two, alone)
 
 

@@ -81,8 +81,8 @@ class Labeled(Shards):
         self.__dict__ = {**shards.__dict__, "content": shards.content.model_copy(update={"labels": ("a", "b", "c")})}
         self.labels = labels
 
-    def read(self, indices: np.ndarray) -> Batch:
-        return replace(super().read(indices), label=self.labels[indices])
+    def read(self, indices: np.ndarray, mirrored: torch.Tensor | None = None, *, patches: bool = False) -> Batch:
+        return replace(super().read(indices, mirrored, patches=patches), label=self.labels[indices])
 
 
 def test_an_expert_stores_the_density_of_its_cluster(trained_experts: Path) -> None:

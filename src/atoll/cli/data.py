@@ -21,7 +21,7 @@ class Prepare:
     stage: Annotated[tuple[Stage, ...], arg(help_behavior_hint="(default: all)")] = ()
     """Stages to run; finished stages are skipped."""
     worker: Annotated[str, arg(metavar="I/N")] = "0/1"
-    """Index of this worker and number of workers that divide ingest, features, latents and text."""
+    """Index of this worker and number of workers that divide ingest, features, latents, text and patches."""
     dry_run: bool = False
     """Print the detected source and the stages to run, and exit."""
     json: bool = False

@@ -5,7 +5,7 @@ components (PCA), as 8-bit integers with one step for each component. Shards con
 network.
 
 The grid is the largest one that divides the sides of the latents by 2 or more and needs at most `SHARE` times the bytes
-of the latents. With 64 components that is 4 x 4 for emoji (0.50 times the bytes), 8 x 8 for pixels of 32 x 32 images
+of the latents. With 64 components that is 4 x 4 for emoji (0.33 times the bytes), 8 x 8 for pixels of 32 x 32 images
 (0.67 times), and 16 x 16 for Stable Diffusion's latents of 256 x 256 images (1.00 times).
 
 Components are those of centered features: a mean that all patches have in common says nothing about an image, but would
