@@ -49,6 +49,8 @@ def test_experts_of_a_shared_run_begin_with_the_start_that_its_owner_published(
     train_job(resolve_job(run, config.load(run), "start"))
     assert "start/final" in push(run, store, person("owner"))[1]
     assert states(store)["start"] == "done"
+    assert cli.main([*join, "--network", "DiT-S/2"]) == 2
+    assert "begin with its shared start, so they have its network" in capsys.readouterr().err
     assert cli.main(join) == 0
     assert not (tmp_path / "ann/data/shards/cluster_000").exists(), "only the shards of its cluster"
     owner_key = ("--key", str(key_file("owner", tmp_path)))

@@ -22,6 +22,7 @@ from atoll.experts.expert import DeviceOptions, open_expert
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import validate
 from atoll.export.model_card import CardData, model_card
+from atoll.report import Options, report
 from atoll.report.data import ReportData
 from atoll.report.images import title
 from atoll.report.numbers import _flops_share
@@ -114,9 +115,14 @@ def test_the_report_compares_the_monolith_with_experts_and_start(started: Path, 
     run = tmp_path / "run"
     shutil.copytree(started, run)
     train(run, "monolith", monolith__total_images="240")
-    assert "used 50.0% of the training FLOPs of all experts together (with their shared start," in _flops_share(
-        ReportData.read(run, configuration.load(run))
+    settings = configuration.load(run)
+    shutil.rmtree(run / "experts/002")  # two experts and the start have 360 images
+    assert "used 66.7% of the training FLOPs of all experts together (with their shared start," in _flops_share(
+        ReportData.read(run, settings)
     )
+    page = report(run, settings, Options(prompts=("a circle",), routings=("nearest",), steps=1)).read_text()
+    for text in ("Shared start", "average of the experts", f"atoll train {run} --start", f"atoll merge {run}"):
+        assert text in page
 
 
 def test_an_expert_begins_with_the_ema_weights_of_the_start(started: Path) -> None:

@@ -54,11 +54,6 @@ class EvaluatedModel:
         """The name of the model in tables and messages."""
         return f"{self.model} {self.routing}" if self.routing else self.model
 
-    @property
-    def merged(self) -> bool:
-        """Whether it is the average of the experts."""
-        return self.model == layout.MERGED
-
     def parts(self) -> list[Artifact]:
         """Return the finished networks of the model: its experts and, if its routing needs one, the router."""
         if self.model == "experts":
@@ -96,13 +91,13 @@ class EvaluatedModel:
                 settings = job_settings(config, cast(layout.JobKind, kind))
                 sizes.append(job_bytes(content.network, shapes, settings, device=device(), objective=objective))
         # A merged network has the summed cost of the experts, so their jobs show which one was the longest.
-        merged = training_costs(EvaluatedModel(self.run, "experts", "nearest")._contents()) if self.merged else []
+        jobs = EvaluatedModel(self.run, "experts", "nearest") if self.model == layout.MERGED else self
         return TrainingCost(
             images=sum(one.images for one in spent),
             parameters=sum(content.compute.parameters for content in contents if content.compute),
             flops=sum(one.flops for one in spent),
             seconds=sum(one.seconds for one in spent),
-            longest_job_seconds=max(one.seconds for one in merged or spent),
+            longest_job_seconds=max(one.seconds for one in training_costs(jobs._contents()) or spent),
             memory_bytes=max(sizes),
         )
 

@@ -383,7 +383,9 @@ def open_worker(url: str, folder: Path | None, access: Access, **options: Any) -
     folder = folder or default_folder(url)
     remote = RemoteRun.open(store, folder, access)
     store.probe()
-    remote.shared_start()  # refuses a run whose shared start is not published yet
+    # `shared_start` refuses a run whose start is not published yet.
+    if remote.shared_start() is not None and options.get("network"):
+        raise AtollError("--network: the experts of this run begin with its shared start, so they have its network")
     worker = Worker(remote, folder, remote.config, **options)
     experts = range(remote.config.clusters.count)
     if not any(worker._may_publish(layout.expert_job(expert)) for expert in experts):

@@ -79,8 +79,9 @@ def average(networks: Iterable[dict[str, Tensor]], sizes: Sequence[int]) -> dict
     dtypes: dict[str, torch.dtype] = {}
     for network, size in zip(networks, sizes, strict=True):
         for name, tensor in network.items():
-            # Float64 keeps the rounding of the sum far below that of the weights.
-            sums[name] = sums.get(name, 0) + size / sum(sizes) * tensor.double()
+            # Float64 keeps the rounding of the sum far below that of the weights. Counters are not averaged.
+            share = size / sum(sizes) * tensor.double()
+            sums[name] = sums.get(name, 0) + share if tensor.is_floating_point() else tensor
             dtypes[name] = tensor.dtype
     return {name: tensor.to(dtypes[name]) for name, tensor in sums.items()}
 
