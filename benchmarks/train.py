@@ -24,7 +24,7 @@ from atoll.train.checkpoints import Checkpoints, CheckpointSaver, TrainState
 from atoll.train.distributed import DistContext
 from atoll.train.ema import EMA
 from atoll.train.inputs import TrainingInputs
-from atoll.train.loop import make_optimizer, train
+from atoll.train.loop import make_optimizer, projector_state, train
 from atoll.train.memory import job_bytes
 from atoll.train.tasks import ExpertTask, Forward, Losses, condition_of
 from harness import Row, interleave, run
@@ -79,13 +79,14 @@ def make_run(folder: Path, rows: int = 4096, *, flip: bool = False, **train_sett
 
 
 class Bare:
-    """A training step of forward, backward and optimizer only, on tensors in memory; with alignment if the job has it."""
+    """A step of forward, backward and optimizer only, on tensors in memory; with alignment if the job has it."""
 
     def __init__(self, job: TrainSpec) -> None:
         self.network = build(job.network)
         self.align = None if job.align is None else (job.align, Projector(job.align))
-        trained = [self.network] if self.align is None else [self.network, self.align[1]]
-        self.optimizers = [make_optimizer(network, job.settings) for network in trained]
+        self.optimizers = [make_optimizer(self.network, job.settings)]
+        if self.align is not None:
+            self.optimizers.append(projector_state(self.align[1], job.settings).optimizer)
         batch = Shards.open(job.run, [0]).read(torch.arange(job.settings.batch_size).numpy(), patches=True)
         self.patches = batch.patches
         condition = condition_of(batch, job.conditioning)

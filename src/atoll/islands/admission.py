@@ -342,7 +342,8 @@ def check_files(contribution: Contribution, artifact: Artifact) -> str:
     if config != contribution.claims["network"]:
         raise Refused(f"{CONFIG_FILE} is not the network that the manifest declares")
     expected = {
-        name: (_dtype_name(tensor), tuple(tensor.shape)) for name, tensor in declared_tensors(contribution).items()
+        name: (_DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+        for name, tensor in declared_tensors(contribution).items()
     }
     for file in contribution.manifest.files:
         if not file.endswith(".safetensors"):
@@ -361,10 +362,6 @@ def check_files(contribution: Contribution, artifact: Artifact) -> str:
         _check_finite(artifact.path(file))
     with safe_open(artifact.path(WEIGHTS_FILE), "pt") as tensors:
         return weights_digest((name, tensors.get_tensor(name)) for name in sorted(tensors.keys()))
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
 def _check_density(contribution: Contribution, found: dict[str, tuple[str, tuple[int, ...]]], file: Path) -> None:

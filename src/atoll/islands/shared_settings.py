@@ -46,7 +46,8 @@ MAX_BYTES = 1 << 16
 # size 2,048, 8 experts), and below values that would exhaust a machine before anybody notices.
 _LIMITS = {
     **dict.fromkeys(
-        ("total_images", "warmup_images", "save_every", "log_every", "validate_every", "sample_every", "sample_rows"), 10**12
+        ("total_images", "warmup_images", "save_every", "log_every", "validate_every", "sample_every", "sample_rows"),
+        10**12,
     ),
     **dict.fromkeys(("batch_size", "chunk", "shard_rows", "block"), 1 << 20),
     "seed": 2**63,

@@ -33,7 +33,7 @@ def held_out_loss(task: Task, ema: EMA) -> float | None:
     with ema.applied(next(iter(ema.weights))):
         expert = task.expert()
         # Every process validates on all images: a network sharded by FSDP2 must run on all processes together.
-        loss = expert and validate(
+        loss = None if expert is None else validate(
             expert.velocity, task.held_out, seed=task.seed, conditioning=expert.conditioning, limit=VALIDATION_IMAGES,
             device=task.device,
         ).mean  # fmt: skip

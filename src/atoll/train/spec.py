@@ -42,7 +42,8 @@ from atoll.train.data_shapes import DataShapes
 
 _NO_EFFECT = {
     *("total_images", "save_every", "keep_last", "log_every", "validate_every", "sample_every", "sample_count"),
-    *("sample_guidance_scale", "workers", "trackers", "parallel", "compile", "activation_checkpointing", "grad_accum_steps", "init_from"),
+    *("sample_guidance_scale", "workers", "trackers", "parallel", "compile", "activation_checkpointing"),
+    *("grad_accum_steps", "init_from"),
 }
 """Training settings that do not change the result beyond rounding, so that a job can resume with other values.
 `init_from` is recorded separately, as the path for this job."""
