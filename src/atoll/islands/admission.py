@@ -49,14 +49,8 @@ from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, weights_digest
 DATA_FIELDS = ("labels", "source", "fingerprint", "latents", "statistics", "text")
 """Fields of the manifest that must equal those of the shards."""
 _BUILD_ERRORS = (
-    AtollError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    RuntimeError,
-    ArithmeticError,
-    AssertionError,
+    *(AtollError, ValueError, TypeError, KeyError, AttributeError),
+    *(RuntimeError, ArithmeticError, AssertionError),
 )
 """Exceptions that building a network or objective from an invalid description can raise."""
 # The dtypes of networks by their names in safetensors.
