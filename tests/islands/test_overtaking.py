@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from atoll.core.trust import Network
 from atoll.islands import lease_records
 from atoll.islands.lease_records import key_of
 from atoll.islands.leases import Lease, LeaseLost
@@ -90,21 +91,55 @@ def test_the_speed_of_a_holder_is_not_measured_over_few_seconds(on_disk: Store, 
     assert worker(on_disk, tmp_path, 1e6)._acquire_any(1)[0] is not None
 
 
-@pytest.mark.parametrize(("who", "taken"), [("bob", False), ("owner", True)])
-def test_only_owners_take_over_a_live_lease_of_another_key(
-    published: Published, tmp_path: Path, who: str, taken: bool
-) -> None:
-    """Bob may publish the expert, but nobody can check how fast he is."""
-    job, store = "experts/002", Store.open(tmp_path / "store")
+def slow_lease(published: Published, store: Store, job: str) -> None:
+    """Let Ann hold a lease, and train ten images in a hundred seconds."""
     published.copy(store)
     slow = Lease.acquire(store, job, 60, holder="slow", authority=remote(store, by="ann"))
     assert slow is not None
     slow.renew(images=10, published=10, total=1000)
     assert store.path is not None
     os.utime(store.path / key_of(job, 0), (time.time() - 100,) * 2)
-    fast = open_worker(store.url, tmp_path / who, Access(None, True, person(who)))
+
+
+def fast_worker(store: Store, folder: Path, who: str) -> Worker:
+    fast = open_worker(store.url, folder, Access(None, True, person(who)))
     fast._rate = 1e6
-    assert (fast._acquire_any(2)[0] is not None) is taken
+    return fast
+
+
+@pytest.mark.parametrize(
+    ("who", "admitted", "taken"), [("bob", False, False), ("bob", True, True), ("owner", False, True)]
+)
+def test_a_live_lease_of_another_key_is_taken_only_by_those_who_have_trained(
+    published: Published, tmp_path: Path, who: str, admitted: bool, taken: bool
+) -> None:
+    """Bob may publish the expert, but nobody can check how fast he is: an admitted network must show that he trains."""
+    job, store = "experts/002", Store.open(tmp_path / "store")
+    slow_lease(published, store, job)
+    if admitted:
+        network = Network(manifest="1" * 64, weights="2" * 64, publisher=person(who).public)
+        remote(store, by="owner").write_snapshot({"experts/001": network})
+    assert (fast_worker(store, tmp_path / who, who)._acquire_any(2)[0] is not None) is taken
+    assert lease_of(store, job).record.key == person(who if taken else "ann").public
+
+
+def test_a_live_lease_of_another_key_is_taken_only_once(published: Published, tmp_path: Path) -> None:
+    """Bob trains, takes the lease, gives it back, and cannot take it from Ann again."""
+    job, store = "experts/002", Store.open(tmp_path / "store")
+    slow_lease(published, store, job)
+    network = Network(manifest="1" * 64, weights="2" * 64, publisher=person("bob").public)
+    remote(store, by="owner").write_snapshot({"experts/001": network})
+    bob = fast_worker(store, tmp_path / "bob", "bob")
+    lease, _ = bob._acquire_any(2)
+    assert lease is not None
+    lease.end("released")
+    again = Lease.acquire(store, job, 60, holder="slow", authority=remote(store, by="ann"))
+    assert again is not None
+    again.renew(images=20, published=20, total=1000)
+    assert store.path is not None
+    os.utime(store.path / key_of(job, again.record.epoch - 1), (time.time() - 100,) * 2)
+    assert bob._acquire_any(2)[0] is None
+    assert lease_of(store, job).record.key == person("ann").public
 
 
 def test_a_lease_under_review_is_not_taken_by_a_fast_worker(on_disk: Store, tmp_path: Path) -> None:

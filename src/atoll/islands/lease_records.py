@@ -7,7 +7,8 @@ is ignored and listed in `atoll status`.
 A contributor whose key may hold the job can sign any record. So the valid records must form a chain. It begins with the
 record that the store has had for the longest time, and continues with the next epoch up to the first key that is free.
 A record of another key counts only if the record before it had ended or expired, by the times that the store gave to
-the two records; owners and admitters may take every lease. All readers see the same times, so they agree.
+the two records. Owners and admitters may take every lease. A contributor with a network in the snapshot, who has shown
+that they train, may take a live lease of another key once. All readers see the same times, so they agree.
 
 The first record of the chain needs the clock because old records are deleted: nothing else distinguishes it from a
 record that somebody writes later, below or far above the others. Without an authority, in a local run, signatures are
@@ -152,8 +153,11 @@ class Authority(Protocol):
     def verify(self, signature: Signature | None, role: Role, slot: str, *, digest: str) -> str:
         """Return the name of the signer, or raise `Refused`."""
 
-    def may_take(self, key: str | None, record: Record) -> bool:
-        """Return whether a key may take the lease of this record although it is not free."""
+    def may_take(self, key: str | None, record: Record, *, keys: Collection[str | None]) -> bool:
+        """Return whether a key may take the lease of this record although it is not free.
+
+        `keys` are those that have held the lease.
+        """
 
     def may_admit(self, key: str | None) -> bool:
         """Return whether a key may end a job as done."""
@@ -167,6 +171,8 @@ class LeaseStatus:
     age: float
     rate: float = 0.0
     """Images per second between the stored records of this holder, by the clock of the store; 0 if that is unknown."""
+    keys: frozenset[str | None] = frozenset()
+    """The keys of the chain's records."""
 
     @property
     def expired(self) -> bool:
@@ -321,7 +327,9 @@ def _chain(
             reason = f"epoch {end + 1} is free, so it is not the next one"
         elif one.record.nonce == before.record.nonce and one.record.key == before.record.key:
             reason = "" if before.record.state == "held" else "its holder had ended the lease"
-        elif authority is not None and not authority.may_take(one.record.key, before.record):
+        elif authority is not None and not authority.may_take(
+            one.record.key, before.record, keys={other.record.key for other in counted}
+        ):
             reason = _too_early(before, one.time)
         if reason:
             others.append(one)
@@ -350,7 +358,8 @@ def _status(chain: Chain, now: float) -> LeaseStatus:
     first = next(one for one in chain.counted if one.record.nonce == last.record.nonce)
     seconds, images = last.time - first.time, last.record.images - first.record.images
     rate = images / seconds if seconds >= MIN_MEASURED and images > 0 else 0.0
-    return LeaseStatus(last.record, max(0.0, now - last.time), rate)
+    keys = frozenset(one.record.key for one in chain.counted)
+    return LeaseStatus(last.record, max(0.0, now - last.time), rate, keys)
 
 
 def read_record(

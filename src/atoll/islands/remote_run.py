@@ -8,6 +8,7 @@ objects can stop the others.
 
 import hashlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
@@ -128,13 +129,17 @@ class RemoteRun:
             self.refresh()
         return self.trust.verify(signature, role, slot, digest=digest)
 
-    def may_take(self, key: str | None, record: Record) -> bool:
+    def may_take(self, key: str | None, record: Record, *, keys: Collection[str | None]) -> bool:
         """Return whether a key may take a lease that is not free: its own, or any as an owner or admitter.
 
+        Others may take one that is being trained, if a network of theirs is finished and they have not held the lease.
         Anybody may take that of a contribution that was withdrawn.
         """
-        own = key is not None and key == record.key
-        return own or self.may_admit(key) or record.manifest in self.trust.current.withdrawn
+        if (key is not None and key == record.key) or self.may_admit(key):
+            return True
+        if record.state == "held" and record.manifest is None and key not in keys:
+            return any(network.publisher == key for network in self.networks().values())
+        return record.manifest in self.trust.current.withdrawn
 
     def may_admit(self, key: str | None) -> bool:
         """Return whether a key is that of an admitter or owner."""

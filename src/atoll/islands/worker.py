@@ -156,9 +156,10 @@ class Worker:
         record, rate = lease_status.record, lease_status.rate
         if record.state != "held" or record.manifest is not None or not self._rate or not rate:
             return False
-        # Only of a worker with the same key, or as an owner or admitter: nobody can check how fast others really are.
         mine = (record.total - record.published) / self._rate
-        return self.remote.may_take(self.remote.key, record) and 0 < 2 * mine <= (record.total - record.images) / rate
+        if not 0 < 2 * mine <= (record.total - record.images) / rate:
+            return False
+        return self.remote.may_take(self.remote.key, record, keys=lease_status.keys)
 
     def _overrides_for(self, expert: int) -> dict[str, str]:
         """Return the contributor's settings as dotted overrides for this expert."""
