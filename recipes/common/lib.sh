@@ -12,7 +12,7 @@ ROOT=${ROOT:-runs/$DATASET-recipes}
 SEED=${SEED:-0}
 STEPS=${STEPS:-1600}
 TOTAL=${TOTAL:-256}
-# Both have 64 tokens: latents of 16 x 16 with patch 2, pixels of 32 x 32 with patch 4.
+# Emoji have 16 tokens (latents of 8 x 8 with patch 2), CIFAR-10 has 64 (pixels of 32 x 32 with patch 4).
 case $DATASET in
 emoji) NETWORK=${NETWORK:-'{name: DiT-XS/2, width: 96, depth: 4, heads: 3}'} ;;
 cifar10) NETWORK=${NETWORK:-'{name: DiT-XS/4, width: 128, depth: 4, heads: 4}'} ;;
