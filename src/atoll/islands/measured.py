@@ -16,10 +16,9 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 from torch.nn import functional
 
@@ -90,7 +89,7 @@ def check_measured(artifact: Artifact, manifest: Manifest, data: list[Artifact],
             _check_limit(expert, held_out, policy)
         check_expert(expert, Shards(data, "train"))
     if DENSITY_FILE in manifest.files:
-        _check_density(artifact.path(DENSITY_FILE), Shards(data, "train"))
+        _check_density(Density.from_tensors(load(bytes(files.read(DENSITY_FILE)))), Shards(data, "train"))
 
 
 def _check_claim(expert: OpenExpert, content: ExpertContent, held_out: Shards, *, seed: int) -> None:
@@ -281,21 +280,20 @@ def _check_router(artifact: Artifact, manifest: Manifest, held_out: Shards, *, f
             raise Refused(f"it claims a held-out loss of {claim}; measured here: {loss:.4g}")
 
 
-def _check_density(file: Path, train: Shards) -> None:
+def _check_density(found: Density, train: Shards) -> None:
     """Compare the density of an expert with the one of its shards."""
     expected = fit_density(train)
     if expected is None:
-        raise Refused(f"{file.name} is a density of too few images; it would reveal them")
-    found = Density.from_tensors(load_file(file))
+        raise Refused(f"{DENSITY_FILE} is a density of too few images; it would reveal them")
     pairs = [("latents", found, expected)]
     if expected.caption is not None:
         assert found.caption is not None  # `check_files` compared the names of the tensors
         pairs.append(("captions", found.caption, expected.caption))
     for what, one, other in pairs:
         if difference(one, other) > DENSITY_TOLERANCE:
-            raise Refused(f"{file.name} is not the density of the {what} of its shards")
+            raise Refused(f"{DENSITY_FILE} is not the density of the {what} of its shards")
     if expected.classes is not None and (found.classes is None or not torch.equal(found.classes, expected.classes)):
-        raise Refused(f"{file.name} does not count the classes of its shards")
+        raise Refused(f"{DENSITY_FILE} does not count the classes of its shards")
 
 
 def difference(a: Density, b: Density) -> float:
