@@ -59,7 +59,7 @@ def test_a_stage_inherits_the_dependencies_of_a_stage_that_is_left_out(fresh: Pa
     planned = groups(fresh, "clusters.method", "random", kinds=ALL_KINDS, prepare_workers=2)
     assert "features" not in planned
     assert planned["clusters"][1] == ("ingest",)
-    assert planned["shards"][1] == ("clusters", "latents", "text")
+    assert planned["shards"][1] == ("clusters", "latents", "text", "ingest"), "patches are left out"
 
 
 def test_the_plan_of_a_new_run_with_two_prepare_workers(fresh: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_plan_of_a_new_run_with_two_prepare_workers(fresh: Path) -> None:
         "clusters": (["prepare/clusters"], ("features",)),
         "latents": (["prepare/latents-0-of-2", "prepare/latents-1-of-2"], ("ingest",)),
         "text": (["prepare/text-0-of-2", "prepare/text-1-of-2"], ("ingest",)),
-        "shards": (["prepare/shards"], ("clusters", "latents", "text")),
+        "shards": (["prepare/shards"], ("clusters", "latents", "text", "ingest")),
         "experts": (["experts/000", "experts/001", "experts/002"], ("shards",)),
         "router": (["router"], ("shards",)),
         "monolith": (["monolith"], ("shards",)),
