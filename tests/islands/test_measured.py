@@ -210,11 +210,7 @@ def opened_expert(run: Path, number: int) -> tuple[OpenExpert, Shards]:
 
 
 @pytest.mark.parametrize("name", POISONS)
-def test_outputs_that_are_wrong_in_one_place_are_refused(
-    name: str, reference: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a fixed seed: a cluster of six images has few times below 0.05, and some seeds have none."""
-    monkeypatch.setattr("atoll.islands.measured.secrets.randbelow", lambda _: 1)
+def test_outputs_that_are_wrong_in_one_place_are_refused(name: str, reference: Path) -> None:
     expert, held_out = opened_expert(reference, 1)
     poison, reason = POISONS[name]
     poisoned = Poisoned(expert.declaration, expert.network, expert.dtype, expert.change, poison)
