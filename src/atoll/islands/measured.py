@@ -56,7 +56,7 @@ may have as little as they, within a tolerance."""
 GUIDANCE_SCALE, GUIDED_STEPS, GUIDED_IMAGES = 7.5, 4, 8
 """The guidance scale that is customary for text, and enough steps to see a trajectory leave the data."""
 SOLVER_STEPS = range(25, 51)
-"""Numbers of steps from which the admitter draws: those of samplers in practice, with times as small as 0.04 to 0.02."""
+"""Numbers of steps from which the admitter draws: those of samplers in practice, with times down to 0.04 or 0.02."""
 MAX_RMS = 5.0
 """Largest root mean square of a guided sample, relative to the data or, if that is larger, the noise. Honest experts
 have at most 2.1."""
