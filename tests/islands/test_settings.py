@@ -149,7 +149,7 @@ LOCAL = {
     "data.source", "data.image", "data.caption", "data.label", "data.id", "data.max_rejects", "data.workers",
     "train.init_from", "train.trackers", "train.workers", "island",
 }  # fmt: skip
-SHARED_COUNT = 78
+SHARED_COUNT = 79
 
 
 def test_a_new_setting_is_shared_only_after_a_decision() -> None:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from atoll.core import config
 from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, ROUTER
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import validate
@@ -68,3 +69,15 @@ def test_without_a_choice_the_first_ema_is_the_result_and_measured_once(new_run:
     content = Artifact(run, "experts/000/final").read(EXPERT)
     assert (content.ema, content.loss_by_ema) == ("only", None)
     assert content.held_out_loss is not None
+
+
+def test_the_settings_can_name_the_ema(new_run: Copy) -> None:
+    """The other one is not measured."""
+    run = new_run(train={"total_images": 16})
+    chosen = config.load(run, {"train.ema": "{long: 1e9, short: 1}", "train.result_ema": "long"})
+    train_job(resolve_job(run, chosen, "expert", expert=0))
+    content = Artifact(run, "experts/000/final").read(EXPERT)
+    assert (content.ema, content.loss_by_ema) == ("long", None)
+    assert (run / "experts/000/final/ema-short.safetensors").is_file()
+    with pytest.raises(AtollError, match=r"result_ema is 'middle'; expected best or one of long, short"):
+        config.load(run, {"train.ema": "{long: 1e9, short: 1}", "train.result_ema": "middle"})

@@ -100,6 +100,13 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _result_is_an_ema_of_the_monolith(self) -> Self:
+        known = ("best", *(self.monolith.ema or self.train.ema))
+        if self.train.result_ema not in known:
+            raise ValueError(f"train.result_ema is {self.train.result_ema!r}; monolith.ema has {', '.join(known[1:])}")
+        return self
+
+    @model_validator(mode="after")
     def _experts_fit_the_shared_start(self) -> Self:
         if not self.shared_start.flops_share:
             return self

@@ -183,8 +183,9 @@ class Train(Section):
     )
     ema: HalfLives = Field(
         {"ema": 25_000.0},
-        description="EMAs of the weights, name: half-life in images; the best on validation images is the result",
+        description="EMAs of the weights, name: half-life in images",
     )
+    result_ema: str = Field("best", description="EMA that is the result: a name, or the best on validation images")
     conditioning: Literal["auto", "text", "label", "both", "none"] = Field(
         "auto", description="what experts are conditioned on; auto is text if the data has captions, else labels"
     )
@@ -221,6 +222,12 @@ class Train(Section):
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of grad_accum_steps {self.grad_accum_steps}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _result_is_an_ema(self) -> Self:
+        if self.result_ema not in ("best", *self.ema):
+            raise ValueError(f"result_ema is {self.result_ema!r}; expected best or one of {', '.join(self.ema)}")
         return self
 
     @model_validator(mode="after")

@@ -99,10 +99,13 @@ def _commit(
     """Write the result: EMA weights in safetensors, and a manifest with the declaration.
 
     All processes gather the EMA weights, build the full network and share its validation. Then the main process hashes
-    and writes while the others wait in the control group. The result has the EMA with the smallest validation loss. All
-    processes get the same losses and choose the same.
+    and writes while the others wait in the control group. The result has the EMA with the smallest validation loss,
+    or the one of the settings. All processes get the same losses and choose the same.
     """
-    name, *others = outcome.ema.weights
+    names = list(outcome.ema.weights)
+    if spec.settings.result_ema in names:
+        names = [spec.settings.result_ema]
+    name, *others = names
     network, content = _finished(spec, task, outcome, ema=name, context=context)
     losses = {name: cast(float, content.held_out_loss)}  # None without held-out images, and then not compared
     for other in others if len(task.held_out) else ():

@@ -195,8 +195,9 @@ def made_from(spec: TrainSpec) -> Inputs:
     else:
         settings["cosine_images"] = settings["total_images"]
     # Jobs that began before there was a choice can resume.
-    if settings["optimizer"] == "adamw":
-        settings.pop("optimizer")
+    for key, before in (("optimizer", "adamw"), ("result_ema", "best")):
+        if settings[key] == before:
+            settings.pop(key)
     # Images instead of a share of total_images: a job may be prolonged if its burn-in stays the same.
     settings.pop("align")
     if spec.align is not None:
