@@ -297,6 +297,8 @@ def check_honest_work(place: Store, verb: Verb, tmp_path: Path) -> None:
 def test_objects_of_strangers_stop_nobody(
     name: str, place: Store, published: Published, verb: Verb, tmp_path: Path
 ) -> None:
+    if name == "root of a stranger" and place.url.startswith("s3://"):
+        time.sleep(1.1)  # S3 has times of whole seconds, and with --unsigned the oldest root is used
     create(place, name)
     check_honest_work(place, verb, tmp_path)
 
