@@ -26,8 +26,8 @@ recipe=${RECIPE:-$(basename "$(dirname "$0")")}
 
 arm() { echo "$ROOT/seed$SEED/$1"; }
 
-link() { # link FROM TO: copy a folder by hard links, completely or not at all
-    [ ! -d "$2" ] || return 0
+link() { # link FROM TO: copy a folder by hard links, completely or not at all; do nothing without FROM or with TO
+    [ -d "$1" ] && [ ! -d "$2" ] || return 0 # CIFAR-10 has no text
     rm -rf "$2.part"
     mkdir -p "$(dirname "$2")"
     cp -al "$1" "$2.part"
