@@ -49,12 +49,11 @@ def scaled(minutes: float) -> Config:
     config = configuration.resolve(PRESETS["demo"], source="preset demo")
     if minutes <= OVERHEAD_MINUTES:
         raise AtollError(f"--minutes {minutes:g} leaves no time for training; expected more than {OVERHEAD_MINUTES:g}")
-    share, batch = (minutes - OVERHEAD_MINUTES) / (MINUTES - OVERHEAD_MINUTES), config.train.batch_size
+    share = (minutes - OVERHEAD_MINUTES) / (MINUTES - OVERHEAD_MINUTES)
     assert config.router.total_images is not None
-    assert config.router.batch_size is None
-    each, router = (
-        max(1, round(share * one / batch)) * batch for one in (config.train.total_images, config.router.total_images)
-    )
+    assert config.router.batch_size is not None
+    sizes = (config.train.total_images, config.train.batch_size), (config.router.total_images, config.router.batch_size)
+    each, router = (max(1, round(share * images / batch)) * batch for images, batch in sizes)
     changes = {
         "train": config.train.model_copy(update={"total_images": each}),
         "router": config.router.model_copy(update={"total_images": router}),
