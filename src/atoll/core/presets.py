@@ -91,7 +91,7 @@ PRESETS: dict[str, Settings] = {
         "features": {"resolution": 128},
         "clusters": {"count": 5},
         "text": {"max_tokens": 16},
-        "experts": {"default": _MIDDLE_TIMES, 4: _OTHER_OBJECTIVE},
+        "experts": {"default": _MIDDLE_TIMES, 0: _OTHER_OBJECTIVE},
         "networks": {"default": {"name": "DiT-XS/4", "width": 256, "depth": 4, "heads": 4}},
         "train": {
             "total_images": 24_000,
