@@ -103,7 +103,7 @@ def test_a_contributor_cannot_stop_the_join_of_another(place: Store, tmp_path: P
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lease, "renew", attacked)
         assert cli.main(["join", url, "--key", str(key_file("ann", tmp_path)), *options]) == 0
-    assert next(attacks) > 2, "bob wrote records"
+    assert next(attacks) > 1, "bob wrote a record, at least one: renewals depend on the time"
     found = current(place)
     assert found is not None
     assert (found.state, found.key) == ("proposed", person("ann").public)
