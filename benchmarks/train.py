@@ -50,9 +50,11 @@ def make_run(folder: Path, rows: int = 4096, *, flip: bool = False, **train_sett
         return config
     generator = torch.Generator().manual_seed(0)
     shape = [CHANNELS, SIDE, SIDE]
+    # Noise around one image, which a few steps can learn: a shared run refuses networks that have learned nothing.
+    center = torch.randn(shape, generator=generator)
     for split, count in (("train", rows), ("held-out", 64)):
         tensors = {
-            "mean": torch.randn(count, *shape, generator=generator).half(),
+            "mean": (center + 0.1 * torch.randn(count, *shape, generator=generator)).half(),
             "std": torch.full((count, *shape), 0.1).half(),
             "tokens": torch.randn(count * TOKENS, TEXT, generator=generator).half(),
             "lengths": torch.full((count,), TOKENS, dtype=torch.int32),
@@ -65,14 +67,14 @@ def make_run(folder: Path, rows: int = 4096, *, flip: bool = False, **train_sett
         if flip:
             tensors |= {f"{name}_mirrored": tensors[name].flip(-1) for name in ("mean", "std")}
         artifact.write_tensors(f"{split}-000000.safetensors", tensors)
-    text = {"encoder": "random", "weights": "", "max_tokens": TOKENS, "dimensions": TEXT, "pooled": TEXT}
+    text = {"encoder": "local", "weights": "", "max_tokens": TOKENS, "dimensions": TEXT, "pooled": TEXT}
     latents = {"autoencoder": "pixels", "weights": None, "resolution": SIDE, "shape": shape}
     statistics = {"mean": [0.0] * CHANNELS, "std": [1.0] * CHANNELS}
     artifact.commit(
         {
             "cluster": 0, "clusters": 1, "rows": {"train": rows, "held-out": 64}, "labels": [], "source": "random",
             "fingerprint": "", "latents": latents, "statistics": statistics, "text": text, "flip": flip,
-            "patches": {"model": "random", "weights": "", "grid": GRID, "steps": [0.1] * PATCH_DIMENSIONS},
+            "patches": {"model": "local", "weights": "", "grid": GRID, "steps": [0.1] * PATCH_DIMENSIONS},
         }
     )  # fmt: skip
     return config
