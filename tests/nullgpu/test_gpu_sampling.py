@@ -78,15 +78,20 @@ def test_the_number_of_waits_does_not_depend_on_that_of_the_experts(sampler: Sam
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_experts_are_copied_from_pinned_memory_on_a_side_stream(trained_run: Path, limit: int) -> None:
-    """With room for one or two of eight experts, every evaluation loads experts, and waits no more often for that."""
+    """With room for one or two of eight experts, evaluations load experts, and wait no more often for that.
+
+    Values are not computed here, so an evaluation may happen to need only experts that are loaded already.
+    """
     sampler = atoll.load(trained_run)
     references = list(sampler.ensemble.references) * 4
     some = Ensemble(references, device_options=sampler.ensemble.device_options, max_loaded_experts=limit)
     weights = len(list(references[0].open().parameters()))
+    copied = 0
     for seen in evaluations(Sampler(some, sampler.encoders), "nearest:full"):
         check(seen)
-        assert seen.counts["side_copy"] >= weights, "at least one expert was loaded"
+        copied += seen.counts["side_copy"]
         assert seen.counts["h2d_pinned"] >= seen.counts["side_copy"]
+    assert copied >= weights * EVALUATIONS, "at least one expert for each evaluation"
     assert some.cache.loads > 2 * EVALUATIONS
 
 
