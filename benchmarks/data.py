@@ -1,7 +1,6 @@
-"""Measure the overhead of preparing and reading data, and compare the clustering with faiss and scikit-learn.
+"""Measure the overhead of reading data, and compare the clustering with faiss and scikit-learn.
 
-Rates of preparation start with a loaded network and images on disk. They include reading, decoding, the network,
-writing and hashing. Each clustering runs in a separate process, one after the other, on the same feature files. Its
+Each clustering runs in a separate process, one after the other, on the same feature files. Its
 time includes the assignment of every row. Its memory is the peak above the memory before the first row was read.
 """
 
@@ -20,13 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from PIL import Image, ImageFilter
 from sklearn.cluster import MiniBatchKMeans
 from torch import Tensor
 
 from atoll.core import config as configuration
 from atoll.core import layout, manifests
-from atoll.core.artifacts import Artifact, Content, Kind
+from atoll.core.artifacts import Artifact
 from atoll.core.manifests import (
     FEATURES,
     INGEST,
@@ -41,9 +39,7 @@ from atoll.core.manifests import (
 from atoll.data import kmeans
 from atoll.data.chunks import Chunks
 from atoll.data.dataset import Batch, Shards
-from atoll.data.prepare import prepare
-from atoll.data.sources.base import Source
-from atoll.data.stages import clusters, features, ingest, latents
+from atoll.data.stages import clusters, features, ingest
 from atoll.nets import Condition, DiT, DiTConfig
 from harness import Row, interleave, run
 
@@ -55,96 +51,9 @@ CLUSTERS = 8
 def measure(quick: bool) -> list[Row]:
     folder = Path(tempfile.mkdtemp(prefix="atoll-bench-"))
     try:
-        return [*preparing(folder, quick), *reading(folder, quick), *clustering(folder, quick)]
+        return [*reading(folder, quick), *clustering(folder, quick)]
     finally:
         shutil.rmtree(folder)
-
-
-# Preparing
-
-
-def write_images(folder: Path, count: int, side: int) -> Path:
-    """Write JPEG images with the soft structure of photographs, each with a caption."""
-    folder.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    for number in range(count):
-        noise = Image.fromarray(generator.integers(0, 255, (side // 8, side // 8, 3), dtype=np.uint8))
-        image = noise.resize((side, side), Image.Resampling.BICUBIC).filter(ImageFilter.DETAIL)
-        image.save(folder / f"{number:05d}.jpg", quality=90)
-        (folder / f"{number:05d}.txt").write_text(f"image number {number}")
-    return folder
-
-
-def preparing(folder: Path, quick: bool) -> Iterator[Row]:
-    """Measure the rate of the stages features and latents over the forward rate of their networks."""
-    extractor = features.open_extractor("efficientnet-lite0")
-
-    def extract(pixels: ingest.Pixels) -> dict[str, Tensor]:
-        return {"features": extractor(pixels).half()}
-
-    sides: list[tuple[str, int, int, Encode]] = [
-        ("features (EfficientNet-Lite0)", extractor.side, 32 if quick else 256, extract),
-        ("latents (shipped autoencoder)", 64, 64 if quick else 1024, latents.open_codec("emoji").encode),
-    ]
-    if not quick:
-        sides.append(("latents (size of Stable Diffusion's)", 64, 24, stable_diffusion_size().encode))
-    for name, side, count, encode in sides:
-        source, index = ingested(folder / name, count)
-        batches = [
-            pixels
-            for _, pixels in ingest.image_batches(
-                index, source, all_chunks(index), resolution=side, batch_size=16, workers=2
-            )
-        ]
-        stage, forward = stage_over(folder / name / "out", index, source, side, encode), forward_over(batches, encode)
-        times = interleave({"stage": stage, "forward": forward}, repeats=3 if quick else 5)
-        yield Row(f"prepare {name}: rate / forward rate", times["forward"] / times["stage"], 0.9)
-        yield Row(f"prepare {name}: images per second", count / times["stage"])
-
-
-def ingested(folder: Path, count: int) -> tuple[Source, ingest.Index]:
-    """Make a run of `count` images of 256 pixels and ingest them."""
-    images = write_images(folder / "images", count, 256)
-    values = {"data": {"source": str(images), "resolution": 64, "chunk": 64, "val_fraction": 0.0}}
-    config = configuration.resolve(values)
-    prepare(folder / "run", config, ["ingest"])
-    return ingest.open_configured(config.data), ingest.Index.open(folder / "run")
-
-
-def stable_diffusion_size() -> latents.Codec:
-    """Return an autoencoder as large as Stable Diffusion's, with random weights because only its cost matters."""
-    from diffusers import AutoencoderKL
-
-    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
-    return latents.Codec(AutoencoderKL(block_out_channels=(128, 256, 512, 512), layers_per_block=2, **blocks))
-
-
-def all_chunks(index: ingest.Index) -> list[int]:
-    return list(range(-(-index.rows // index.chunk)))
-
-
-def stage_over(folder: Path, index: ingest.Index, source: Source, side: int, encode: Encode) -> Callable[[], None]:
-    """Return a function that runs a stage into an empty folder, from images on disk to the committed artifact."""
-
-    def once() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        artifact = Artifact(folder, "stage")
-        artifact.begin(Kind("stage", Content), {})
-        batches = ingest.image_batches(index, source, all_chunks(index), resolution=side, batch_size=16, workers=2)
-        index.chunks(artifact).fill(
-            "bench", all_chunks(index), ((chunk, len(pixels), encode(pixels)) for chunk, pixels in batches)
-        )
-        artifact.commit({})
-
-    return once
-
-
-def forward_over(batches: list[ingest.Pixels], encode: Encode) -> Callable[[], None]:
-    def once() -> None:
-        for pixels in batches:
-            encode(pixels)
-
-    return once
 
 
 # Reading
@@ -230,8 +139,9 @@ def write_features(run: Path, rows: int) -> None:
                 chunks.file(number), {"features": torch.nn.functional.normalize(vectors, dim=1).half()}
             )
             ids = [f"{number}-{row}" for row in range(count)]
-            table = {"id": ids, "caption": ids, "label": [None] * count, "split": ["train"] * count}
-            writer.write_table(pa.table({**table, "attributes": ids}, schema=ingest.SCHEMA))
+            table = {"id": ids, "captions": [[id] for id in ids], "split": ["train"] * count, "attributes": ids}
+            missing = {name: [None] * count for name in ingest.SCHEMA.names if name not in table}
+            writer.write_table(pa.table({**table, **missing}, schema=ingest.SCHEMA))
     artifact.commit(IngestContent(rows=rows, rejected=0, captions=rows, splits={"train": rows}, labels={}))
     target.commit(FeaturesContent(rows=rows, dimensions=DIMENSIONS))
 

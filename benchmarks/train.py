@@ -103,7 +103,9 @@ class Bare:
         else:
             spec, projector = self.align
             output, tokens = self.network(self.x, self.t, self.condition, tap=spec.block)
-            loss = (output - self.x).square().mean() + projector(tokens, self.patches).mean()
+            loss = (output - self.x).square().mean() + projector(
+                tokens, self.patches, spec.token_grid(*self.x.shape[2:])
+            ).mean()
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()

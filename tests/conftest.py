@@ -9,6 +9,7 @@ import yaml
 
 from ensemble.runs import write_run as write_networks
 from shapes import rewrite, write_run, write_shapes
+from sized import SETTINGS, write_sized
 from train.conftest import merge
 from train.workers import TINY
 
@@ -53,6 +54,21 @@ def exported(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "pipeline"
     export(run, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def sized_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two experts, router and monolith on images of five sizes, hardly trained. Tests must not change it."""
+    from atoll.core import config as configuration
+    from atoll.train import resolve_job, train_job
+
+    few = {"total_images": 16}
+    changes = {"train": {**SETTINGS["train"], **few}, "router": {**SETTINGS["router"], **few}}
+    run = write_sized(tmp_path_factory.mktemp("sized") / "run", **changes)
+    config = configuration.load(run)
+    for kind, expert in (("expert", 0), ("expert", 1), ("router", None), ("monolith", None)):
+        train_job(resolve_job(run, config, kind, expert=expert))
+    return run
 
 
 @pytest.fixture(scope="session")

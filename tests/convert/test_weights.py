@@ -7,7 +7,7 @@ from atoll.convert.convert import convert, read_source
 from atoll.convert.fold import FlowMatchingOptions
 from atoll.core.errors import AtollError
 from atoll.nets import Condition, Router, RouterConfig, load_network
-from atoll.nets.layers import is_sincos, sincos_positions
+from atoll.nets.positions import is_sincos, sincos_positions
 from convert.dit_release import positions, release_forward, release_state
 from convert.paris_release import Paris
 

@@ -52,6 +52,13 @@ from atoll.core.errors import AtollError
         ({"train": {"ema": {"": 1.0}}}, "train.ema: '' is not a name"),
         ({"train": {"ema": {"a" * 33: 1.0}}}, "train.ema: 'a*' is not a name"),
         ({"train": {"ema": {"a\n": 1.0}}}, "train.ema: .* is not a name"),
+        ({"data": {"buckets": "on"}}, "data.buckets: .*expected auto, off, or a list of sizes such as .64x64, 96x64."),
+        ({"data": {"buckets": []}}, "data.buckets: .*expected different sizes, at least one"),
+        ({"data": {"buckets": ["64x64", "64x64"]}}, "data.buckets: .*expected different sizes"),
+        ({"data": {"buckets": ["64"]}}, "data.buckets: .*'64' is not a size WIDTHxHEIGHT"),
+        ({"data": {"caption": []}}, "data.caption: .*expected the names of columns"),
+        ({"data": {"caption": ["a", "a"]}}, "data.caption: .*expected different names"),
+        ({"data": {"caption": {"a": 0}}}, "data.caption.*greater than 0"),
         (["clusters"], "expected sections with keys, got list"),
     ],
 )
@@ -128,3 +135,17 @@ def test_a_renamed_key_is_an_error_with_its_new_name(old: str, new: str) -> None
         config.resolve({}, {old: "1"})
     assert key not in config.keys_at([section])
     assert new.removeprefix(f"{section}.") in config.keys_at([section])
+
+
+@pytest.mark.parametrize(
+    ("text", "buckets"),
+    [("off", "off"), ("auto", "auto"), ("[64x64, 96x64]", ["64x64", "96x64"])],
+)
+def test_buckets_survive_yaml(tmp_path: Path, text: str, buckets: object) -> None:
+    """YAML reads an unquoted `off` as false."""
+    (tmp_path / "atoll.yaml").write_text(f"data: {{buckets: {text}, caption: {{short: 1, long: 3}}}}")
+    found = config.load(tmp_path)
+    assert found.data.buckets == buckets
+    assert found.data.caption == {"short": 1, "long": 3}
+    (tmp_path / "atoll.yaml").write_text(to_yaml(found))
+    assert config.load(tmp_path) == found

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from atoll.data.images import BadImage, decode
+from atoll.core.sizes import Size
+from atoll.data.images import BadImage, Limits, decode, fit, image_size, open_image
 from atoll.data.sources.open import open_source
 
 
@@ -35,7 +36,7 @@ def pixels(image: Image.Image) -> np.ndarray:
 
 def reason(data: bytes, **limits: int) -> str:
     with pytest.raises(BadImage) as bad:
-        decode(data, 16, **limits)
+        decode(data, 16, limits=Limits(**limits))
     return bad.value.reason
 
 
@@ -182,7 +183,7 @@ def test_a_huge_size_in_the_header_is_rejected_before_memory_is_allocated() -> N
 
 def test_tiny_images_are_rejected() -> None:
     assert reason(encoded(Image.new("RGB", (1, 1)))) == "1x1 pixels are too few; the limit is 8 on a side"
-    assert decode(encoded(Image.new("RGB", (1, 1))), 16, smallest=1).size == (16, 16)
+    assert decode(encoded(Image.new("RGB", (1, 1))), 16, limits=Limits(smallest=1)).size == (16, 16)
 
 
 def test_postscript_is_rejected_so_that_no_program_is_started() -> None:
@@ -216,3 +217,41 @@ def test_damage_gives_an_image_or_a_reason(
         data[int(position * len(data))] = value
     with suppress(BadImage):
         assert decode(bytes(data[: int(cut * len(data))]), 16).size == (16, 16)
+
+
+def test_one_decode_serves_several_sizes() -> None:
+    """A centered part with the ratio of the size, resized: the same as when each size is cut out of the file."""
+    image = open_image(encoded(gradient(90, 60)), [Size(16, 16), Size(24, 48)])
+    assert (image.mode, image.size) == ("RGB", (90, 60))
+    for size, box in ((Size(16, 16), (15, 0, 75, 60)), (Size(24, 48), (0, 7, 90, 52)), (Size(60, 40), (25, 0, 65, 60))):
+        expected = gradient(90, 60).crop(box).resize((size.width, size.height), Image.Resampling.LANCZOS)
+        np.testing.assert_array_equal(pixels(fit(image, size)), pixels(expected))
+
+
+def test_a_jpeg_is_decoded_large_enough_for_every_size() -> None:
+    """Decoding at a fraction must leave twice the width and height of every size, also of a turned image."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(gradient(1600, 800), "JPEG", quality=95)
+    turned = encoded(gradient(1600, 800), "JPEG", quality=95, exif=exif)
+    assert open_image(data, [Size(64, 64)]).size == (400, 200)
+    assert open_image(data, [Size(64, 64), Size(64, 256)]).size == (800, 400)
+    assert open_image(turned, [Size(64, 64)]).size == (200, 400)
+    assert open_image(turned, [Size(64, 64), Size(256, 64)]).size == (400, 800)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_the_size_is_that_of_the_upright_image(kind: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(gradient(48, 32), kind, exif=exif)
+    expected = (32, 48) if orientation >= 5 else (48, 32)
+    assert image_size(data) == open_image(data, [Size(16, 16)]).size == expected
+
+
+def test_the_size_is_found_without_the_pixels() -> None:
+    data = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 96, 3), dtype=np.uint8)))
+    assert image_size(data[: len(data) // 4]) == (96, 64)
+    with pytest.raises(BadImage, match="1x1 pixels are too few"):
+        image_size(encoded(Image.new("RGB", (1, 1))))

@@ -46,7 +46,7 @@ def test_the_source_has_repeated_ids_and_scattered_rejects(kinds: Path, kind: st
     index = pq.read_table(kinds / "whole" / kind / "data/ingest/images.parquet").to_pydict()
     assert len(set(index["id"])) == len(index["id"]) >= 30
     assert any("@" in id or id.endswith((".png", ".bmp")) for id in index["id"])
-    without = [split for split, caption in zip(index["split"], index["caption"], strict=True) if caption is None]
+    without = [split for split, captions in zip(index["split"], index["captions"], strict=True) if not captions]
     assert set(without) == {"train", "held-out"}
     rejected = pq.ParquetFile(kinds / "whole" / kind / "data/ingest/rejected.parquet")
     groups = [rejected.metadata.row_group(group).num_rows for group in range(rejected.num_row_groups)]

@@ -71,7 +71,7 @@ def test_shards_have_the_patches_of_their_images(with_patches: Path, shapes: Pat
     extractor = open_extractor("efficientnet-lite0", 64)
     for row, id in enumerate(shards.ids(rows.tolist())):
         image = Image.open(shapes / f"{id}.png").resize((64, 64), Image.Resampling.LANCZOS)
-        expected = projection.encode(extractor.symmetric_patches(np.array(image)[None], 8))[0]
+        expected = projection.encode(extractor.symmetric_patches(np.array(image)[None], (8, 8)))[0]
         assert (expected.int() - batch.patches[row].int()).abs().max() <= 1  # rounding depends on the batch size
     assert shards.read(rows).patches is None
     held_out = load_file(next((with_patches / "data/shards").rglob("held-out-*.safetensors")))
@@ -89,9 +89,9 @@ def test_a_mirrored_image_has_the_mirrored_grid(with_patches: Path) -> None:
     extractor = open_extractor("efficientnet-lite0", 64)
     image = np.random.default_rng(0).integers(0, 255, (1, 4, 4, 3), dtype=np.uint8).repeat(16, 1).repeat(16, 2)
     mirror_image = np.ascontiguousarray(image[:, :, ::-1])
-    exact = extractor.symmetric_patches(mirror_image, 4)
-    assert_allclose(extractor.symmetric_patches(image, 4).flip(2), exact, atol=1e-5)
-    assert (extractor.patches(image, 4).flip(2) - extractor.patches(mirror_image, 4)).abs().max() > 1
+    exact = extractor.symmetric_patches(mirror_image, (4, 4))
+    assert_allclose(extractor.symmetric_patches(image, (4, 4)).flip(2), exact, atol=1e-5)
+    assert (extractor.patches(image, (4, 4)).flip(2) - extractor.patches(mirror_image, (4, 4))).abs().max() > 1
 
 
 def test_several_workers_give_the_same_shards(with_patches: Path, tmp_path: Path, shapes: Path) -> None:

@@ -19,8 +19,9 @@ from atoll.data import chunks
 from atoll.data.chunks import Worker
 from atoll.data.prepare import STAGES, open_job, prepare
 from atoll.data.stages import latents
-from atoll.data.stages.clusters import Assigner
+from atoll.data.stages.clusters import Assigner, Partition
 from atoll.data.stages.ingest import Index
+from autoencoders import write_autoencoder
 from shapes import write_run, write_shapes
 
 
@@ -35,7 +36,7 @@ def test_readable_images_are_indexed_and_others_are_listed_with_the_reason(prepa
     assert [row["id"] for row in rejected] == ["broken"]
     assert "0 bytes" in rejected[0]["reason"]
     assert set(index["split"]) == {"train", "held-out"}
-    assert index["caption"][index["id"].index("circle-003")] == "a circle with the number 3"
+    assert index["captions"][index["id"].index("circle-003")] == ["a circle with the number 3"]
 
 
 def test_too_many_unusable_images_are_an_error(tmp_path: Path, shapes: Path) -> None:
@@ -164,19 +165,129 @@ def test_a_half_made_stage_is_not_continued_with_other_settings(tmp_path: Path, 
         prepare(run, other, ["features"])
 
 
-def test_several_workers_give_the_same_bytes(prepared: Path, tmp_path: Path, shapes: Path) -> None:
+def without_settings(run: Path) -> dict[str, bytes]:
+    return {name: data for name, data in files(run).items() if name != "atoll.yaml"}
+
+
+@pytest.mark.parametrize("order", [(1, 0), (3, 0, 4, 2, 1)], ids=len)
+def test_several_workers_give_the_same_bytes(
+    prepared: Path, tmp_path: Path, shapes: Path, order: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each makes its part of the pass; the last one does the rest. This run has no patches; test_patches.py has."""
+    run = tmp_path / "run"
+    write_run(run, shapes)
+    for index in order:
+        assert not (run / "data/shards").exists()
+        assert cli.main(["prepare", str(run), "--worker", f"{index}/{len(order)}"]) == 0
+        assert ("latents: this worker is done; all workers" in capsys.readouterr().out) == (index != order[-1])
+    assert without_settings(run) == without_settings(prepared)
+
+
+def test_two_workers_that_end_the_pass_at_the_same_moment_both_succeed(
+    prepared: Path, tmp_path: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both do the rest. One of them commits the clusters and removes the scratch files that the other one reads."""
+    run = tmp_path / "run"
+    config = write_run(run, shapes)
+    original = Partition.merge_fine
+
+    def interrupted(partition: Partition) -> object:
+        monkeypatch.setattr(Partition, "merge_fine", original)
+        prepare(run, config)
+        return original(partition)
+
+    monkeypatch.setattr(Partition, "merge_fine", interrupted)
+    prepare(run, config)
+    assert without_settings(run) == without_settings(prepared)
+
+
+def test_several_workers_divide_each_stage_alone(prepared: Path, tmp_path: Path, shapes: Path) -> None:
     run = tmp_path / "run"
     config = write_run(run, shapes)
     divisible = [stage for stage in STAGES if stage.divisible]
-    assert [stage.name for stage in divisible] == ["ingest", "features", "latents", "text", "patches"]
-    for stage in divisible[:-1]:  # this run has no patches; test_patches.py has one with them
-        for index in (2, 0, 1):
+    assert [stage.name for stage in divisible] == ["ingest", "features", "latents", "patches", "text"]
+    for stage in divisible:
+        for index in () if stage.name == "patches" else (2, 0, 1):
             assert not stage.is_done(open_job(run, config))
             prepare(run, config, [stage.name], worker=Worker(index, 3))
     prepare(run, config)
-    assert {name: data for name, data in files(run).items() if name != "atoll.yaml"} == {
-        name: data for name, data in files(prepared).items() if name != "atoll.yaml"
-    }
+    assert without_settings(run) == without_settings(prepared)
+
+
+@pytest.fixture
+def decodings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The decoders that Pillow has opened: one for each image of a PNG."""
+    from PIL import Image
+
+    opened, original = [], Image._getdecoder
+
+    def count(mode: str, decoder: str, *arguments: object) -> object:
+        opened.append(decoder)
+        return original(mode, decoder, *arguments)
+
+    monkeypatch.setattr(Image, "_getdecoder", count)
+    return opened
+
+
+def test_every_image_is_decoded_once(tmp_path: Path, shapes: Path, decodings: list[object]) -> None:
+    """The sample that the components of patch features are fitted to is decoded before the pass, too."""
+    for run, dimensions, sample in ((tmp_path / "run", 0, 0), (tmp_path / "patches", 64, 80)):
+        config = write_run(run, shapes, features={"patch_dimensions": dimensions}, data={"flip": True})
+        decodings.clear()
+        prepare(run, config, ["ingest", "features", "latents", "patches"])
+        assert len(decodings) == 99 + sample
+        assert Index.open(run).content.splits["train"] == 80
+        for name in ("features", "latents"):
+            assert (run / "data" / name / "manifest.json").is_file()
+
+
+def test_another_autoencoder_recomputes_only_the_latents_in_one_pass(
+    prepared: Path, tmp_path: Path, shapes: Path, decodings: list[object]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(prepared, run)
+    vae = write_autoencoder(tmp_path / "vae")
+    config = write_run(tmp_path / "settings", shapes, latents={"autoencoder": str(vae)}, data={"flip": True})
+    with pytest.raises(AtollError, match="data/latents is stale: autoencoder was pixels, now"):
+        prepare(run, config)
+    for name in ("latents", "shards"):
+        shutil.rmtree(run / "data" / name)
+    before = files(run)
+    decodings.clear()
+    prepare(run, config)
+    assert len(decodings) == 99
+    after = files(run)
+    assert {name: after[name] for name in before} == before
+    assert "mean_mirrored" in load_file(run / "data/latents/000003.safetensors")
+
+
+def test_an_index_that_was_made_again_must_be_the_same(tmp_path: Path) -> None:
+    """Features and latents are kept if the deleted index is made again with the same images; else they are stale."""
+    source, run = write_shapes(tmp_path / "shapes", 30), tmp_path / "run"
+    config = write_run(run, source, text={"encoder": "none"})
+    prepare(run, config)
+    before = files(run)
+    shutil.rmtree(run / "data/ingest")
+    prepare(run, config)
+    assert files(run) == before
+    shutil.rmtree(run / "data/ingest")
+    size = (source / "square-001.png").stat().st_size
+    (source / "square-001.png").write_bytes(bytes(size))  # of the same size, so the fingerprint does not change
+    loose = config.model_copy(update={"data": config.data.model_copy(update={"max_rejects": 0.1})})
+    with pytest.raises(AtollError, match="data/features is stale: data/ingest has changed since"):
+        prepare(run, loose)
+
+
+def test_an_index_of_an_older_version_is_an_error(prepared: Path, tmp_path: Path, shapes: Path) -> None:
+    run = tmp_path / "run"
+    config = write_run(run, shapes)
+    shutil.copytree(prepared / "data", run / "data")
+    manifest = run / "data/ingest/manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["content"]["sizes"]
+    manifest.write_text(json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False) + "\n")
+    with pytest.raises(AtollError, match=r"older version of Atoll; delete .*/run/data and run"):
+        prepare(run, config)
 
 
 def test_the_worker_option_is_checked() -> None:
@@ -187,8 +298,8 @@ def test_the_worker_option_is_checked() -> None:
 
 
 def test_several_workers_need_a_divisible_stage(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["prepare", str(prepared), "--worker", "0/2"]) == 2
-    assert "--worker divides the stages ingest, features, latents, text, patches;" in capsys.readouterr().err
+    assert cli.main(["prepare", str(prepared), "--worker", "0/2", "--stage", "text", "clusters"]) == 2
+    assert "--worker divides the stages ingest, features, latents, patches, text;" in capsys.readouterr().err
 
 
 def test_a_stage_names_the_missing_stage_before_it(
@@ -216,9 +327,10 @@ def test_a_dry_run_shows_the_source_and_does_nothing(
     assert shown.count("to do") == 6
     assert cli.main(["prepare", str(run), "--dry-run", "--json", "--text.encoder", "none"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert [(step["stage"], step["state"]) for step in plan][-3:] == [
-        ("text", "not needed: text.encoder is none"),
+    assert [(step["stage"], step["state"]) for step in plan][-4:] == [
         ("patches", "not needed: features.patch_dimensions is 0"),
+        ("clusters", "to do"),
+        ("text", "not needed: text.encoder is none"),
         ("shards", "to do"),
     ]
     assert files(run) == before

@@ -209,7 +209,7 @@ def test_invalid_unicode_in_names_and_values_is_escaped(dozen: list[SourceImage]
     assert image.id.encode().decode() == image.id
     assert "caf\\udce9" in image.id
     assert image.read() == data
-    broken = SourceImage("a", "b", "\ud83d", {"author": "\ud83d"}, "train", dozen[0].read)
+    broken = SourceImage("a", ("b",), "\ud83d", {"author": "\ud83d"}, "train", dozen[0].read)
     assert (broken.label, broken.attributes) == ("\\ud83d", {"author": "\\ud83d"})
 
 
@@ -271,7 +271,14 @@ def test_a_key_with_many_repeats_keeps_short_ids(dozen: list[SourceImage], tmp_p
 
 def test_many_repeats_of_a_key_take_linear_time() -> None:
     ids = Ids()
-    assert [ids.unique("cat", "a") for _ in range(2_000)][-1] == "cat@a@1999"
+    assert [ids.unique("cat", lambda: "a") for _ in range(2_000)][-1] == "cat@a@1999"
+
+
+def test_every_key_is_used_once_however_many_there_are() -> None:
+    ids, keys = Ids(), [f"image {number}" for number in range(5_000)]  # the table of hashes grows three times
+    assert [ids.unique(key, lambda: "a") for key in keys] == keys
+    assert [ids.unique(key, lambda: "b") for key in keys] == [f"{key}@b" for key in keys]
+    assert ids.unique("\ud800", lambda: "c") == "\ud800"  # JSON may have such keys
 
 
 def test_images_whose_names_have_dots_are_listed_as_unreadable(dozen: list[SourceImage], tmp_path: Path) -> None:
@@ -424,7 +431,7 @@ def test_an_unknown_dataset_name_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 def test_describe_prints_kind_number_and_examples(dozen: list[SourceImage], tmp_path: Path) -> None:
     console = Console(record=True, width=200, file=io.StringIO())
     source = open_source(as_txt(dozen, tmp_path / "data"))
-    assert describe(source, console=console) == 12
+    assert describe(source, console=console) == (12, 12, 3)
     printed = console.export_text()
     assert printed.startswith("folder of images with .txt captions: 12 images, ")
     assert sum(image.id in printed for image in dozen) == 5

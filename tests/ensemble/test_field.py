@@ -10,8 +10,8 @@ from torch import Tensor
 
 import atoll
 from atoll.core.errors import AtollError
+from atoll.core.names import GuidanceWeights
 from atoll.ensemble import Ensemble
-from atoll.ensemble.guidance import GuidanceWeights
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.expert import OpenRouter
 from atoll.nets import Condition

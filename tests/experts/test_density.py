@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from atoll.core.artifacts import Artifact
+from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.experts.density import MIN_IMAGES, MIN_IMAGES_WITH_DIRECTIONS, fit_density
 
@@ -18,6 +19,9 @@ class FirstImages(Shards):
 
     def __len__(self) -> int:
         return self.count
+
+    def image_counts(self) -> dict[Size, int]:
+        return {self.sizes[0]: self.count}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 15, 16, 26])

@@ -18,7 +18,8 @@ from atoll.core.manifests import EXPERT, SHARDS
 from atoll.core.trust import Network, Policy
 from atoll.core.untrusted import Refused
 from atoll.data.prepare import prepare
-from atoll.islands.admission import DENSITY_FILE, Contribution, _check_density, review
+from atoll.islands.admission import DENSITY_FILE, Contribution, review
+from atoll.islands.density_files import check_density_file
 from atoll.islands.pull import pull
 from atoll.islands.remote_run import RemoteRun
 from atoll.islands.safetensors_headers import safetensors_header
@@ -57,7 +58,7 @@ def test_the_classes_of_a_density_must_match_the_data(
     tensors, file = load_file(reference / NAME / DENSITY_FILE), tmp_path / DENSITY_FILE
     save_file(tensors | ({} if classes is None else {"classes": torch.tensor(classes)}), file)
     with pytest.raises(Refused, match=message) if message else nullcontext():
-        _check_density(contribution, safetensors_header(file), file)
+        check_density_file(contribution.data, safetensors_header(file), file)
 
 
 def test_a_valid_contribution_is_admitted(opened: RemoteRun, offer: Offer, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from atoll.experts.validation import validate
 from atoll.islands.admission import review
 from atoll.islands.admit import admit
 from atoll.islands.leases import Lease
-from atoll.islands.measured import check_expert, check_measured, difference
+from atoll.islands.measured import _check_guided, check_expert, check_measured, difference
 from atoll.islands.remote_run import RemoteRun
 from atoll.islands.store import Store
 from atoll.nets import Condition, PreparedCondition, build
@@ -216,6 +216,21 @@ def test_outputs_that_are_wrong_in_one_place_are_refused(name: str, reference: P
     poisoned = Poisoned(expert.declaration, expert.network, expert.dtype, expert.change, poison)
     with pytest.raises(Refused, match=reason):
         check_expert(poisoned, held_out)
+
+
+def test_guided_samples_are_checked_in_every_size(sized_run: Path) -> None:
+    """The size of which the cluster has the fewest images; a mean over all images could hide it."""
+    expert, held_out = opened_expert(sized_run, 0)
+    _check_guided(expert, held_out, seed=0)
+    rare = min(held_out.image_counts(), key=lambda size: held_out.image_counts()[size])
+
+    def poison(v: Tensor, _t: Tensor, _null: bool) -> Tensor:
+        return v + 1000 if v.shape[2:] == (rare.height, rare.width) else v
+
+    with pytest.raises(Refused, match="its guided samples have a root mean square of"):
+        _check_guided(
+            Poisoned(expert.declaration, expert.network, expert.dtype, expert.change, poison), held_out, seed=0
+        )
 
 
 @pytest.mark.parametrize("number", range(3))

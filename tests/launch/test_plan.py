@@ -58,18 +58,16 @@ def test_a_stage_inherits_the_dependencies_of_a_stage_that_is_left_out(fresh: Pa
     """Random clusters do not need features, but they need the ingested images."""
     planned = groups(fresh, "clusters.method", "random", kinds=ALL_KINDS, prepare_workers=2)
     assert "features" not in planned
-    assert planned["clusters"][1] == ("ingest",)
-    assert planned["shards"][1] == ("clusters", "latents", "text", "ingest"), "patches are left out"
+    assert planned["clusters"][1] == ("encode",)
+    assert planned["shards"][1] == ("clusters", "encode", "text"), "patches are left out"
 
 
 def test_the_plan_of_a_new_run_with_two_prepare_workers(fresh: Path) -> None:
     assert groups(fresh, kinds=ALL_KINDS, prepare_workers=2) == {
-        "ingest": (["prepare/ingest-0-of-2", "prepare/ingest-1-of-2"], ()),
-        "features": (["prepare/features-0-of-2", "prepare/features-1-of-2"], ("ingest",)),
-        "clusters": (["prepare/clusters"], ("features",)),
-        "latents": (["prepare/latents-0-of-2", "prepare/latents-1-of-2"], ("ingest",)),
-        "text": (["prepare/text-0-of-2", "prepare/text-1-of-2"], ("ingest",)),
-        "shards": (["prepare/shards"], ("clusters", "latents", "text", "ingest")),
+        "encode": (["prepare/encode-0-of-2", "prepare/encode-1-of-2"], ()),
+        "clusters": (["prepare/clusters"], ("encode",)),
+        "text": (["prepare/text-0-of-2", "prepare/text-1-of-2"], ("encode",)),
+        "shards": (["prepare/shards"], ("clusters", "encode", "text")),
         "experts": (["experts/000", "experts/001", "experts/002"], ("shards",)),
         "router": (["router"], ("shards",)),
         "monolith": (["monolith"], ("shards",)),
@@ -194,7 +192,7 @@ def test_the_slurm_scripts_are_valid_and_have_the_requested_options(
     more = ("--island.sbatch", "[--partition=gpu]", "--island.setup", "[module load cuda]", "--island.memory_gb", "2")
     text = printed(capsys, str(fresh), "--on", "slurm", "--prepare-workers", "2", "--max-parallel", "4", *island, *more)
     scripts = ["#!/bin/bash" + part for part in text.split("#!/bin/bash")[1:]]
-    assert len(scripts) == 8
+    assert len(scripts) == 6
     for script in scripts:
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
         assert "#SBATCH --partition=gpu" in script
@@ -207,10 +205,13 @@ def test_the_slurm_scripts_are_valid_and_have_the_requested_options(
     assert "#SBATCH --gpus-per-node=8" in experts
     assert "#SBATCH --dependency=afterok:<job of shards>" in experts
     assert "--nnodes 2 --rdzv-backend c10d --nproc-per-node 8" in experts
-    ingest = scripts[0]
-    assert "--gpus" not in ingest
-    assert "#SBATCH --nodes=1" in ingest
-    assert "--dependency" not in ingest
+    encode, clusters = scripts[:2]
+    assert "--stage ingest features latents --worker 1/2" in encode
+    assert "#SBATCH --gpus-per-node=1" in encode
+    assert "#SBATCH --nodes=1" in encode
+    assert "--dependency" not in encode
+    assert "--stage clusters" in clusters
+    assert "--gpus" not in clusters
 
 
 def test_gpus_are_divided_among_parallel_jobs(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,13 +341,13 @@ def test_skypilot_accepts_the_documented_task(tmp_path: Path) -> None:
 
 
 def test_preparation_with_several_workers_gives_equal_bytes(fresh: Path, prepared: Path) -> None:
-    """Two parallel jobs from ingest on; a signal stops them during features, and a second launch resumes."""
+    """Two parallel jobs from the pass on; a signal stops them during text, and a second launch resumes."""
     command = [sys.executable, "-m", "atoll.cli", "launch", str(fresh), "--on", "local", "--jobs", "prepare"]
     command += ["--prepare-workers", "2", "--max-parallel", "2", "--island.cores", "1", "--json"]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert first.stderr is not None
     for line in first.stderr:
-        if re.match(r"prepare/features-\d-of-2: started", line):
+        if re.match(r"prepare/text-\d-of-2: started", line):
             first.terminate()
             break
     _, err = first.communicate(timeout=240)
@@ -354,9 +355,27 @@ def test_preparation_with_several_workers_gives_equal_bytes(fresh: Path, prepare
     assert "run the same command again to resume" in err
     second = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert second.returncode == 0, second.stderr
-    assert json.loads(second.stdout)["submitted"][0].startswith("prepare/features-")
+    assert json.loads(second.stdout)["submitted"][0].startswith("prepare/")
     for name in ("ingest", "features", "clusters", "latents", "text", *(f"shards/cluster_{k:03d}" for k in range(3))):
         assert Artifact(fresh, f"data/{name}").manifest() == Artifact(prepared, f"data/{name}").manifest(), name
+
+
+@pytest.mark.slow
+def test_prepare_starts_one_worker_for_each_gpu(
+    fresh: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher takes the GPUs from the environment; the workers find none, and use the processor."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert main(["prepare", str(fresh)]) == 0
+    shown = capfd.readouterr()
+    for step in ("encode-0-of-2", "encode-1-of-2", "text-1-of-2", "clusters", "shards"):
+        assert f"prepare/{step}: done" in shown.err
+    assert "shards: already done" in shown.out
+    for name in ("ingest", "features", "clusters", "latents", "text", *(f"shards/cluster_{k:03d}" for k in range(3))):
+        assert Artifact(fresh, f"data/{name}").manifest() == Artifact(prepared, f"data/{name}").manifest(), name
+    monkeypatch.setenv("ATOLL_SUBMISSION", "another")
+    assert main(["prepare", str(fresh)]) == 0
+    assert "one worker on each" not in capfd.readouterr().out
 
 
 def test_jobs_that_run_elsewhere_are_neither_submitted_nor_waited_for(

@@ -4,7 +4,8 @@ import torch
 from atoll.convert.fold import time_table
 from atoll.core.errors import AtollError
 from atoll.nets import NAMES, Condition, DiT, DiTConfig, concatenate, count_parameters, load_network, save_network
-from atoll.nets.layers import patchify, sincos_positions, time_features, unpatchify
+from atoll.nets.layers import patchify, time_features, unpatchify
+from atoll.nets.positions import sincos_positions
 
 TINY = {"width": 48, "depth": 3, "heads": 2, "size": 16}
 

@@ -41,6 +41,16 @@ for number in range(config.clusters.count):
 for kind in ("router", "monolith"):
     train_job(resolve_job(run, config, kind))
 """
+PREPARE_PHOTOGRAPHS = """
+import sys
+from pathlib import Path
+from atoll.data.prepare import prepare
+from photographs import write_photographs_run
+
+run = Path(sys.argv[1])
+settings = {"data": {"chunk": 31}, "features": {"batch_size": 4}, "latents": {"batch_size": 4}}
+prepare(run, write_photographs_run(run, **settings), ["ingest", "patches"])
+"""
 
 
 def run_on_cpu(code: str, *arguments: str) -> None:
@@ -64,6 +74,14 @@ def trained_run(run: Path) -> Path:
     shutil.copytree(run, folder)
     run_on_cpu(TRAIN, str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def photographs_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on images of five sizes, with index and patch features."""
+    run = tmp_path_factory.mktemp("photographs") / "run"
+    run_on_cpu(PREPARE_PHOTOGRAPHS, str(run))
+    return run
 
 
 @pytest.fixture

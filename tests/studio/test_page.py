@@ -444,3 +444,42 @@ def check_busy_server(page: Page, server: Server) -> None:
         page.get_by_role("button", name="Generate", exact=True).click()
         expect(status(page)).to_have_text(re.compile("The server is busy"))
     expect(status(page)).to_have_text(re.compile("Done in"), timeout=120_000)
+
+
+def test_the_size_of_the_images_can_be_chosen(browser: Browser, sized_run: Path, tmp_path: Path) -> None:
+    """In Generate and, with the link from there, in Compare; the frame has the ratio of the images."""
+    run = tmp_path / "sized"
+    shutil.copytree(sized_run, run)
+    with studio_of(run) as server, browser.new_context(viewport=DESK, reduced_motion="reduce") as context:
+        server.sign_in(context)
+        page = context.new_page()
+        monitor = PageMonitor(page, server.url)
+        page.goto(server.url)
+        sizes = page.get_by_label("Size")
+        expect(sizes).to_be_visible()
+        assert sizes.locator("option").all_text_contents() == ["16 × 16", "20 × 12", "12 × 20", "24 × 8", "8 × 24"]
+        sizes.select_option("20x12")
+        page.get_by_label("Steps").fill("4")
+        page.get_by_role("button", name="Generate", exact=True).click()
+        expect(status(page)).to_contain_text("Done")
+        assert "width=20" in page.url
+        assert "height=12" in page.url
+        image = page.locator("img.generated")
+        assert image.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [20, 12]
+        box = page.locator(".image-view .frame").bounding_box()
+        assert box is not None
+        assert box["width"] / box["height"] == pytest.approx(20 / 12, rel=0.02)
+        assert "20\u00a0×\u00a012" in page.locator(".settings-text").inner_text()
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SHOTS / "generate-size.png")
+        page.get_by_role("link", name="Compare models").click()
+        expect(page.get_by_label("Size")).to_have_value("20x12")
+        page.get_by_role("button", name="Compare", exact=True).click()
+        expect(page.locator(".row img").first).to_have_js_property("naturalWidth", 20)
+        expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
+        check_accessibility(page, SHOTS, "compare-size")
+        page.goto(f"{server.url}/#generate?width=12&height=20&steps=2&label=dots")
+        page.reload()
+        expect(page.locator("img.generated")).to_have_js_property("naturalHeight", 20)
+        assert not monitor.errors
+        assert not monitor.error_responses

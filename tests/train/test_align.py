@@ -33,7 +33,8 @@ from train.workers import TINY, assert_same_weights, finish, metrics, start, wai
 
 SETTINGS = {"train": {"align": {"weight": 0.5, "until": 0.5}}}
 ALONE = DistContext(0, 1, torch.device("cpu"))
-SPEC = AlignmentSpec(weight=0.5, block=1, images=80, width=6, tokens=4, grid=4, steps=(0.5, 2.0, 0.1))
+CPU = torch.device("cpu")
+SPEC = AlignmentSpec(weight=0.5, block=1, images=80, width=6, patch=2, tokens=4, grid=4, steps=(0.5, 2.0, 0.1))
 
 
 @pytest.fixture
@@ -78,16 +79,18 @@ def test_the_loss_is_the_negative_cosine_over_patches(tokens: int, grid: int) ->
         x = x if number == 0 else x / (1 + np.exp(-x))  # SiLU
         x = x @ layer.weight.detach().double().numpy().T + layer.bias.detach().double().numpy()
     cosine = (x * target).sum(-1) / np.linalg.norm(x, axis=-1) / np.linalg.norm(target, axis=-1)
-    torch.testing.assert_close(projector(hidden, patches).double().detach(), torch.from_numpy(-cosine.mean(1)))
+    torch.testing.assert_close(
+        projector(hidden, patches, (tokens, tokens)).double().detach(), torch.from_numpy(-cosine.mean(1))
+    )
 
 
 @pytest.mark.parametrize(("fine", "coarse"), [(8, 4), (14, 4), (5, 3)])
 def test_averaging_is_by_area(fine: int, coarse: int) -> None:
     """Repeated to a common multiple, the average is that of equal squares."""
-    matrix, grid = averaging(fine, coarse), torch.randn(1, 1, fine, fine)
-    repeated = grid.repeat_interleave(coarse, 2).repeat_interleave(coarse, 3)
-    expected = functional.avg_pool2d(repeated, fine)
-    torch.testing.assert_close((matrix @ grid.flatten()).view(1, 1, coarse, coarse), expected)
+    matrix, grid = averaging((fine, 6), (coarse, 4), device=CPU), torch.randn(1, 1, fine, 6)
+    repeated = grid.repeat_interleave(coarse, 2).repeat_interleave(4, 3)
+    expected = functional.avg_pool2d(repeated, (fine, 6))
+    torch.testing.assert_close((matrix @ grid.flatten()).view(1, 1, coarse, 4), expected)
 
 
 def test_a_tap_does_not_change_the_prediction_and_is_the_output_of_its_block(aligned: Copy) -> None:
@@ -210,7 +213,7 @@ def test_flops_are_those_of_the_products_for_the_images_of_the_burn_in(aligned: 
         projector = Projector(align)
         patches = torch.zeros(1, align.grid, align.grid, 64, dtype=torch.int8)
         with FlopCounterMode(display=False) as counter:
-            projector(torch.zeros(1, align.tokens**2, align.width), patches)
+            projector(torch.zeros(1, align.tokens**2, align.width), patches, (align.tokens, align.tokens))
         averaged = 2 * align.tokens**2 * align.grid**2 * 64 if align.grid > align.tokens else 0  # needs no gradient
         assert 3 * (counter.get_total_flops() - averaged) == align.flops
         assert sum(parameter.numel() for parameter in projector.parameters()) == align.parameters

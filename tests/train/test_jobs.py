@@ -166,7 +166,7 @@ def test_student_targets_have_the_bits_of_images_that_are_noised_one_by_one(
     positions = np.arange(24, 48, dtype=np.uint64)
     batch = task.shards.read(task.shards.order(positions, task.seed))
     assert batch.std is not None
-    targets = task._compute_block(24)
+    targets = task._compute_block(24).by_size[0]
     for cluster in range(3):
         rows = torch.nonzero(batch.cluster == cluster).flatten()
         assert 1 < len(rows) < 24
@@ -194,7 +194,7 @@ def test_teachers_are_verified_once_in_a_job(trained_experts: Path, tmp_path: Pa
     with (run / "experts/001/final/ema-short.safetensors").open("r+b") as stream:
         stream.seek(-1, os.SEEK_END)
         stream.write(b"\xff")
-    assert task._compute_block(24).isfinite().all()
+    assert task._compute_block(24).by_size[0].isfinite().all()
     again = build_task(spec)
     assert isinstance(again, StudentTask)
     with pytest.raises(AtollError, match=r"ema-short\.safetensors"):
@@ -287,7 +287,7 @@ def test_a_class_table_without_a_row_for_the_null_class_is_an_error(
 ) -> None:
     """The last class of the data would be taken for the null class."""
     of = DataShapes.of
-    monkeypatch.setattr(DataShapes, "of", lambda data: replace(of(data), labels=("a", "b", "c")))
+    monkeypatch.setattr(DataShapes, "of", lambda data, images=None: replace(of(data, images), labels=("a", "b", "c")))
     for rows in (needed, needed - 1):
         run = new_run(
             str(rows),
@@ -401,13 +401,13 @@ def test_each_process_computes_the_targets_of_its_images(
 ) -> None:
     task = build_task(resolve_job(trained_experts, config.load(trained_experts), "student"))
     assert isinstance(task, StudentTask)
-    whole = task._compute_block(48)
+    whole = task._compute_block(48).by_size[0]
     assert whole.isfinite().all()
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     for rank in range(2):
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
-        part = task._compute_block(48)
+        part = task._compute_block(48).by_size[0]
         mine = torch.arange(48, 48 + task.block) % 8 // 4 == rank  # batches of 8, four images for each
         # A teacher's batch is smaller here, and kernels sum batches of other sizes in other orders.
         torch.testing.assert_close(part[mine], whole[mine], rtol=1e-5, atol=1e-5)

@@ -1,6 +1,7 @@
 """Verb of the data: prepare."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -8,8 +9,9 @@ from tyro.conf import arg
 
 from atoll.cli.verb import Overrides, RunFolder
 from atoll.core import config as configuration
+from atoll.core import layout
 
-Stage = Literal["ingest", "features", "clusters", "latents", "text", "shards"]
+Stage = Literal["ingest", "features", "latents", "patches", "clusters", "text", "shards"]
 
 
 @dataclass
@@ -20,8 +22,8 @@ class Prepare:
     """Folder of the run."""
     stage: Annotated[tuple[Stage, ...], arg(help_behavior_hint="(default: all)")] = ()
     """Stages to run; finished stages are skipped."""
-    worker: Annotated[str, arg(metavar="I/N")] = "0/1"
-    """Index of this worker and number of workers that divide ingest, features, latents, text and patches."""
+    worker: Annotated[str | None, arg(metavar="I/N", help_behavior_hint="(default: one for each visible GPU)")] = None
+    """Index of this worker, and number of workers that divide the images. The last one to end does the rest."""
     dry_run: bool = False
     """Print the detected source and the stages to run, and exit."""
     json: bool = False
@@ -35,11 +37,30 @@ class Prepare:
         from atoll.data.chunks import Worker
         from atoll.data.prepare import prepare
 
-        worker = Worker.parse(self.worker)
+        worker = Worker.parse(self.worker or "0/1")
         if self.dry_run:
             self.show(config)
-        else:
-            prepare(self.folder, config, self.stage, worker=worker)
+            return
+        if self.worker is None and not self.stage:
+            self.start_workers(config)
+        prepare(self.folder, config, self.stage, worker=worker)
+
+    def start_workers(self, config: configuration.Config) -> None:
+        """Divide the work among one process for each GPU, if there are several."""
+        from atoll.launch.base import SUBMISSION_VARIABLE, LaunchSettings
+        from atoll.launch.launch import submit
+        from atoll.launch.local import Local, visible_gpus
+        from atoll.launch.plan import LaunchRequest
+
+        # A job of a launcher has the GPUs that the launcher chose.
+        gpus = len(visible_gpus().names)
+        if gpus < 2 or SUBMISSION_VARIABLE in os.environ:
+            return
+        run = self.folder.resolve()
+        one_each = config.island.model_copy(update={"gpus": 1, "nodes": 1, "processes": None})
+        request = LaunchRequest(("prepare",), prepare_workers=gpus, overrides=self.overrides)
+        print(f"{gpus} GPUs: one worker on each; logs are in {run / layout.LAUNCH_LOGS}", flush=True)
+        submit(Local(LaunchSettings(run, one_each, max_parallel=gpus)), run, config, request=request)
 
     def show(self, config: configuration.Config) -> None:
         """Print the plan."""

@@ -11,7 +11,8 @@ from tyro.conf import Positional, arg
 
 from atoll.cli.verb import Devices, DType, MaxLoadedExperts, ModelName, RunFolder
 from atoll.core import layout
-from atoll.core.names import SOLVERS
+from atoll.core.names import SOLVERS, GuidanceWeights
+from atoll.core.sizes import Size
 
 if TYPE_CHECKING:
     from atoll.experts.validation import Processes
@@ -29,6 +30,8 @@ class Sample:
     """Class labels, by name or number."""
     num_images: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one per prompt, or 16)")] = None
     """Number of images; prompts and labels repeat in order."""
+    size: Annotated[str | None, arg(metavar="WIDTHxHEIGHT", help_behavior_hint="(default: that of most images)")] = None
+    """Size of the images in pixels, such as 96x64."""
     model: str = "experts"
     """Model to sample from: experts, expert:K, monolith, student or merged."""
     routing: str = "top-1"
@@ -41,7 +44,7 @@ class Sample:
     """Classifier-free guidance scale; 1 disables guidance."""
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     """Interval of times t (0 is data, 1 is noise) in which guidance is applied."""
-    guidance_weights: Literal["conditional", "separate"] = "separate"
+    guidance_weights: GuidanceWeights = "separate"
     """Expert weights of the unconditional velocity: those of the prompt, or those of the router without the prompt."""
     rescale: float = 0.0
     """Guidance rescale from 0 to 1: moves the standard deviation of the guided velocity to that of the conditional."""
@@ -93,7 +96,7 @@ class Sample:
         from atoll.ensemble.images import save
         from atoll.experts.validation import ALONE
 
-        processes = processes or ALONE
+        processes, size = processes or ALONE, None if self.size is None else Size.parse(self.size)
         sampler = load(
             self.folder, self.model, max_loaded_experts=self.max_loaded_experts, dtype=self.dtype, strict=self.strict,
             devices=devices, quantize=self.quantize, compile=self.compile,
@@ -103,11 +106,11 @@ class Sample:
         if self.plan:
             # Memory depends on the largest batch, its number of different prompts, and whether guidance doubles it.
             rows = min(self.batch_size, count)
-            plan = sampler.plan(rows, min(rows, max(given, 1)), self.guidance_scale != 1 and given > 0)
+            plan = sampler.plan(rows, min(rows, max(given, 1)), self.guidance_scale != 1 and given > 0, size=size)
             print(json.dumps(plan.to_dict()) if self.json else "\n".join(plan.lines()))
             return
         samples = sampler.generate(
-            self.prompts or None, self.labels or None, count, clusters=self.clusters or None,
+            self.prompts or None, self.labels or None, count, clusters=self.clusters or None, size=size,
             batch_size=self.batch_size, trace=self.save_routing, processes=processes, routing=self.routing,
             steps=self.steps,
             guidance_scale=self.guidance_scale, guidance_interval=self.guidance_interval,

@@ -10,7 +10,7 @@ from tyro.conf import arg
 
 from atoll.cli.verb import Devices, DType, MaxLoadedExperts, Overrides, RunFolder
 from atoll.core import config as configuration
-from atoll.core.names import SOLVERS
+from atoll.core.names import SOLVERS, GuidanceWeights
 
 Part = Literal["metrics", "diversity", "diagnostics", "trajectories"]
 
@@ -31,7 +31,7 @@ class Evaluate:
     """Number of solver steps."""
     guidance_scale: float = 4.0
     """Classifier-free guidance scale; 1 disables guidance."""
-    guidance_weights: Literal["conditional", "separate"] = "separate"
+    guidance_weights: GuidanceWeights = "separate"
     """Expert weights of the unconditional velocity: those of the prompt, or those of the router without the prompt."""
     solver: Literal[SOLVERS] = "euler"  # type: ignore[valid-type]
     """ODE solver."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from atoll.core.errors import AtollError
 from atoll.core.networks import STABLE_DIFFUSION, ConfigJson, DiTConfig, LatentScale, RouterConfig
 from atoll.nets.io import check_fit
-from atoll.nets.layers import is_sincos
+from atoll.nets.positions import is_sincos
 
 State = dict[str, Tensor]
 

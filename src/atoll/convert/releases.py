@@ -27,7 +27,7 @@ from atoll.convert.layout import (
 from atoll.core.errors import AtollError
 from atoll.core.networks import ConfigJson, DiTConfig
 from atoll.nets.dit import TIME_KNOTS, DiT
-from atoll.nets.layers import sincos_positions
+from atoll.nets.positions import sincos_positions
 
 # --- DiT: DiT-XL-2-256x256.pt ---------------------------------------------------------------------------------------
 

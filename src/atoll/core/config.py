@@ -101,6 +101,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _result_is_an_ema_of_the_monolith(self) -> Self:
+        # The section `train` has checked its own EMAs; the monolith may have others.
         known = ("best", *(self.monolith.ema or self.train.ema))
         if self.train.result_ema not in known:
             raise ValueError(f"train.result_ema is {self.train.result_ema!r}; monolith.ema has {', '.join(known[1:])}")
@@ -133,6 +134,7 @@ class Config(Section):
         A shared start takes its share from every expert. All networks are equal, so the FLOPs follow the images. The
         experts' share is rounded to steps and the start gets the rest, so start and experts have the total of before.
         """
+        # At least one step is left to each side, however small or large the share.
         share, batch_size = self.shared_start.flops_share, self.train.batch_size
         if share and kind in ("expert", "start"):
             steps = -(-self.train.total_images // batch_size)

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from atoll.core import networks
 from atoll.core.errors import AtollError
 from atoll.core.names import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName, unknown_objective
+from atoll.core.sizes import Size
 
 
 class Section(BaseModel):
@@ -62,6 +63,32 @@ def _folders(value: object) -> object:
     raise ValueError(f"expected a folder, or {{default: FOLDER, 3: FOLDER}} by expert, got {value!r}")
 
 
+def _buckets(value: object) -> object:
+    """Check the sizes of a list. YAML reads an unquoted `off` as false."""
+    if isinstance(value, list | tuple):
+        try:
+            sizes = [Size.parse(str(item)) for item in value]
+        except AtollError as error:
+            raise ValueError(str(error)) from error
+        if len(set(sizes)) < len(sizes) or not sizes:
+            raise ValueError(f"expected different sizes, at least one, got {value!r}")
+        return [str(size) for size in sizes]
+    value = "off" if value is False else value
+    if value not in ("auto", "off"):
+        raise ValueError(f"expected auto, off, or a list of sizes such as [64x64, 96x64], got {value!r}")
+    return value
+
+
+def _captions(value: object) -> object:
+    """Check that several columns are at least one, and that their weights are positive."""
+    if isinstance(value, list | dict) and (not value or not all(isinstance(name, str) and name for name in value)):
+        raise ValueError(f"expected the names of columns or JSON keys, got {value!r}")
+    if isinstance(value, list) and len(set(value)) < len(value):
+        raise ValueError(f"expected different names, got {value!r}")
+    return value
+
+
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ExpertKey = Literal["default"] | int
 _EMA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 """Names of EMAs become parts of file names, so they must not contain a path separator. 32 characters are a choice."""
@@ -89,12 +116,25 @@ class Data(Section):
         None, description="kind of the source; null detects it"
     )
     image: str | None = Field(None, description="column of the images; null detects it by its usual names")
-    caption: str | None = Field(None, description="column or JSON key of the captions; null detects it")
+    caption: Annotated[str | list[str] | dict[str, Weight] | None, BeforeValidator(_captions)] = Field(
+        None,
+        description="column or JSON key of the captions, a list of several, or their weights "
+        "{name: weight}; null detects it",
+    )
+    caption_lines: bool = Field(False, description="make every line of a .txt file a caption of its own")
     label: str | None = Field(None, description="column or JSON key of the class labels; null detects it")
     id: str | None = Field(None, description="column of the image ids; null detects it")
     split: str = Field("train", description="split of a datasets dataset")
     val_fraction: float = Field(0.05, ge=0, lt=1, description="fraction of the captions held out from training")
     resolution: int = Field(64, ge=8, description="side of the square images, in pixels")
+    buckets: Annotated[Literal["auto", "off"] | list[str], BeforeValidator(_buckets)] = Field(
+        "off",
+        description="sizes that images are cropped to: off is the square alone, auto finds sizes of about the same "
+        "area that fit the images; or a list of sizes such as [64x64, 96x64]",
+    )
+    max_upscale: float = Field(
+        2.0, ge=1, description="with buckets, reject images that would be enlarged by a larger factor"
+    )
     flip: bool = Field(False, description="train on each image and its mirror image, drawn with equal probability")
     max_rejects: float = Field(0.01, ge=0, le=1, description="stop if a larger fraction of the images is unreadable")
     chunk: int = Field(1024, ge=1, description="images per file of a stage; an interruption loses at most one chunk")

@@ -132,19 +132,32 @@ def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
         return torch.tensor(values, dtype=dtype).to(device)
 
 
+class Download:
+    """Tensors of one or more devices on their way to the CPU.
+
+    The copies are queued at once, so they come before work that is queued later. CPU tensors are returned as is.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._events: dict[torch.device, torch.Event] = {}
+        self._copies: list[Tensor] = []
+        for tensor in tensors:
+            if tensor.device.type in ASYNCHRONOUS:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._copies.append(host.copy_(tensor, non_blocking=True))
+                self._events[tensor.device] = torch.Event(tensor.device)
+            else:
+                self._copies.append(tensor.cpu())
+        for device, event in self._events.items():
+            event.record(torch.accelerator.current_stream(device))
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait once for all copies, in any thread, and return them."""
+        for event in self._events.values():
+            event.synchronize()
+        return tuple(self._copies)
+
+
 def download(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Copy tensors of one or more devices to the CPU, and wait once for all of them; CPU tensors are returned as is."""
-    events: dict[torch.device, torch.Event] = {}
-    copies = []
-    for tensor in tensors:
-        if tensor.device.type in ASYNCHRONOUS:
-            copies.append(
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-            )
-            events[tensor.device] = torch.Event(tensor.device)
-            events[tensor.device].record(torch.accelerator.current_stream(tensor.device))
-        else:
-            copies.append(tensor.cpu())
-    for event in events.values():
-        event.synchronize()
-    return tuple(copies)
+    return Download(*tensors).wait()

@@ -5,6 +5,7 @@
     RUN/snapshot/000001-000004.json                 the finished networks as one signed model
     RUN/data/{ingest,features,clusters,latents,text,patches}
     RUN/data/shards/cluster_003
+    RUN/data.previous                               the data before its source grew, until `atoll prepare` ends
     RUN/{experts/003,router,start,monolith,student,merged}    one folder for each job
         metrics.jsonl, grids/                       training metrics and preview images
         checkpoints/000000012800                    state to resume from, after 12,800 images
@@ -32,6 +33,7 @@ REPORT_FILE = "report.html"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.jsonl"
 
+DATA, PREVIOUS = "data", "data.previous"
 INGEST, FEATURES, CLUSTERS = "data/ingest", "data/features", "data/clusters"
 LATENTS, TEXT, PATCHES, SHARDS = "data/latents", "data/text", "data/patches", "data/shards"
 LAUNCH = "launch"
@@ -40,7 +42,8 @@ LAUNCH_SLURM, LAUNCH_FAILURES = f"{LAUNCH}/slurm", f"{LAUNCH}/failures"
 SAMPLES = "samples"
 QUARANTINE = ".quarantine"
 FINISHED = f"{QUARANTINE}/finished"
-EXPERT_LEASES = "leases/experts"
+LEASES = "leases"
+EXPERT_LEASES = f"{LEASES}/experts"
 EVALUATION = "evaluation"
 LATEST_EVALUATION = f"{EVALUATION}/latest.json"
 
@@ -115,6 +118,11 @@ def checkpoint(job: str, images: int) -> str:
     """Return the name of the checkpoint after `images` training images."""
     # Twelve digits keep the order of names equal to the order of numbers, up to 10^12 images.
     return f"{checkpoints(job)}/{images:012d}"
+
+
+def leases(job: str) -> str:
+    """Return the name of the folder of a job's lease records."""
+    return f"{LEASES}/{job}"
 
 
 def notice(job: str) -> str:

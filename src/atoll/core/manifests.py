@@ -23,6 +23,15 @@ ByTime = tuple[float | None, ...]
 # Artifacts of `atoll prepare`
 
 
+class BucketContent(Content):
+    """The images of one size."""
+
+    images: Count
+    """Number of images."""
+    cropped: float
+    """Mean share of an image's pixels that is cropped."""
+
+
 class IngestContent(Content):
     """The index of all readable images."""
 
@@ -36,13 +45,19 @@ class IngestContent(Content):
     """Number of images by split."""
     labels: dict[str, int]
     """Number of images per class name, in the order of the class indices."""
+    sizes: dict[str, BucketContent] = Field(default_factory=dict)
+    """Readable images by size in pixels (WIDTHxHEIGHT), the most frequent first."""
 
 
 class FeaturesContent(Content):
     """Feature vectors (rows, dimensions) of all images."""
 
     rows: Count
+    """Number of images."""
     dimensions: Positive
+    """Width of a vector."""
+    ingest: str | None = None
+    """Digest of the index."""
 
 
 class ClustersContent(Content):
@@ -73,11 +88,15 @@ class LatentsContent(Content):
     rows: Count
     """Number of images."""
     shape: tuple[int, ...]
-    """Channels, height and width of one latent."""
+    """Channels, height and width of a latent; of the most frequent size of the training images."""
+    shapes: dict[str, tuple[int, ...]] | None = None
+    """The same for every size in pixels (WIDTHxHEIGHT), the most frequent first; None if there is one size."""
     statistics: ChannelStatistics
     """Mean and standard deviation of each channel over the training split."""
     precision: str = "float32"
     """In which the autoencoder computed."""
+    ingest: str | None = None
+    """Digest of the index."""
 
 
 class TextContent(Content):
@@ -96,14 +115,14 @@ class TextContent(Content):
 
 
 class PatchSpec(Content):
-    """The patch features (grid, grid, dimensions) of an image, as integers of 8 bits."""
+    """The patch features (rows, columns, dimensions) of an image, as integers of 8 bits."""
 
     model: str
     """The setting `features.model`."""
     weights: str
     """SHA-256 of the files of the features network."""
     grid: Positive
-    """Rows and columns of the patches."""
+    """Rows and columns of the patches of a square image; those of other sizes are as large."""
     steps: tuple[float, ...]
     """Value of one integer step in each dimension."""
 
@@ -113,6 +132,8 @@ class PatchesContent(PatchSpec):
 
     rows: Count
     """Number of images."""
+    ingest: str | None = None
+    """Digest of the index."""
 
 
 class LatentSpec(Content):
@@ -125,7 +146,14 @@ class LatentSpec(Content):
     resolution: Positive | None = None
     """Side of the images in pixels."""
     shape: tuple[int, ...]
-    """Channels, height and width of a latent."""
+    """Channels, height and width of a latent; of the most frequent size if there are several."""
+    sizes: tuple[tuple[Positive, Positive], ...] | None = None
+    """Heights and widths of the latents of all sizes of the run, that of `shape` first; omitted if there is one."""
+
+    @model_serializer(mode="wrap")
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
+        # Omitted, so that manifests of square images keep the bytes that they had before this field.
+        return {name: value for name, value in serialize(self).items() if name != "sizes" or value}
 
 
 class TextSpec(Content):
@@ -141,6 +169,12 @@ class TextSpec(Content):
     """Width of the token states."""
     pooled: Positive | None = None
     """Width of the pooled vector."""
+    captions: bool = False
+    """Whether some image of the run has several captions; omitted if not."""
+
+    @model_serializer(mode="wrap")
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
+        return {name: value for name, value in serialize(self).items() if name != "captions" or value}
 
 
 class DataSpec(Content):

@@ -10,6 +10,8 @@ Prediction = Literal["velocity", "epsilon", "x0", "v_prediction", "score"]
 TimesName = Literal["uniform", "logit-normal", "log-normal"]
 WeightingName = Literal["constant", "min-snr", "as-velocity", "as-epsilon", "as-x0"]
 BridgeMode = Literal["exact", "published-linear", "published-schedule"]
+GuidanceWeights = Literal["conditional", "separate"]
+"""Weights of the experts in v_null: those of the condition, p(k | x, c), or those of the null condition, p(k | x)."""
 SolverName = Literal["euler", "heun", "flow-euler", "flow-heun", "dpm++", "unipc"]
 
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)

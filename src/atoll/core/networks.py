@@ -264,6 +264,15 @@ class DiffusersConfig:
         """Width of the pooled text; 0 for a network without."""
         return self._number("pooled_projection_dim")
 
+    @property
+    def patch(self) -> int:
+        """What the sides of latents must be multiples of: the patch size, or what a UNet divides them by."""
+        if self.class_name == "UNetExpert":
+            # Each block but the last halves the sides. diffusers has four blocks by default.
+            levels = self.fields.get("block_out_channels")
+            return int(2 ** ((len(levels) if isinstance(levels, list) else 4) - 1))
+        return self._number("patch_size") or 2  # the default of diffusers' transformers
+
     def _number(self, name: str) -> int:
         value = self.fields.get(name)
         return value if isinstance(value, int) else 0

@@ -65,7 +65,7 @@ PRESETS: dict[str, Settings] = {
     # Your own images on one GPU: networks from the hub, and a router conditioned on whatever the data has.
     "images": {
         **_PHOTOGRAPHS,
-        "data": {"source": "path/to/images", "resolution": 256, "val_fraction": 0.01, "workers": 8},
+        "data": {"source": "path/to/images", "resolution": 256, "buckets": "auto", "val_fraction": 0.01, "workers": 8},
         "features": {"model": "facebook/dinov2-base"},
         "experts": {"default": "flow-matching"},
         "networks": {"default": "DiT-B/2"},

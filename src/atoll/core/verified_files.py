@@ -32,6 +32,7 @@ class VerifiedFiles:
         # An anonymous mapping takes two thirds of the time of a bytearray. Huge pages take a third of the mapping's
         # time, but four times as long as it when the memory of the machine is fragmented.
         data = memoryview(mmap.mmap(-1, entry.size, access=mmap.ACCESS_COPY) if entry.size else bytearray())
+        # One thread, so that the parts are hashed in their order; hashing releases the interpreter lock.
         digest = hashlib.sha256()
         with self.artifact.path(file).open("rb", buffering=0) as stream, ThreadPoolExecutor(1) as pool:
             position = 0

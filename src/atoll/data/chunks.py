@@ -1,13 +1,16 @@
 """Chunks: the unit in which a stage is computed, committed, resumed and divided among workers.
 
-Chunk c holds the images c·size up to (c+1)·size of the index (in the ingest stage: of the source). It is cut into
-batches in the same way by every worker and after every interruption, because the batch size can change the rounding of
-a network's output. So on one machine a chunk always has the same bytes.
+Chunk c holds the readable ones of the images c·size up to (c+1)·size of the source. It is cut into batches in the same
+way by every worker and after every interruption, because the batch size can change the rounding of a network's output.
+So on one machine a chunk of the same pass always has the same bytes. A chunk without a readable image has no file.
+
+If the images of a run have several sizes, tensors that depend on the size have one part for each size in a chunk, named
+`mean/96x64`, with the rows of that size in the order of the index. `select_rows` reads them.
 """
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +27,7 @@ from torch import Tensor
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
+from atoll.core.sizes import Size
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -54,25 +58,31 @@ class Chunks:
     rows: int
     size: int
     files: str = "{:06d}.safetensors"
+    lengths: tuple[int, ...] | None = None
+    """Number of images in each chunk; None if all but the last have `size`."""
 
     @property
     def count(self) -> int:
         """Number of chunks."""
-        return -(-self.rows // self.size)
+        return -(-self.rows // self.size) if self.lengths is None else len(self.lengths)
 
     def file(self, chunk: int) -> str:
         """Return the name of a chunk's file."""
         return self.files.format(chunk)
 
     def length(self, chunk: int) -> int:
-        """Return the number of images in a chunk; the last chunk may be shorter."""
-        return min(self.size, self.rows - chunk * self.size)
+        """Return the number of images in a chunk."""
+        return min(self.size, self.rows - chunk * self.size) if self.lengths is None else self.lengths[chunk]
+
+    def first_file(self) -> str:
+        """Return the name of the first file that exists in a complete artifact."""
+        return self.file(next(chunk for chunk in range(self.count) if self.length(chunk)))
 
     def missing(self, worker: Worker = Worker()) -> list[int]:  # noqa: B008 - it is frozen
-        """Return the chunks of this worker that have no file yet."""
+        """Return the chunks of this worker that have images but no file yet."""
         # Integer division distributes the chunks so that the numbers of two workers differ by at most one.
         mine = range(self.count * worker.index // worker.count, self.count * (worker.index + 1) // worker.count)
-        return [chunk for chunk in mine if not self.artifact.path(self.file(chunk)).is_file()]
+        return [c for c in mine if self.length(c) and not self.artifact.path(self.file(c)).is_file()]
 
     def fill(self, what: str, missing: list[int], batches: Iterable[tuple[int, int, dict[str, Tensor]]]) -> None:
         """Write the missing chunks from batches of (chunk, number of images, tensors by name), ordered by chunk."""
@@ -87,10 +97,41 @@ class Chunks:
                 self.artifact.write_tensors(self.file(chunk), joined)
 
 
+def part_name(name: str, size: Size, sizes: Sequence[Size]) -> str:
+    """Return the name of a tensor's part for one of the sizes of a run."""
+    return f"{name}/{size}" if len(sizes) > 1 else name
+
+
+def select_rows(tensors: Mapping[str, Tensor], sizes: Sequence[Size], rows: Sequence[int]) -> dict[str, Tensor]:
+    """Return some rows of a chunk's tensors by name; `sizes` has the size of every row, and all `rows` have one size.
+
+    Tensors that do not depend on the size have a row for every image of the chunk.
+    """
+    size, chosen = sizes[rows[0]], torch.tensor(rows)
+    if any("/" in key for key in tensors):
+        # A row's number among those of its size is the number of such rows before it.
+        within = (torch.tensor([other == size for other in sizes]).cumsum(0) - 1)[chosen]
+    found = {}
+    for key, tensor in tensors.items():
+        name, _, of_size = key.partition("/")
+        if not of_size:
+            found[name] = tensor[chosen]
+        elif of_size == str(size):
+            found[name] = tensor[within]
+    return found
+
+
+def row_counts(table: Path) -> tuple[int, ...]:
+    """Return the number of rows of every chunk in a parquet file that has one row group per chunk."""
+    footer = _metadata(table, table.stat().st_mtime_ns)
+    return tuple(footer.row_group(chunk).num_rows for chunk in range(footer.num_row_groups))
+
+
 def read_rows(table: Path, chunk: int, columns: list[str] | None = None) -> pa.Table:
     """Return the rows of one chunk from a parquet file that has one row group per chunk."""
     with pq.ParquetFile(table, metadata=_metadata(table, table.stat().st_mtime_ns)) as file:
-        return file.read_row_group(chunk, columns=columns)
+        # Threads cost more than they save on some thousand rows.
+        return file.read_row_group(chunk, columns=columns, use_threads=False)
 
 
 # The footer lists all row groups, so it grows with their number. Reading it for each of n chunks would take O(n²).

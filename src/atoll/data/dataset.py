@@ -4,10 +4,11 @@
     for batch in shards.stream(batch_size=256, seed=0, start=steps * 256, rank=rank, world_size=world_size):
         x0 = shards.latents(batch, seed=0, position=position)
 
-The image at position p of the stream is `shuffled(p mod n)` of epoch p div n, for n images. Ranks take slices of one
-global batch, so the global batches do not depend on the number of processes. Training resumes at any position, since
-the position determines everything that follows. Files are memory-mapped: they are read on access, and processes share
-the system's page cache.
+The image at position p of the stream is `shuffled(p mod n)` of epoch p div n, for n images. If the images have several
+sizes, each size has such a stream of its own, and a batch takes the next images of one size (`batch_order.py`). Ranks
+take slices of one global batch, so the global batches do not depend on the number of processes. Training resumes at any
+position, since the position determines everything that follows. Files are memory-mapped: they are read on access, and
+processes share the system's page cache.
 """
 
 import itertools
@@ -27,6 +28,8 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS, ShardsContent
+from atoll.core.sizes import Size
+from atoll.data.batch_order import BatchOrder, Indices
 from atoll.data.chunks import prefetch
 from atoll.data.shuffle import shuffled
 from atoll.data.stages.latents import MIRRORED, Statistics
@@ -36,6 +39,8 @@ LATENT_STREAM = 11
 """Random stream for samples of the autoencoder's posterior. Each use of randomness has its own number."""
 FLIP_STREAM = 15
 """Random stream of the choice between an image and its mirror image."""
+CAPTION_STREAM = 16
+"""Random stream of the choice of a caption."""
 # A network that is trained on several clusters needs one meaning of latents, text and labels for all of them.
 _SAME_EVERYWHERE = ("labels", "latents", "statistics", "text", "fingerprint", "flip", "patches")
 
@@ -60,7 +65,7 @@ class Batch:
     pooled: Tensor | None
     """Pooled text (N, D')."""
     patches: Tensor | None = None
-    """Patch features (N, grid, grid, D), 8-bit integers in the steps of the manifest; None unless requested."""
+    """Patch features (N, rows, columns, D), 8-bit integers in the steps of the manifest; None unless requested."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on another device."""
@@ -77,12 +82,37 @@ class _File:
         self.path, self.cluster = path, cluster
         self.tensors = load_file(path)
         self.rows = len(self.tensors["label"])
+        self.size = Size(*self.tensors["mean"].shape[2:])
 
     @cached_property
     def starts(self) -> Tensor:
         """Index of the first token of each caption in `tokens`."""
         lengths = self.tensors["lengths"].long()
         return lengths.cumsum(0) - lengths
+
+    @cached_property
+    def last_captions(self) -> Tensor:
+        """Index of the last caption of each image."""
+        return self.tensors["captions"].long().cumsum(0) - 1
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Sum of the weights of all captions up to each one."""
+        return self.tensors["weights"].double().cumsum(0)
+
+    def captions(self, rows: Tensor, draws: Tensor | None) -> Tensor:
+        """Return the index of one caption of each of these images: by a draw from [0, 1) for each, or the first."""
+        if "captions" not in self.tensors:
+            return rows
+        last = self.last_captions[rows]
+        first = last - self.tensors["captions"][rows].long() + 1
+        if draws is None:
+            return first
+        # The inverse of the cumulative distribution of the image's captions, a part of that of the whole file.
+        below = self.weights[first] - self.tensors["weights"][first].double()
+        wanted = below + draws.double() * (self.weights[last] - below)
+        # The bounds matter only for a draw that rounding moves into the neighbor's part.
+        return torch.searchsorted(self.weights, wanted, right=True).clamp(first, last)
 
 
 class Shards:
@@ -102,6 +132,12 @@ class Shards:
             if file.startswith(f"{split}-") and file.endswith(".safetensors")
         ]
         self._ends = np.cumsum([file.rows for file in self._files], dtype=np.int64)
+        latents = self.content.latents
+        self.sizes = tuple(Size(*size) for size in latents.sizes or (latents.shape[1:],))
+        """Heights and widths of the latents of all sizes of the run, the default first."""
+        for file in self._files:
+            if file.size not in self.sizes:
+                raise AtollError(f"{file.path} has latents of {file.size}, which its manifest does not declare")
 
     @classmethod
     def open(
@@ -134,6 +170,36 @@ class Shards:
                 found[file.cluster] = range(first, end)
         return found
 
+    @cached_property
+    def _files_by_size(self) -> dict[Size, tuple[Indices, Indices]]:
+        """For each size that some image has: its files, and the number of its images up to the end of each file."""
+        found: dict[Size, list[int]] = {size: [] for size in self.sizes}
+        for number, file in enumerate(self._files):
+            found[file.size] += [number] if file.rows else []
+        return {
+            size: (np.array(files), np.cumsum([self._files[number].rows for number in files]))
+            for size, files in found.items()
+            if files
+        }
+
+    def image_counts(self) -> dict[Size, int]:
+        """Return the number of images of each size that some image has, in the order of `sizes`."""
+        return {size: int(ends[-1]) for size, (_, ends) in self._files_by_size.items()}
+
+    def numbers(self, size: Size, own: np.ndarray[Any, Any]) -> Indices:
+        """Return the numbers of images that are counted from 0 among those of one size."""
+        files, ends = self._files_by_size[size]
+        own = own.astype(np.int64)
+        file = np.searchsorted(ends, own, side="right")
+        found: Indices = own + self._ends[files[file]] - ends[file]
+        return found
+
+    def by_size(self, numbers: np.ndarray[Any, Any]) -> dict[Size, np.ndarray[Any, Any]]:
+        """Return, for each size that some of these images have, the indices of these images in `numbers`."""
+        owner = np.searchsorted(self._ends, numbers.astype(np.int64), side="right")
+        known = np.array([self.sizes.index(file.size) for file in self._files])[owner]
+        return {size: found for i, size in enumerate(self.sizes) if len(found := np.flatnonzero(known == i))}
+
     def latents(self, batch: Batch, *, seed: int, position: rng.Positions) -> Tensor:
         """Return x0 (N, C, H, W): normalized samples of the autoencoder's posterior.
 
@@ -146,35 +212,54 @@ class Shards:
             latents = latents + batch.std.float() * noise.to(latents.device)
         return self.statistics.normalize(latents)
 
-    def draw(self, positions: np.ndarray[Any, Any], seed: int, *, patches: bool = False) -> Batch:
-        """Return the images at some positions of the training stream; with `data.flip`, half of them mirrored.
+    def draw(
+        self, positions: np.ndarray[Any, Any], seed: int, *, batch_size: int | None = None, patches: bool = False
+    ) -> Batch:
+        """Return the images at some positions of the training stream, which must have one size.
 
-        Whether an image is mirrored is a function of the seed and its position in the stream.
+        The caption of an image and, with `data.flip`, whether it is mirrored are functions of the seed and its position
+        in the stream. `batch_size` is needed if there are several sizes.
         """
-        mirrored = None
+        mirrored = captions = None
         if self.content.flip:
             mirrored = rng.uniform(len(positions), seed=seed, stream=FLIP_STREAM, first=positions) < 0.5
-        return self.read(self.order(positions, seed), mirrored, patches=patches)
+        if self.content.text is not None and self.content.text.captions:
+            captions = rng.uniform(len(positions), seed=seed, stream=CAPTION_STREAM, first=positions)
+        return self.read(self.order(positions, seed, batch_size), mirrored, captions=captions, patches=patches)
 
-    def read(self, indices: np.ndarray[Any, Any], mirrored: Tensor | None = None, *, patches: bool = False) -> Batch:
-        """Return the images with these numbers, in this order; mirrored where `mirrored` (N,) is true."""
+    def read(
+        self,
+        indices: np.ndarray[Any, Any],
+        mirrored: Tensor | None = None,
+        *,
+        captions: Tensor | None = None,
+        patches: bool = False,
+    ) -> Batch:
+        """Return the images with these numbers, in this order; mirrored where `mirrored` (N,) is true.
+
+        All of them must have one size. Each has its first caption, or the one that its draw from [0, 1) in `captions`
+        (N,) chooses.
+        """
         # Images are read file by file, and then brought back into the requested order by `restore`.
         wanted = torch.from_numpy(np.asarray(indices).astype(np.int64))
         owner = np.searchsorted(self._ends, wanted.numpy(), side="right")
         slots, parts = [], []
+        if len(sizes := {self._files[number].size for number in np.unique(owner)}) > 1:
+            raise ValueError(f"a batch has images of one size; got {', '.join(map(str, sorted(sizes)))} (latents)")
         for number in np.unique(owner):
             file = self._files[number]
             mine = torch.from_numpy(np.flatnonzero(owner == number))
             rows = wanted[mine] - int(self._ends[number]) + file.rows
             slots.append(mine)
-            parts.append(self._rows(file, rows, None if mirrored is None else mirrored[mine], patches=patches))
+            part = self._rows(file, rows, None if mirrored is None else mirrored[mine], patches=patches)
+            parts.append(part | self._text(file, file.captions(rows, None if captions is None else captions[mine])))
         restore = torch.cat(slots).argsort()
         joined = {key: torch.cat([part[key] for part in parts])[restore] for key in parts[0]}
         optional = {key: joined.get(key) for key in ("std", "text", "mask", "pooled", "patches")}
         return Batch(wanted, joined["cluster"], joined["label"], joined["mean"], **optional)
 
     def _rows(self, file: _File, rows: Tensor, mirrored: Tensor | None, *, patches: bool) -> dict[str, Tensor]:
-        wanted = ("mean", "std", "pooled", *(("patches",) if patches else ()))
+        wanted = ("mean", "std", *(("patches",) if patches else ()))
         part = {key: file.tensors[key][rows] for key in file.tensors if key in wanted}
         if "patches" in part and mirrored is not None:
             # Exact: with data.flip the stored features are those of a symmetric extractor.
@@ -185,17 +270,21 @@ class Shards:
             part[key][mirrored] = part[key][mirrored].flip(-1) if latents is None else latents[rows[mirrored]]
         part["label"] = file.tensors["label"][rows].long()
         part["cluster"] = torch.full((len(rows),), file.cluster)
-        if "tokens" in file.tensors:
-            # Shards store the real tokens of all captions in sequence, without padding (tokens, D). The batch gets
-            # them as (N, max_tokens, D).
-            lengths = file.tensors["lengths"][rows].long()
-            assert self.content.text is not None
-            slots = torch.arange(self.content.text.max_tokens)
-            part["mask"] = slots < lengths[:, None]
-            # Padding reads the first token of the caption, so that no index is out of range, and is then set to zero.
-            at = file.starts[rows][:, None] + slots * part["mask"]
-            part["text"] = file.tensors["tokens"][at] * part["mask"][..., None]
         return part
+
+    def _text(self, file: _File, captions: Tensor) -> dict[str, Tensor]:
+        """Return the embeddings of the captions with these indices in the file."""
+        if self.content.text is None:
+            return {}
+        # Shards store the real tokens of all captions in sequence, without padding (tokens, D). The batch gets them as
+        # (N, max_tokens, D).
+        lengths = file.tensors["lengths"][captions].long()
+        slots = torch.arange(self.content.text.max_tokens)
+        mask = slots < lengths[:, None]
+        # Padding reads the first token of the caption, so that no index is out of range, and is then set to zero.
+        at = file.starts[captions][:, None] + slots * mask
+        text = file.tensors["tokens"][at] * mask[..., None]
+        return {"mask": mask, "text": text, "pooled": file.tensors["pooled"][captions]}
 
     def stream(
         self, batch_size: int, seed: int, start: int = 0, *, rank: int = 0, world_size: int = 1, workers: int = 1
@@ -205,7 +294,7 @@ class Shards:
         `workers` threads read ahead of the consumer.
         """
         slices = self.positions(batch_size, start, rank=rank, world_size=world_size)
-        return prefetch(slices, lambda part: self.draw(part, seed), workers)
+        return prefetch(slices, lambda part: self.draw(part, seed, batch_size=batch_size), workers)
 
     def positions(
         self, batch_size: int, start: int = 0, *, rank: int = 0, world_size: int = 1
@@ -220,16 +309,30 @@ class Shards:
         starts = itertools.count(start + rank * size, batch_size)
         return (np.arange(first, first + size, dtype=np.uint64) for first in starts)
 
-    def order(self, positions: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
-        """Return the number of the image at each position of the stream."""
-        # A batch may cross the end of an epoch; each epoch has its own shuffle.
-        count = np.uint64(len(self))
-        epochs, within = positions // count, positions % count
-        result = np.empty_like(within)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            result[here] = shuffled(within[here], len(self), seed, epoch=int(epoch))
+    def order(self, positions: np.ndarray[Any, Any], seed: int, batch_size: int | None = None) -> np.ndarray[Any, Any]:
+        """Return the number of the image at each position of the stream, a stream of batches of `batch_size`."""
+        counts = self.image_counts()
+        if len(counts) == 1:
+            return _order(positions, len(self), seed)
+        if batch_size is None:
+            raise ValueError("the order of images of several sizes depends on the batch size")
+        batches = BatchOrder(tuple(counts.values()), batch_size, seed)
+        steps, within = positions // np.uint64(batch_size), positions % np.uint64(batch_size)
+        result = np.empty_like(positions)
+        for step in np.unique(steps):
+            here = steps == step
+            size, batch = batches.locate(int(step))
+            own = _order(within[here] + np.uint64(batch * batch_size), list(counts.values())[size], seed)
+            result[here] = self.numbers(list(counts)[size], own)
         return result
+
+    def size_counts(self, images: int, seed: int, *, batch_size: int) -> dict[Size, int]:
+        """Return how many of the first images of the stream have each size; `images` is a number of whole batches."""
+        counts = self.image_counts()
+        if len(counts) == 1:
+            return {next(iter(counts)): images}
+        order = BatchOrder(tuple(counts.values()), batch_size, seed)
+        return dict(zip(counts, order.images(images // batch_size), strict=True))
 
     def ids(self, indices: list[int] | None = None) -> list[str]:
         """Return the ids of the images with these numbers, or of all images."""
@@ -243,6 +346,17 @@ class Shards:
         tables = [pq.read_table(file.path.with_suffix(".parquet"), columns=[name])[name] for file in self._files]
         values = [value for table in tables for value in table.to_pylist()]
         return values if indices is None else [values[index] for index in indices]
+
+
+def _order(positions: np.ndarray[Any, Any], count: int, seed: int) -> np.ndarray[Any, Any]:
+    """Return the image at each position of an endless stream of `count` images."""
+    # A batch may cross the end of an epoch; each epoch has its own shuffle.
+    epochs, within = positions // np.uint64(count), positions % np.uint64(count)
+    result = np.empty_like(within)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        result[here] = shuffled(within[here], count, seed, epoch=int(epoch))
+    return result
 
 
 def _check_alike(artifacts: list[Artifact], contents: list[ShardsContent]) -> None:

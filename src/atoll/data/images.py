@@ -1,12 +1,23 @@
-"""Decoding of images: every file becomes a square RGB image, or is rejected with a reason."""
+"""Decoding of images: every file becomes an RGB image of a given size, or is rejected with a reason.
+
+One decode serves several sizes:
+
+    image = open_image(data, [Size(64, 96), Size(224, 224)])
+    small, square = fit(image, Size(64, 96)), fit(image, Size(224, 224))
+"""
 
 import io
 import struct
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, UnidentifiedImageError
+
+from atoll.core.sizes import Size
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 """Supported formats. Others are excluded on purpose: some of Pillow's readers start external programs."""
@@ -14,20 +25,39 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm", ".pgm"})
 """File name suffixes by which images are found. The format is then detected from the content."""
 
-LARGEST = 89_478_485
-"""Largest number of pixels; more is treated as a decompression bomb. This is where Pillow begins to warn."""
 
-LARGEST_DECODED = 2**25
-"""Largest number of pixels that are decoded. A pixel takes at most 8 bytes until it is cropped and resized, so each
-worker needs at most 270 MB. A JPEG, which is decoded at a fraction of its size, may have more pixels; so photographs of
-all common cameras are accepted."""
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of the size of an image."""
 
-SMALLEST = 8
-"""Smallest side in pixels: web data contains many 1x1 spacers. The value is a choice."""
+    largest: int = 89_478_485
+    """Largest number of pixels; more is treated as a decompression bomb. This is where Pillow begins to warn."""
+    decoded: int = 2**25
+    """Largest number of pixels that are decoded. A pixel takes at most 8 bytes until it is RGB, so each worker needs at
+    most 270 MB. A JPEG, which is decoded at a fraction of its size, may have more pixels; so photographs of all common
+    cameras are accepted."""
+    smallest: int = 8
+    """Smallest side in pixels: web data contains many 1x1 spacers. The value is a choice."""
 
+
+LIMITS = Limits()
 _STRIP_ROWS = 256
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
 """Tags of a TIFF."""
+_ORIENTATION = 0x0112
+"""EXIF tag."""
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What makes an image upright, by its EXIF orientation. From 5 on, width and height are exchanged."""
+_MAX_PROFILE = 2**22
+"""Largest color profile in bytes; those of printing presses have up to 3 MB."""
 
 # What Pillow's decoders raise on damaged data, found by mutating files of every format.
 _DAMAGE = (
@@ -57,14 +87,64 @@ class BadImage(Exception):  # noqa: N818 - it names the image's state
         return (BadImage, (self.reason,))
 
 
-def decode(
-    data: bytes, resolution: int, *, largest: int = LARGEST, decoded: int = LARGEST_DECODED, smallest: int = SMALLEST
-) -> Image.Image:
-    """Return a square RGB image: upright by EXIF, on white, center-cropped, resized with Lanczos.
+def decode(data: bytes, resolution: int, *, limits: Limits = LIMITS) -> Image.Image:
+    """Return a square RGB image: `open_image`, and `fit` to the resolution."""
+    size = Size.square(resolution)
+    return fit(open_image(data, [size], limits=limits), size)
 
-    The format is detected from the content, not from a file name. An animation gives its first frame. Raise `BadImage`
-    if the image cannot be used.
+
+def image_size(data: bytes, *, limits: Limits = LIMITS) -> tuple[int, int]:
+    """Return width and height of an image, upright by EXIF. Pixels are not decoded."""
+    image = _open(data, limits)
+    width, height = image.size
+    return (height, width) if _orientation(image, data) >= 5 else (width, height)
+
+
+def open_image(data: bytes, targets: Sequence[Size], *, limits: Limits = LIMITS) -> Image.Image:
+    """Return an RGB image for `fit` to the targets: upright by EXIF, in the colors of sRGB, on white.
+
+    The format is detected from the content, not from a file name. An animation gives its first frame. A JPEG may be
+    decoded at a fraction of its size, if that is enough for the targets. Raise `BadImage` if the image cannot be used.
     """
+    image = _open(data, limits)
+    kind, orientation = image.format, _orientation(image, data)
+    # Twice the size keeps the quality of the resize.
+    wanted = [2 * max(size.width for size in targets), 2 * max(size.height for size in targets)]
+    try:
+        image.draft(None, (wanted[orientation >= 5], wanted[orientation < 5]))
+        width, height = image.size
+        # A TIFF is decoded by tiles, which may be larger than the image.
+        tags = getattr(image, "tag_v2", {})
+        pixels = max(width * height, int(tags.get(_TILE_WIDTH, 0)) * int(tags.get(_TILE_LENGTH, 0)))
+        if pixels > limits.decoded:
+            raise BadImage(
+                f"{pixels:,} pixels to decode are more than the limit of {limits.decoded:,}; make it smaller"
+            )
+        found = _on_white(image)
+        del image  # the next copy would be the third one in memory
+        return found.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else found
+    except _DAMAGE as error:
+        raise BadImage(f"damaged {kind} data: {error}") from error
+
+
+def fit(image: Image.Image, size: Size, ratio: Size | None = None) -> Image.Image:
+    """Return the largest centered part of an image with the ratio of `size`, resized to it with Lanczos.
+
+    With `ratio`, the part has the ratio of that size instead, and is stretched to `size`.
+    """
+    width, height = image.size
+    # The part is cut out before the resize: pixels outside it do not enter the result.
+    ratio = ratio or size
+    part_width = max(1, min(width, round(height * ratio.width / ratio.height)))
+    part_height = max(1, min(height, round(width * ratio.height / ratio.width)))
+    left, top = (width - part_width) // 2, (height - part_height) // 2
+    if (part_width, part_height) != image.size:
+        image = image.crop((left, top, left + part_width, top + part_height))
+    return image.resize((size.width, size.height), Image.Resampling.LANCZOS)
+
+
+def _open(data: bytes, limits: Limits) -> Image.Image:
+    """Return an image whose header is checked, and whose pixels are not decoded."""
     if not data:
         raise BadImage("the file is empty (0 bytes)")
     try:
@@ -76,24 +156,37 @@ def decode(
     except _DAMAGE as error:
         raise BadImage(f"damaged header: {error}") from error
     width, height = image.size
-    if width * height > largest:
-        raise BadImage(f"{width}x{height} pixels are more than the limit of {largest}")
-    if min(width, height) < smallest:
-        raise BadImage(f"{width}x{height} pixels are too few; the limit is {smallest} on a side")
+    if width * height > limits.largest:
+        raise BadImage(f"{width}x{height} pixels are more than the limit of {limits.largest}")
+    if min(width, height) < limits.smallest:
+        raise BadImage(f"{width}x{height} pixels are too few; the limit is {limits.smallest} on a side")
     _check_range(image)
+    return image
+
+
+def _orientation(image: Image.Image, data: bytes) -> int:
+    """Return the EXIF orientation, from 1 to 8; 1 for damaged EXIF data, which is no reason to reject an image."""
+    if image.format == "TIFF":
+        return 1  # Pillow gives the upright size, and turns the pixels when it decodes them
     try:
-        # A JPEG can be decoded at a fraction of its size. Twice the resolution keeps the quality of the resize.
-        image.draft(None, (2 * resolution, 2 * resolution))
-        width, height = image.size
-        # A TIFF is decoded by tiles, which may be larger than the image.
-        tags = getattr(image, "tag_v2", {})
-        pixels = max(width * height, int(tags.get(_TILE_WIDTH, 0)) * int(tags.get(_TILE_LENGTH, 0)))
-        if pixels > decoded:
-            raise BadImage(f"{pixels:,} pixels to decode are more than the limit of {decoded:,}; make it smaller")
-        ImageOps.exif_transpose(image, in_place=True)
-        return _on_white(_center(image)).resize((resolution, resolution), Image.Resampling.LANCZOS)
-    except _DAMAGE as error:
-        raise BadImage(f"damaged {image.format} data: {error}") from error
+        if image.format == "PNG" and "exif" not in image.info and (late := _late_exif(data)):
+            image.info["exif"] = late
+        # PngImageFile.getexif would decode the pixels, to find what follows them.
+        found = Image.Image.getexif(image).get(_ORIENTATION)
+    except _DAMAGE:
+        return 1
+    return found if isinstance(found, int) and found in _UPRIGHT else 1
+
+
+def _late_exif(data: bytes) -> bytes | None:
+    """Return the EXIF chunk of a PNG, which may follow the pixels; None if there is none."""
+    at = 8 if b"eXIf" in data else len(data)
+    while at + 8 <= len(data):
+        length, name = struct.unpack_from(">I4s", data, at)
+        if name == b"eXIf":
+            return data[at + 8 : at + 8 + length]
+        at += length + 12
+    return None
 
 
 def _check_range(image: Image.Image) -> None:
@@ -105,33 +198,53 @@ def _check_range(image: Image.Image) -> None:
         raise BadImage("32-bit gray values have no fixed range; save it with 8 or 16 bits")
 
 
-def _center(image: Image.Image) -> Image.Image:
-    """Return the largest centered square."""
-    width, height = image.size
-    side = min(width, height)
-    left, top = (width - side) // 2, (height - side) // 2
-    return image.crop((left, top, left + side, top + side)) if width != height else image
-
-
 def _on_white(image: Image.Image) -> Image.Image:
-    """Return the image as RGB with 8 bits per channel, transparency on white."""
-    if image.mode == "RGB" and "transparency" not in image.info:
+    """Return the image as RGB with 8 bits per channel in the colors of sRGB, transparency on white."""
+    profile = _to_srgb(image.info.get("icc_profile") or b"")
+    image.load()
+    if image.mode == "RGB" and profile is None and "transparency" not in image.info:
         return image
     # Strips bound the memory of the copies in between to a fraction of the image.
     result = Image.new("RGB", image.size)
     for top in range(0, image.height, _STRIP_ROWS):
         strip = image.crop((0, top, image.width, min(top + _STRIP_ROWS, image.height)))
-        result.paste(_strip_on_white(strip), (0, top))
+        result.paste(_strip_on_white(strip, profile), (0, top))
     return result
 
 
-def _strip_on_white(image: Image.Image) -> Image.Image:
+def _strip_on_white(image: Image.Image, profile: ImageCms.ImageCmsTransform | None) -> Image.Image:
+    alpha = None
     if image.mode.startswith("I"):
         # 16-bit gray is scaled to 8 bits; Pillow's conversion would clip all values above 255 to white.
-        gray = (np.asarray(image).astype(np.uint32) * 255 // 65535).astype(np.uint8)
-        return Image.fromarray(gray).convert("RGB")
-    if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
+        image = Image.fromarray((np.asarray(image).astype(np.uint32) * 255 // 65535).astype(np.uint8))
+    elif "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
         layer = image.convert("RGBA")
-        white = Image.new("RGBA", layer.size, "white")
-        return Image.alpha_composite(white, layer).convert("RGB")
-    return image.convert("RGB")
+        alpha, image = layer.getchannel("A"), image.convert("L") if image.mode == "LA" else layer.convert("RGB")
+    elif image.mode not in ("RGB", "L", "CMYK"):
+        image = image.convert("RGB")
+    if profile is not None and (image.mode, profile.input_mode) == ("L", "RGB"):
+        image = image.convert("RGB")
+    # A profile of another kind of color than the pixels is wrong, so it is ignored.
+    fits = profile is not None and profile.input_mode == image.mode
+    colors = profile.apply(image) if profile is not None and fits else image.convert("RGB")
+    if alpha is None:
+        return colors
+    colors.putalpha(alpha)
+    return Image.alpha_composite(Image.new("RGBA", colors.size, "white"), colors).convert("RGB")
+
+
+# Images of one source have few different profiles. A transform takes up to 2 MB and some milliseconds to build; 8 is a
+# choice. Threads may share it: Little CMS does not write to it.
+@lru_cache(maxsize=8)
+def _to_srgb(profile: bytes) -> ImageCms.ImageCmsTransform | None:
+    """Return the transform of a color profile to sRGB; None if there is no profile, or it is sRGB or broken."""
+    if not 0 < len(profile) <= _MAX_PROFILE:
+        return None
+    try:
+        opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        mode = {"GRAY": "L", "RGB": "RGB", "CMYK": "CMYK"}[opened.profile.xcolor_space.strip()]
+        if "srgb" in (opened.profile.profile_description or "").lower():
+            return None
+        return ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB")
+    except (ImageCms.PyCMSError, *_DAMAGE):
+        return None

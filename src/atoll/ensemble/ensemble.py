@@ -22,6 +22,7 @@ scales and condition rows are therefore kept on the CPU. Experts may be on sever
 device and velocities come back, and the devices compute at the same time.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,10 +31,13 @@ from torch import Tensor, nn
 
 from atoll.core.device import download, upload
 from atoll.core.errors import AtollError
+from atoll.core.names import GuidanceWeights
+from atoll.core.sizes import Size, nearest_size
 from atoll.ensemble.batching import ExpertBatches, attention_kernels
-from atoll.ensemble.guidance import Guidance, GuidanceWeights, guide, guided_rows
+from atoll.ensemble.guidance import Guidance, guide, guided_rows
 from atoll.ensemble.routing import Routing, RoutingState, parse
 from atoll.experts.batch_conditions import BatchConditions
+from atoll.experts.density import Density, resized
 from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference, OpenExpert, OpenRouter
 from atoll.experts.expert_cache import ExpertCache
 from atoll.experts.rescaling import rescaling
@@ -97,8 +101,19 @@ class Ensemble(nn.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height and width of a latent."""
+        """Channels, height and width of a latent of the default size."""
         return self.experts[0].shape
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """Heights and widths of the latents that the experts were trained on, the default first."""
+        return self.experts[0].sizes
+
+    @property
+    def patch(self) -> int:
+        """What the sides of latents must be multiples of, for all networks."""
+        declared = [*self.experts, *([self.router.declaration] if self.router else [])]
+        return math.lcm(*(declaration.network.patch for declaration in declared))
 
     def forward(
         self, x: Tensor, t: Tensor | float, condition: Condition | BatchConditions | None = None, **options: object
@@ -259,18 +274,20 @@ class Ensemble(nn.Module):
         those of the distinct conditions. Everything is on the CPU.
         """
         columns, captions, t = [], [], t.expand(len(x))
-        for reference in self.references:
-            name = reference.declaration.name
-            if reference.density is None:
-                raise AtollError(
-                    f"{name} has no cluster density (a foreign expert, or one of an older version of Atoll), which "
-                    "--routing nearest needs; train it again, or use a router"
-                )
-            change = rescaling(self.space, reference.declaration.statistics, name)
+        by_size = [_densities(reference) for reference in self.references]
+        # All columns must be densities of states of one size, for which every expert has one.
+        shared = set.intersection(*(set(densities) for densities in by_size))
+        size = Size(*x.shape[2:])
+        if size not in shared:
+            size = nearest_size(shared, size.width, size.height)
+            x = resized(x, size)
+        for reference, densities in zip(self.references, by_size, strict=True):
+            change = rescaling(self.space, reference.declaration.statistics, reference.declaration.name)
             own, own_t = (x, t) if change is None else change.state(x, t)
-            density = reference.density.log_density(own, own_t)
+            density = densities[size].log_density(own, own_t)
             columns.append(density if change is None else density + change.log_volume(t, x[0].numel()))
-            captions.append(reference.density.log_condition(condition))
+            # Captions and classes do not depend on the size; the density of the default size has them.
+            captions.append(densities[reference.declaration.size].log_condition(condition))
         posterior = torch.stack(columns, 1)
         known = [caption for caption in captions if caption is not None]
         # Only if every expert has a density of its captions: otherwise the columns would not be comparable.
@@ -322,6 +339,16 @@ class Ensemble(nn.Module):
         # depend on their order. That of three or more does, by rounding: on accelerators index_add has no fixed order.
         parts = torch.cat([velocities[number] for number in batches.spans]) * broadcast(factor, x)
         return torch.zeros(len(rows), *x.shape[1:], dtype=x.dtype, device=device).index_add(0, row, parts)
+
+
+def _densities(reference: ExpertReference) -> dict[Size, Density]:
+    """Return the densities of an expert's cluster by the size of the latents."""
+    if reference.density is None:
+        raise AtollError(
+            f"{reference.declaration.name} has no cluster density (a foreign expert, or one of an older version of "
+            "Atoll), which --routing nearest needs; train it again, or use a router"
+        )
+    return {reference.declaration.size: reference.density, **reference.density.sizes}
 
 
 def _times(t: Tensor | float, x: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ Only images whose guidance scale g is not 1 need the velocity with the null cond
 all images with their conditions, followed by the guided images with the null condition: (batch + guided, C, H, W).
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -14,8 +12,6 @@ from atoll.flow.schedules import broadcast
 
 Guidance = float | Tensor
 """A guidance scale: one number for all images, or one for each (batch,). 1 is no guidance."""
-GuidanceWeights = Literal["conditional", "separate"]
-"""Weights of the experts in v_null: those of the condition, p(k | x, c), or those of the null condition, p(k | x)."""
 
 
 def guided_rows(guidance_scale: Guidance, count: int, *, conditioned: bool) -> Tensor:

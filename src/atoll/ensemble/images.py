@@ -4,7 +4,7 @@ import json
 from io import BytesIO
 from pathlib import Path
 
-from PIL import Image, ImageDraw, PngImagePlugin
+from PIL import Image, ImageDraw, ImageOps, PngImagePlugin
 
 from atoll.core import layout
 from atoll.data.contact_sheet import sheet
@@ -67,7 +67,7 @@ def draw_trace(trace: Trace, images: list[Image.Image]) -> Image.Image:
     _legend(pen, trace.experts, left)
     for number in range(count):
         top = 2 * _LEGEND + number * (_ROW + _MARGIN)
-        page.paste(images[number].convert("RGB").resize((_ROW, _ROW)), (_MARGIN, top))
+        page.paste(ImageOps.contain(images[number].convert("RGB"), (_ROW, _ROW)), (_MARGIN, top))
         for position in range(steps):
             bottom = float(top + _ROW)
             for expert in range(experts):

@@ -4,6 +4,7 @@ Weights are counted from the networks' configurations. The activations of one ev
 tokens and width, times a measured constant for the memory allocator on the CPU.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from atoll.core.sizes import Size
 from atoll.data.encoders import Encoders
 from atoll.ensemble.ensemble import Ensemble
 from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference
@@ -64,8 +66,15 @@ class Plan:
         return [head, *rows, f"  {'total':<44} {self.total / MEGABYTE:10.1f} MB"]
 
 
-def plan(ensemble: Ensemble, encoders: Encoders, *, batch_size: int, distinct: int, guided: bool) -> Plan:
-    """Estimate the memory of batches with `distinct` conditions, with or without guidance."""
+def plan(
+    ensemble: Ensemble, encoders: Encoders, *, batch_size: int, distinct: int, guided: bool, size: Size | None = None
+) -> Plan:
+    """Estimate the memory of batches with `distinct` conditions, with or without guidance.
+
+    `size` is that of the latents; None is the largest size of the experts.
+    """
+    size = size or max(ensemble.sizes, key=lambda size: size.area)
+    shape = (ensemble.shape[0], size.height, size.width)
     device_options, references = ensemble.device_options, ensemble.references
     sizes = [expert_bytes(reference, device_options) for reference in references]
     limit = min(ensemble.cache.limit, len(references))
@@ -75,12 +84,12 @@ def plan(ensemble: Ensemble, encoders: Encoders, *, batch_size: int, distinct: i
     network, itemsize = _outline(largest), device_options.dtype.itemsize
     # The distinct conditions with the null condition, and a copy gathered for the rows of a batch.
     conditions = condition_bytes(network, largest.declaration, rows=distinct + 1 + rows, itemsize=itemsize)
-    working = activation_bytes(network, largest.declaration.shape, rows=rows, itemsize=itemsize)
+    working = activation_bytes(network, shape, rows=rows, itemsize=itemsize)
     parts = {
         **_experts_by_device(ensemble, sizes, limit),
         "prepared conditions": limit * conditions,
         "one evaluation of an expert": HEAP * working if device_options.device.type == "cpu" else working,
-        "latents": LATENT_COPIES * rows * 4 * torch.Size(ensemble.shape).numel(),
+        "latents": LATENT_COPIES * rows * 4 * math.prod(shape),
     }
     if ensemble.router is not None:
         parts["router"] = weight_bytes(ensemble.router.network)

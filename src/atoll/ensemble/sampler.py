@@ -20,6 +20,7 @@ from atoll import flow
 from atoll.core.device import download, dtype_name, upload
 from atoll.core.errors import AtollError, unknown
 from atoll.core.progress import progress
+from atoll.core.sizes import Size
 from atoll.data.encoders import Encoders
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.guidance import Guidance
@@ -99,6 +100,8 @@ class Sampler:
         num_images: int | None = None,
         *,
         clusters: Sequence[int] | None = None,
+        size: Size | str | None = None,
+        first: int = 0,
         batch_size: int = 64,
         trace: bool = False,
         processes: Processes = ALONE,
@@ -107,11 +110,14 @@ class Sampler:
         """Return images with their latents and, with `trace`, every routing decision.
 
         The images cycle through prompts, labels and clusters (for oracle routing); the default is one image for each.
-        Several `processes` share the batches, and all of them return all images. Further keyword arguments are the
-        fields of `Settings`.
+        They have the default size of the model, or `size` in pixels, such as "96x64" (width and height). `first` is
+        the position of the first image, which with the seed determines its noise. Several `processes` share the
+        batches, and all of them return all images. Further keyword arguments are the fields of `Settings`.
         """
         chosen = Settings(**{"routing": self.ensemble.routing.text, **settings})
         request = self._request(prompts, labels, num_images=num_images, clusters=clusters)
+        size = Size.parse(size) if isinstance(size, str) else size
+        latent_size = self.latent_size(size)
         for warning in self._warnings(prompts is not None, labels is not None, settings=chosen):
             print(f"warning: {warning}", file=sys.stderr)
         self.encoders.autoencoder()  # raises an error before the work if it is missing
@@ -121,7 +127,7 @@ class Sampler:
         latents, images, decisions = [], [], []
         with progress("sampling", len(mine) * len(chosen.evaluated_at), unit="steps") as bar:
             for part in mine:
-                state = self._begin(request, chosen, part=part, trace=trace)
+                state = self._begin(request, chosen, part=part, first=first, size=latent_size, trace=trace)
                 latents.append(self.run(state, chosen, on_velocity=lambda *_: bar.update(1)))
                 images.append(self._decoded(latents[-1]))
                 decisions.append(state.routing.trace or [])
@@ -130,7 +136,7 @@ class Sampler:
         gather = Gather(batches, mine, processes)
         return Samples(
             gather.rows(latents), [Image.fromarray(pixels) for pixels in gather.rows(images).numpy()],
-            request.prompts, chosen, gather.trace(made, names) if trace else None, dtype_name(self.dtype),
+            request.prompts, chosen, gather.trace(made, names) if trace else None, dtype_name(self.dtype), size,
         )  # fmt: skip
 
     def encode(self, prompts: Sequence[str] | None = None, labels: Sequence[str | int] | None = None) -> Condition:
@@ -160,16 +166,54 @@ class Sampler:
             )
         return torch.cat(decoded)
 
-    def plan(self, batch_size: int = 64, distinct: int | None = None, guided: bool = True) -> Plan:
-        """Estimate the memory of sampling; a batch has `distinct` prompts, by default one for each image."""
-        distinct = distinct or batch_size
-        return plan(self.ensemble, self.encoders, batch_size=batch_size, distinct=distinct, guided=guided)
+    def plan(
+        self,
+        batch_size: int = 64,
+        distinct: int | None = None,
+        guided: bool = True,
+        *,
+        size: Size | None = None,
+    ) -> Plan:
+        """Estimate the memory of sampling; a batch has `distinct` prompts, by default one for each image.
+
+        `size` is that of the images in pixels; by default it is the largest size of the model.
+        """
+        distinct, own = distinct or batch_size, None if size is None else self.latent_size(size)
+        return plan(self.ensemble, self.encoders, batch_size=batch_size, distinct=distinct, guided=guided, size=own)
+
+    # Sizes
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """The sizes in pixels of the images that the experts were trained on, the default first."""
+        factor = self.encoders.autoencoder().factor
+        return tuple(Size(factor * size.height, factor * size.width) for size in self.ensemble.sizes)
+
+    def latent_size(self, size: Size | None) -> Size:
+        """Return the size of the latents of images of some size in pixels; None is the default size.
+
+        Sizes that the experts were not trained on are possible, with a warning, if the networks can compute them.
+        """
+        if size is None:
+            return self.ensemble.sizes[0]
+        factor, known = self.encoders.autoencoder().factor, self.sizes
+        multiple, sizes = factor * self.ensemble.patch, ", ".join(map(str, known))
+        if min(size.height, size.width) < 1 or size.height % multiple or size.width % multiple:
+            raise AtollError(
+                f"this model has no size {size}; it was trained on {sizes}. The sides of other sizes must be multiples "
+                f"of {multiple}"
+            )
+        # The networks take any grid, so an unknown size may only be worse: a warning, not an error.
+        if size not in known:
+            print(f"warning: this model was trained on {sizes}; images of {size} may be worse", file=sys.stderr)
+        return Size(size.height // factor, size.width // factor)
 
     # From noise to latents
 
-    def noise(self, count: int, seed: int, first: int = 0) -> Tensor:
-        """Return the noise (count, C, H, W) of the images from position `first` on."""
-        shape = (count, *self.ensemble.shape)
+    def noise(self, count: int, seed: int, first: int = 0, *, size: Size | None = None) -> Tensor:
+        """Return the noise (count, C, H, W) of the images from position `first` on, for latents of some size."""
+        size = size or self.ensemble.sizes[0]
+        shape = (count, self.ensemble.shape[0], size.height, size.width)
         return upload(rng.normal(shape, seed=seed, stream=NOISE_STREAM, first=first), self.ensemble.device)
 
     def run(self, state: SamplerState, settings: Settings, *, on_velocity: OnVelocity | None = None) -> Tensor:
@@ -256,14 +300,16 @@ class Sampler:
         texts = [" / ".join(str(part) for part in pair if part is not None) or None for pair in pairs]
         return Request(texts, condition, rows, None if clusters is None else torch.tensor(turns(clusters)))
 
-    def _begin(self, request: Request, settings: Settings, *, part: slice, trace: bool) -> SamplerState:
+    def _begin(
+        self, request: Request, settings: Settings, *, part: slice, first: int, size: Size, trace: bool
+    ) -> SamplerState:
         """Return the initial state of one batch: noise, and the distinct conditions of this batch only."""
         used, rows = torch.unique(request.rows[part], return_inverse=True)
         condition = None if request.condition is None else request.condition[upload(used, self.ensemble.device)]
         return SamplerState(
-            self.noise(len(rows), settings.seed, part.start),
+            self.noise(len(rows), settings.seed, first + part.start, size=size),
             BatchConditions.of(condition, rows, reused=True),
-            RoutingState(settings.seed, part.start, [] if trace else None),
+            RoutingState(settings.seed, first + part.start, [] if trace else None),
             None if request.clusters is None else request.clusters[part],
         )
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.core.errors import AtollError, unknown
-from atoll.ensemble.guidance import GuidanceWeights
+from atoll.core.names import GuidanceWeights
+from atoll.core.sizes import Size
 from atoll.ensemble.routing import Decision, parse
 from atoll.experts.validation import Processes
 
@@ -142,11 +143,17 @@ class Samples:
     trace: Trace | None = None
     dtype: str = "float32"
     """Precision of the networks."""
+    size: Size | None = None
+    """The requested size in pixels; None for the default."""
 
     def to_dict(self) -> dict[str, object]:
         """Return prompts and settings as plain values."""
-        return {"prompts": self.prompts, "settings": asdict(self.settings), "dtype": self.dtype}
+        return {"prompts": self.prompts, "settings": asdict(self.settings), "dtype": self.dtype, **self._size()}
 
     def metadata(self, number: int) -> dict[str, object]:
         """Return everything that is needed to reproduce one of the images."""
-        return {"prompt": self.prompts[number], "number": number, **asdict(self.settings), "dtype": self.dtype}
+        settings = {**asdict(self.settings), "dtype": self.dtype, **self._size()}
+        return {"prompt": self.prompts[number], "number": number, **settings}
+
+    def _size(self) -> dict[str, str]:
+        return {} if self.size is None else {"size": str(self.size)}

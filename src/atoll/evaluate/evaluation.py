@@ -6,7 +6,7 @@ settings add new artifacts beside the old ones. `RUN/evaluation/latest.json` is 
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from atoll.core import layout
@@ -208,7 +208,8 @@ class Evaluation:
     def _use(self, model: EvaluatedModel, images: GeneratedSet) -> tuple[ExpertUse | None, SamplingCost]:
         """Return the use of the experts, and the cost of one image."""
         use = trajectories.expert_use(images)
-        cost = model.sampling(self.settings(model), 1.0 if use is None else use.mean_active)
+        sizes = {size: len(rows) for size, rows in images.prompts.by_size().items() if size is not None}
+        cost = model.sampling(self.settings(model), 1.0 if use is None else use.mean_active, sizes or None)
         memory, seconds = self._memory(model, len(images)), images.seconds() / len(images)
         return use, SamplingCost(**dict(cost), **dict(memory), seconds=seconds)
 
@@ -232,13 +233,13 @@ class Evaluation:
         settings, prompts = self.settings(model), self.prompts(self.options.num_trajectories)
         made_from = {
             "settings": {**asdict(settings), "dtype": self.options.load.precision},
-            "prompts": asdict(prompts),
+            "prompts": prompts.plain(),
             "networks": model.digests(),
             "data": Artifact(self.run, layout.shards(0)).read(SHARDS).fingerprint,
         }
 
         def compute() -> Trajectory:
-            clusters = trajectories.cluster_latents(self.run, self.config.clusters.count)
+            clusters = partial(trajectories.cluster_latents, self.run, self.config.clusters.count)
             sampler = model.open(self.options.load)
             return trajectories.follow(sampler, prompts, settings, clusters=clusters, label=model.label)
 

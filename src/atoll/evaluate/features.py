@@ -1,6 +1,6 @@
 """Features of real and of generated images, computed once and stored in the run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import islice
@@ -15,15 +15,17 @@ from torch import Tensor
 from atoll.core.artifacts import Artifact, Content, Kind
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
+from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks, prefetch
+from atoll.data.images import BadImage, fit, open_image
 from atoll.data.shuffle import shuffled
-from atoll.data.sources.base import BadImage, Source, SourceImage, decode
+from atoll.data.sources.base import Source, SourceImage
 from atoll.data.stages.ingest import Index, Pixels, open_configured
 from atoll.data.vision.base import Vision
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.distances import Gaussian
 from atoll.evaluate.extractors import BATCH, open_vision, weights_of
-from atoll.evaluate.generated import CHUNK, GeneratedSet
+from atoll.evaluate.generated import CHUNK, GeneratedSet, rows_by_size
 from atoll.evaluate.results import ReferenceSpec, Split, VisionProtocol
 
 
@@ -86,7 +88,7 @@ def generated_features(run: Path, images: GeneratedSet, vision: str) -> FeatureS
         chunks = Chunks(artifact, len(images), CHUNK)
         missing = chunks.missing()
         todo = set(missing)
-        encoded = ((c, len(p), {"features": opened(vision)(p)}) for c, p in enumerate(images.chunks()) if c in todo)
+        encoded = ((c, len(p), _features_of(opened(vision), p)) for c, p in enumerate(images.chunks()) if c in todo)
         chunks.fill(f"features of {images.label}", missing, encoded)
         _commit(artifact, chunks, opened(vision))
     return FeatureSet(artifact, artifact.read(FEATURES), artifact.open(FEATURES).digest)
@@ -121,7 +123,7 @@ def _commit(artifact: Artifact, chunks: Chunks, vision: Vision) -> None:
 
 def _chosen(index: Index, split: Split, count: int) -> "np.ndarray[Any, Any]":
     """Return the rows of the chosen images in the index: the first of a fixed shuffle, in ascending order."""
-    chunks = range(-(-index.rows // index.chunk))
+    chunks = range(len(index.lengths))
     mine = [np.array([s == split for s in index.read(chunk, ["split"])["split"]]) for chunk in chunks]
     rows = np.flatnonzero(np.concatenate(mine))
     if not len(rows):
@@ -134,22 +136,21 @@ def _chosen(index: Index, split: Split, count: int) -> "np.ndarray[Any, Any]":
 
 
 def _read(index: Index, source: Source, wanted: "list[np.ndarray[Any, Any]]", *, config: Config) -> Iterator[Pixels]:
-    """Yield the wanted images in order, decoded ahead in threads."""
+    """Yield the wanted images in order, fitted to their sizes in the run and decoded ahead in threads."""
     rows = np.concatenate(wanted) if wanted else np.array([], dtype=np.int64)
-    by_chunk = {
-        int(chunk): rows[rows // index.chunk == chunk] % index.chunk for chunk in np.unique(rows // index.chunk)
-    }
+    by_chunk = index.by_chunk(rows)
 
-    def samples() -> Iterator[SourceImage]:
+    def samples() -> Iterator[tuple[SourceImage, Size]]:
         for chunk, listed in index.source_images(source, list(by_chunk)):
-            yield from (listed[row] for row in by_chunk[chunk])
+            sizes = index.sizes(chunk)
+            yield from ((listed[row], sizes[row]) for row in by_chunk[chunk])
 
-    return prefetch(samples(), lambda sample: _pixels(sample, config.data.resolution), config.data.workers)
+    return prefetch(samples(), lambda pair: _pixels(*pair), config.data.workers)
 
 
-def _pixels(sample: SourceImage, resolution: int) -> Pixels:
+def _pixels(sample: SourceImage, size: Size) -> Pixels:
     try:
-        return np.asarray(decode(sample.read(), resolution))
+        return np.asarray(fit(open_image(sample.read(), [size]), size))
     except BadImage as bad:
         raise AtollError(
             f"the source changed since ingest: {sample.id!r} was a valid image, now: {bad.reason}"
@@ -163,9 +164,13 @@ def _encoded(
     for chunk in missing:
         left = chunks.length(chunk)
         while left:
-            batch = np.stack(list(islice(images, min(BATCH, left))))
+            batch = list(islice(images, min(BATCH, left)))
             left -= len(batch)
-            yield chunk, len(batch), {"features": vision(batch)}
+            yield chunk, len(batch), _features_of(vision, batch)
+
+
+def _features_of(vision: Vision, images: Sequence[Pixels]) -> dict[str, Tensor]:
+    return {"features": rows_by_size(lambda part, _: vision(part), images)}
 
 
 def _short(vision: str) -> str:

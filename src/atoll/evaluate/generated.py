@@ -1,25 +1,27 @@
 """Sets of generated images, stored in the run so that any metric can be computed from them later.
 
 evaluation/generated/experts-top-2-metrics-0123456789/
-    000000.safetensors    images (N, H, W, 3) of 8 bits; expert use by time; seconds
+    000000.safetensors    images (N, H, W, 3) of 8 bits, in runs with several sizes images.WxH of each; expert use by
+                          time; seconds
     prompts.json          prompt, class and cluster of each image
     sheet.png             contact sheet of the first images
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core.artifacts import Artifact, Content, Kind, to_json
 from atoll.core.errors import AtollError
+from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks
 from atoll.data.contact_sheet import sheet
 from atoll.data.dataset import Shards
@@ -40,6 +42,7 @@ class GeneratedContent(Content):
     seconds: float
 
 
+Value = TypeVar("Value")
 GENERATED = Kind("generated images", GeneratedContent)
 # Images per file, the unit that is stored and resumed. It is part of the results: every chunk has its own noise seed.
 CHUNK = 256
@@ -56,21 +59,36 @@ class Prompts:
     captions: list[str] | None
     labels: list[int] | None
     clusters: list[int]
+    sizes: list[str] | None = None
+    """Size of the latents of each of these images (WIDTHxHEIGHT); None in a run with one size."""
 
     def __len__(self) -> int:
         return len(self.clusters)
 
-    def part(self, rows: slice) -> "Prompts":
+    def plain(self) -> dict[str, object]:
+        """Return plain values for JSON; sizes are omitted if there is one."""
+        return {key: value for key, value in asdict(self).items() if key != "sizes" or value is not None}
+
+    def part(self, rows: Sequence[int]) -> "Prompts":
         """Return some of the prompts."""
-        captions = None if self.captions is None else self.captions[rows]
-        return Prompts(captions, None if self.labels is None else self.labels[rows], self.clusters[rows])
+
+        def some(values: list[Value] | None) -> list[Value] | None:
+            return None if values is None else [values[row] for row in rows]
+
+        return Prompts(some(self.captions), some(self.labels), some(self.clusters) or [], some(self.sizes))
 
     def repeated(self, prompts: int, times: int) -> "Prompts":
         """Return the first `prompts` prompts, each `times` times in a row."""
-        rows = [row for row in range(min(prompts, len(self))) for _ in range(times)]
-        captions = None if self.captions is None else [self.captions[row] for row in rows]
-        labels = None if self.labels is None else [self.labels[row] for row in rows]
-        return Prompts(captions, labels, [self.clusters[row] for row in rows])
+        return self.part([row for row in range(min(prompts, len(self))) for _ in range(times)])
+
+    def by_size(self) -> dict[Size | None, list[int]]:
+        """Return the rows of each size of the latents; None is the only size of a run."""
+        if self.sizes is None:
+            return {None: list(range(len(self)))}
+        found: dict[Size | None, list[int]] = {Size.parse(size): [] for size in sorted(set(self.sizes))}
+        for row, size in enumerate(self.sizes):
+            found[Size.parse(size)].append(row)
+        return found
 
 
 def prompts_of(run: Path, clusters: int, count: int, *, seed: int = 0, split: Split = "held-out") -> Prompts:
@@ -92,19 +110,28 @@ def prompts_of(run: Path, clusters: int, count: int, *, seed: int = 0, split: Sp
     captions: list[str] = []
     labels: list[int] = []
     owners: list[int] = []
+    sizes: list[str] = []
     for cluster, (shards, many) in enumerate(zip(opened, wanted, strict=True)):
         rows = [
             int(shuffled(np.array([i % len(shards)], np.uint64), len(shards), seed, epoch=cluster)[0])
             for i in range(many)
         ]
         captions += [caption or "" for caption in shards.captions(rows)] if rows else []
-        labels += shards.read(np.array(rows)).label.tolist() if rows else []
+        # A batch of the reader has one size, so the rows are read size by size and put back into their order.
+        found = [(0, "")] * many
+        for size, own in shards.by_size(np.array(rows)).items() if rows else ():
+            for row, label in zip(own, shards.read(np.array(rows)[own]).label.tolist(), strict=True):
+                found[row] = (label, str(size))
+        labels += [label for label, _ in found]
+        sizes += [size for _, size in found]
         owners += [cluster] * many
     # Shuffle over the clusters, so that any first part of the set (a chunk, the contact sheet) has all of them.
     order = shuffled(np.arange(count, dtype=np.uint64), count, seed, epoch=clusters).astype(np.int64)
     data = opened[0].content
-    texts = [captions[i] for i in order] if data.text else None
-    return Prompts(texts, [labels[i] for i in order] if data.labels else None, [owners[i] for i in order])
+    every = Prompts(
+        captions if data.text else None, labels if data.labels else None, owners, sizes if data.latents.sizes else None
+    )
+    return every.part(order.tolist())
 
 
 def shares(sizes: list[int], count: int) -> list[int]:
@@ -143,10 +170,10 @@ class GeneratedSet:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def chunks(self) -> Iterator[Pixels]:
-        """Yield the images (N, H, W, 3), `CHUNK` at a time."""
-        for file in self._files():
-            yield load_file(file)["images"].numpy()
+    def chunks(self) -> Iterator[list[Pixels]]:
+        """Yield the images (H, W, 3), `CHUNK` at a time."""
+        for chunk, file in enumerate(self._files()):
+            yield stored_images(file, self.prompts.part(_rows(self.prompts, chunk)))
 
     def use(self) -> dict[str, Tensor] | None:
         """Return the times, the mean weight and lead share of each expert (evaluations, experts); None if dense."""
@@ -179,7 +206,7 @@ def generate(
     """
     plain = {key: value for key, value in asdict(settings).items() if key != "routing" or model.routing}
     plain["dtype"] = load.precision
-    made_from = {"model": model.model, "networks": model.digests(), "settings": plain, "prompts": asdict(prompts)}
+    made_from = {"model": model.model, "networks": model.digests(), "settings": plain, "prompts": prompts.plain()}
     artifact = keyed(model.run, "generated", f"{model.label} {purpose}", made_from=made_from)
     # The manifest names the file instead of repeating thousands of prompts. The folder name has the hash of all.
     short = {**made_from, "prompts": f"{len(prompts)} in prompts.json"}
@@ -188,7 +215,7 @@ def generate(
     def begin() -> list[int]:
         if artifact.begin(GENERATED, short) is not None:
             return []
-        artifact.write("prompts.json", to_json(asdict(prompts)))
+        artifact.write("prompts.json", to_json(prompts.plain()))
         return chunks.missing()
 
     def generate_share() -> None:
@@ -197,7 +224,8 @@ def generate(
         # Load the experts and run one step before timing, so that `seconds` excludes opening and warming up.
         for number in range(len(sampler.ensemble.references)) if load.max_loaded_experts is None else ():
             sampler.ensemble.cache.get(number)
-        _sample(sampler, prompts.part(slice(0, 1)), replace(settings, steps=1), batch_size=batch_size)
+        for _ in sample_by_size(sampler, prompts.part([0]), replace(settings, steps=1), batch_size=batch_size):
+            pass
         for chunk in mine:
             print(f"{model.label}: generating images for {purpose}, {chunk * CHUNK:,} of {len(prompts):,}", flush=True)
             artifact.write_tensors(
@@ -206,7 +234,7 @@ def generate(
 
     def commit() -> None:
         if artifact.manifest() is None:
-            artifact.commit(_finish(artifact, chunks))
+            artifact.commit(_finish(artifact, chunks, prompts))
 
     if missing := context.on_main(begin):
         context.on_all(generate_share)
@@ -216,22 +244,66 @@ def generate(
 
 def _chunk(sampler: Sampler, prompts: Prompts, settings: Settings, *, chunk: int, batch_size: int) -> dict[str, Tensor]:
     """Generate one chunk of images."""
-    part = prompts.part(slice(chunk * CHUNK, (chunk + 1) * CHUNK))
+    part = prompts.part(_rows(prompts, chunk))
     # The seed depends on the chunk and on no model, so every model and routing starts from the same noise.
     # The shift by 33 leaves 31 of the 64 bits: a positive seed for any generator.
     seed = rng.key(settings.seed, SEED_STREAM, chunk) >> 33
-    samples, seconds = _sample(sampler, part, replace(settings, seed=seed), batch_size=batch_size)
-    images = torch.from_numpy(np.stack([np.asarray(image) for image in samples.images]))
-    return {"images": images, "seconds": torch.tensor(seconds, dtype=torch.float64), **_use(samples)}
-
-
-def _sample(sampler: Sampler, prompts: Prompts, settings: Settings, *, batch_size: int) -> tuple[Samples, float]:
-    """Generate images; return them and the seconds it took."""
-    labels = prompts.labels if "label" in sampler.ensemble.conditioning else None
-    how = {"batch_size": batch_size, "trace": len(sampler.ensemble.experts) > 1, **asdict(settings)}
+    found: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     start = time.perf_counter()
-    samples = sampler.generate(prompts.captions, labels, len(prompts), clusters=prompts.clusters, **how)
-    return samples, time.perf_counter() - start
+    for size, samples in sample_by_size(sampler, part, replace(settings, seed=seed), batch_size=batch_size):
+        found[stored_name(size)] = torch.from_numpy(np.stack([np.asarray(image) for image in samples.images]))
+        for name, value in _use(samples).items():
+            sums[name] = value if name == "t" or name not in sums else sums[name] + value
+    return {**found, **sums, "seconds": torch.tensor(time.perf_counter() - start, dtype=torch.float64)}
+
+
+def sample_by_size(
+    sampler: Sampler, prompts: Prompts, settings: Settings, *, batch_size: int
+) -> Iterator[tuple[Size | None, Samples]]:
+    """Yield the images of each size of the latents (None is the only one), in the order of `Prompts.by_size`."""
+    factor, first = sampler.encoders.autoencoder().factor, 0
+    conditioning = sampler.ensemble.conditioning
+    how = {"batch_size": batch_size, "trace": len(sampler.ensemble.experts) > 1, **asdict(settings)}
+    for size, rows in prompts.by_size().items():
+        own = prompts.part(rows)
+        labels = own.labels if "label" in conditioning else None
+        pixels = None if size is None else Size(factor * size.height, factor * size.width)
+        # Each image has its own position, and so its own noise, whatever its size.
+        yield (
+            size,
+            sampler.generate(own.captions, labels, len(own), clusters=own.clusters, size=pixels, first=first, **how),
+        )
+        first += len(own)
+
+
+def _rows(prompts: Prompts, chunk: int) -> range:
+    return range(chunk * CHUNK, min((chunk + 1) * CHUNK, len(prompts)))
+
+
+def stored_name(size: Size | None) -> str:
+    """Return the name of the tensor of the images of one size."""
+    return "images" if size is None else f"images.{size}"
+
+
+def stored_images(file: Path, prompts: Prompts) -> list[Pixels]:
+    """Read the images of a chunk, in the order of its prompts."""
+    found: dict[int, Pixels] = {}
+    for size, rows in prompts.by_size().items():
+        found |= dict(zip(rows, _read(file, (stored_name(size),))[stored_name(size)].numpy(), strict=True))
+    return [found[row] for row in sorted(found)]
+
+
+def rows_by_size(compute: Callable[[Pixels, list[int]], Tensor], images: Sequence[Pixels]) -> Tensor:
+    """Compute rows (N, …) of images that may have several sizes; images of one size are computed together.
+
+    `compute` gets images (n, H, W, 3) and their indices.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, image in enumerate(images):
+        groups.setdefault(image.shape, []).append(index)
+    parts = [compute(np.stack([images[index] for index in own]), own) for own in groups.values()]
+    return torch.cat(parts)[torch.tensor([index for own in groups.values() for index in own]).argsort()]
 
 
 def _use(samples: Samples) -> dict[str, Tensor]:
@@ -248,10 +320,10 @@ def _use(samples: Samples) -> dict[str, Tensor]:
     }
 
 
-def _finish(artifact: Artifact, chunks: Chunks) -> GeneratedContent:
+def _finish(artifact: Artifact, chunks: Chunks, prompts: Prompts) -> GeneratedContent:
     """Write the contact sheet, and sum the seconds."""
     files = [artifact.path(chunks.file(chunk)) for chunk in range(chunks.count)]
-    first = load_file(files[0])["images"][:SHEET].numpy()
+    first = stored_images(files[0], prompts.part(_rows(prompts, 0)))[:SHEET]
     with artifact.writing("sheet.png") as path:
         sheet([Image.fromarray(image) for image in first]).save(path, format="PNG")
     seconds = sum(float(_read(file, ("seconds",))["seconds"]) for file in files)

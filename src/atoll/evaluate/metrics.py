@@ -7,13 +7,14 @@ import torch
 
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
+from atoll.data.stages.ingest import Pixels
 from atoll.data.vision.lpips import open_perceptual
 from atoll.evaluate import results
 from atoll.evaluate.cache import cached
 from atoll.evaluate.distances import Gaussian, frechet, kernel_distance, pairwise_mean, precision_recall
 from atoll.evaluate.extractors import Alignment
 from atoll.evaluate.features import FeatureSet, Reference, generated_features, opened
-from atoll.evaluate.generated import GeneratedSet
+from atoll.evaluate.generated import GeneratedSet, rows_by_size
 from atoll.evaluate.results import Baseline, Distances, Diversity, Frechet, Kid, Metrics, PrecisionRecall, Spread
 
 # Orders of magnitude, not measured limits. With fewer images the standard error of KID, or the gaps between the
@@ -94,12 +95,11 @@ def diversity(run: Path, images: GeneratedSet, seeds: int, *, vision: str, lpips
     made_from = {"generated": images.digest(), "seeds": seeds, "distance": distance.name, "weights": distance.weights}
 
     def compute() -> Spread:
-        pixels = np.concatenate(list(images.chunks()))
-        groups = pixels.reshape(-1, seeds, *pixels.shape[1:])  # (prompts, seeds, H, W, 3)
+        pixels = [image for chunk in images.chunks() for image in chunk]
         distances = []
         with progress(f"diversity of {images.label}", len(pixels), unit="images") as bar:
-            for group in groups:
-                distances.append(distance(group))
+            for first in range(0, len(pixels), seeds):
+                distances.append(distance(np.stack(pixels[first : first + seeds])))  # (seeds, H, W, 3), one prompt
                 bar.update(seeds)
         return Spread.of(pairwise_mean(torch.stack(distances)))
 
@@ -121,7 +121,12 @@ def alignment(run: Path, images: GeneratedSet, model: Alignment) -> results.Alig
     def compute() -> Spread:
         scores, start = [], 0
         for chunk in images.chunks():
-            scores.append(model(chunk, captions[start : start + len(chunk)]))
+            own = captions[start : start + len(chunk)]
+
+            def score(pixels: Pixels, rows: list[int], own: list[str] = own) -> torch.Tensor:
+                return model(pixels, [own[row] for row in rows])
+
+            scores.append(rows_by_size(score, chunk))
             start += len(chunk)
         return Spread.of(torch.cat(scores))
 

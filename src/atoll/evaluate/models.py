@@ -12,6 +12,7 @@ from atoll.core.config import Config
 from atoll.core.device import compute_dtype, device, dtype_name, parse_devices
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, training_costs
+from atoll.core.sizes import Size
 from atoll.ensemble import Sampler, Settings, load, parse
 from atoll.evaluate.results import ForwardCost, TrainingCost
 from atoll.train.cost import Cost, image_cost
@@ -101,9 +102,12 @@ class EvaluatedModel:
             memory_bytes=max(sizes),
         )
 
-    def sampling(self, settings: Settings, active: float) -> ForwardCost:
-        """Return the FLOPs of sampling one image with `active` experts per evaluation on average, and the weights."""
-        costs = self._costs()
+    def sampling(self, settings: Settings, active: float, sizes: dict[Size, int] | None = None) -> ForwardCost:
+        """Return the FLOPs of sampling one image with `active` experts per evaluation on average, and the weights.
+
+        `sizes` is the number of images of each size of the latents; without it, all have the default size.
+        """
+        costs = self._costs(sizes)
         experts = [one.forward_flops for name, one in costs.items() if name != "router"]
         # Under guidance every evaluation of the velocity runs the experts twice: with the condition and with the null
         # condition. Experts differ in size and the routing decides which ones run, so their mean FLOPs count.
@@ -130,8 +134,9 @@ class EvaluatedModel:
         twice = router.conditioning and settings.guidance_weights == "separate"
         return len(evaluations) + (sum(evaluations) if twice else 0)
 
-    def _costs(self) -> dict[str, Cost]:
-        return {content.job: image_cost(content.network, DataShapes.of(content)) for content in self._contents()}
+    def _costs(self, sizes: dict[Size, int] | None = None) -> dict[str, Cost]:
+        contents = self._contents()
+        return {content.job: image_cost(content.network, DataShapes.of(content, sizes)) for content in contents}
 
     def _contents(self) -> list[NetworkContent]:
         return [part.read(_kind(part)) for part in self.parts()]

@@ -18,6 +18,7 @@ from atoll.core import layout
 from atoll.core.artifacts import Content
 from atoll.core.errors import AtollError
 from atoll.core.manifests import ComputeSpec
+from atoll.core.names import GuidanceWeights
 from atoll.experts.validation import Summary
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class SampleProtocol(Content):
     steps: int
     guidance_scale: float
     guidance_interval: tuple[float, float]
-    guidance_weights: str = "separate"
+    guidance_weights: GuidanceWeights = "separate"
     """Expert weights of the unconditional velocity. Results of older versions lack them; they are separate."""
     rescale: float
     solver: str

@@ -1,7 +1,8 @@
 """Sampling trajectories: which expert leads, how close the estimate is to its data, and the effect of finer steps."""
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from atoll.core.progress import progress
+from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.ensemble import RoutingState, Sampler, SamplerState, Settings
 from atoll.ensemble.routing import Decision
 from atoll.evaluate.generated import GeneratedSet, Prompts
 from atoll.evaluate.results import ExpertUse, Trajectory
 from atoll.experts.batch_conditions import BatchConditions
+from atoll.experts.density import resized
 from atoll.flow import rng
 
 # An arbitrary number that no other random stream uses. Changing it changes the initial noise.
@@ -25,13 +28,20 @@ NOISE_STREAM = 35
 LATENTS_PER_CLUSTER = 512
 
 
-def cluster_latents(run: Path, clusters: int) -> list[Tensor]:
-    """Return some training latents of every cluster, evenly spread over its shards, each (N, C·H·W)."""
+def cluster_latents(run: Path, clusters: int, size: Size) -> list[Tensor]:
+    """Return some training latents of every cluster, evenly spread over its shards, each (N, C·H·W).
+
+    They are those of one size; a cluster without images of that size has all of its latents resized to it.
+    """
     found = []
     for cluster in range(clusters):
         shards = Shards.open(run, [cluster])
-        rows = np.linspace(0, len(shards) - 1, min(LATENTS_PER_CLUSTER, len(shards))).round().astype(np.int64)
-        found.append(shards.statistics.normalize(shards.read(rows).mean.float()).flatten(1))
+        known = shards.image_counts().get(size)
+        count = known or len(shards)
+        own = np.linspace(0, count - 1, min(LATENTS_PER_CLUSTER, count)).round().astype(np.int64)
+        own = shards.numbers(size, own) if known else own
+        parts = [shards.read(own[part]).mean.float() for part in shards.by_size(own).values()]
+        found.append(torch.cat([resized(shards.statistics.normalize(part), size).flatten(1) for part in parts]))
     return found
 
 
@@ -44,44 +54,61 @@ def nearest_distances(x0: Tensor, clusters: list[Tensor]) -> Tensor:
 
 @dataclass
 class _Record:
-    """The fields of a `Trajectory` that get one value at each evaluation of the velocity."""
+    """The distances at each evaluation of the velocity: one value for each image, in the order of sizes."""
 
     t: list[float] = field(default_factory=list)
-    distance_to_chosen_cluster: list[float] = field(default_factory=list)
-    distance_to_other_clusters: list[float] = field(default_factory=list)
-    chosen_is_closest_share: list[float] = field(default_factory=list)
+    chosen: list[Tensor] = field(default_factory=list)
+    others: list[Tensor] = field(default_factory=list)
+    closest: list[Tensor] = field(default_factory=list)
 
     def add(self, t: float, distances: Tensor, lead: Tensor) -> None:
         """Add the distances (N, clusters) of the estimates; `lead` (N,) is the cluster of the leading expert."""
         chosen = distances.gather(1, lead[:, None])[:, 0]
         self.t.append(t)
-        others = (distances.sum(1) - chosen) / (distances.shape[1] - 1)
-        self.distance_to_chosen_cluster.append(chosen.mean().item())
-        self.distance_to_other_clusters.append(others.mean().item())
-        self.chosen_is_closest_share.append((distances.argmin(1) == lead).float().mean().item())
+        self.chosen.append(chosen)
+        self.others.append((distances.sum(1) - chosen) / (distances.shape[1] - 1))
+        self.closest.append((distances.argmin(1) == lead).float())
+
+
+def _joined(records: Sequence[_Record]) -> dict[str, list[float]]:
+    """Return the fields of a `Trajectory`: means over the images of all sizes; empty if nothing was recorded."""
+    names = ("distance_to_chosen_cluster", "distance_to_other_clusters", "chosen_is_closest_share")
+    found = {"t": records[0].t}
+    for name, key in zip(names, ("chosen", "others", "closest"), strict=True):
+        steps = zip(*(getattr(record, key) for record in records), strict=True)
+        found[name] = [torch.cat(parts).mean().item() for parts in steps]
+    return found if records[0].t else {}
 
 
 @torch.no_grad()
-def follow(model: Sampler, prompts: Prompts, settings: Settings, *, clusters: list[Tensor], label: str) -> Trajectory:
-    """Sample with N and with 2 N steps from the same noise.
+def follow(
+    model: Sampler, prompts: Prompts, settings: Settings, *, clusters: Callable[[Size], list[Tensor]], label: str
+) -> Trajectory:
+    """Sample with N and with 2 N steps from the same noise. `clusters` returns the `cluster_latents` of a size.
 
     `refinement` is the mean over images of |x_N - x_2N| / |x_2N|, the relative change of the final latent. With several
     experts, the distances of the estimate of x0 to the clusters are recorded at every evaluation with N steps.
     """
-    record = _Record()
-    shape = (len(prompts), *model.ensemble.shape)
-    noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=0).to(model.ensemble.device)
-    with progress(f"trajectories of {label}", 3 * settings.steps, unit="steps") as bar:
-        coarse = _solve(model, prompts, settings, noise=noise, bar=bar, record=record, clusters=clusters)
-        finer = replace(settings, steps=2 * settings.steps)
-        fine = _solve(model, prompts, finer, noise=noise, bar=bar, record=None, clusters=clusters)
-    change = (coarse - fine).flatten(1).norm(dim=1) / fine.flatten(1).norm(dim=1)
+    groups, records, changes, first = prompts.by_size(), [], [], 0
+    finer = replace(settings, steps=2 * settings.steps)
+    with progress(f"trajectories of {label}", 3 * len(groups) * settings.steps, unit="steps") as bar:
+        for given, rows in groups.items():
+            size, own, record = given or model.ensemble.sizes[0], prompts.part(rows), _Record()
+            shape = (len(own), model.ensemble.shape[0], size.height, size.width)
+            noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=first).to(model.ensemble.device)
+            near = clusters(size)
+            coarse = _solve(model, own, settings, noise=noise, bar=bar, record=record, clusters=near)
+            fine = _solve(model, own, finer, noise=noise, bar=bar, record=None, clusters=near)
+            changes.append((coarse - fine).flatten(1).norm(dim=1) / fine.flatten(1).norm(dim=1))
+            records.append(record)
+            first += len(own)
+    change = torch.cat(changes)
     return Trajectory(
         refinement=change.mean().item(),
         refinement_std=change.std().item() if len(change) > 1 else 0.0,
         num_trajectories=len(prompts),
         steps=(settings.steps, 2 * settings.steps),
-        **(asdict(record) if record.t else {}),
+        **_joined(records),
     )
 
 

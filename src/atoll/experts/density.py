@@ -16,16 +16,24 @@ u_t = sum_k p_t(k | x_t) u_t^(k)) if the clusters are such Gaussians.
 
 Near t = 1 the noisy latent carries no information about its cluster, but the condition c does. For p(k | x_t, c) the
 term log p(c | k) is added: a second Gaussian for the pooled caption, or counted frequencies for a class label.
+
+In a run with several sizes of images, every cluster has one density for each of them, with the number of its images of
+that size as n_k. Where a cluster has too few of them, the density is that of all of its images, resized. So the columns
+of the softmax always have the same dimension D. A state of another size is resized to the nearest of these sizes; that
+is an approximation, because interpolated noise is weaker. The densities of captions and classes are those of all sizes.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.nets import Condition
 from atoll.nets.conditioning import check_labels
@@ -52,7 +60,8 @@ class Density:
     """The density of a cluster: mean (D,), directions (R, D), their variances (R,), remaining variance, image count.
 
     `variances` is what a direction has beyond `rest`. `caption` is the density of the pooled captions, and `classes`
-    (classes,) counts the images of each class; both are None if the data has none.
+    (classes,) counts the images of each class; both are None if the data has none. `sizes` are the densities of the
+    run's other sizes, by height and width of the latents; this one is of the run's default size.
     """
 
     mean: Tensor
@@ -62,6 +71,12 @@ class Density:
     count: Tensor
     caption: "Density | None" = None
     classes: Tensor | None = None
+    sizes: Mapping[Size, "Density"] = field(default_factory=dict)
+
+    @property
+    def images(self) -> float:
+        """The number of images of all sizes."""
+        return sum(float(part.count) for part in (self, *self.sizes.values()))
 
     @classmethod
     def fit(cls, x: Tensor, noise: Tensor | None = None, count: int | None = None, *, rank: int = RANK) -> "Density":
@@ -129,16 +144,23 @@ class Density:
             **{name: getattr(self, name) for name in _FIELDS},
             **{_CAPTION + name: tensor for name, tensor in caption.items()},
             **({} if self.classes is None else {"classes": self.classes}),
+            **{f"{size}.{name}": part for size, own in self.sizes.items() for name, part in own.tensors().items()},
         }
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Density":
         """Return the density of such tensors."""
-        caption = {name.removeprefix(_CAPTION): part for name, part in tensors.items() if name.startswith(_CAPTION)}
+        nested: dict[str, dict[str, Tensor]] = {}
+        for name, part in tensors.items():
+            prefix, dot, rest = name.partition(".")
+            if dot:
+                nested.setdefault(prefix, {})[rest] = part
+        caption = nested.pop(_CAPTION.rstrip("."), None)
         return cls(
             **{name: tensors[name] for name in _FIELDS},
             caption=cls.from_tensors(caption) if caption else None,
             classes=tensors.get("classes"),
+            sizes={Size.parse(size): cls.from_tensors(part) for size, part in nested.items()},
         )
 
 
@@ -151,21 +173,64 @@ def _principal(centred: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, (vectors.T @ centred) / (values * len(centred)).sqrt()[:, None] if few else vectors.T
 
 
+class _Drawn(NamedTuple):
+    """Some images of a cluster: latents and posterior variances (N, C, H, W) by size, pooled captions and labels."""
+
+    latents: list[Tensor]
+    noise: list[Tensor]
+    pooled: Tensor | None
+    label: Tensor
+
+    @classmethod
+    def read(cls, shards: Shards, size: Size | None = None) -> "_Drawn":
+        """Read at most `FIT_IMAGES` evenly spread images, of one size or of all."""
+        count = len(shards) if size is None else shards.image_counts()[size]
+        spread = np.linspace(0, count - 1, min(count, FIT_IMAGES)).round().astype(np.int64)
+        numbers = spread if size is None else shards.numbers(size, spread)
+        # With data.flip half of the training images are mirrored, so every other one is here.
+        mirrored = torch.arange(len(spread)) % 2 == 1 if shards.content.flip else None
+        std = torch.tensor(shards.statistics.std).view(-1, 1, 1)
+        latents, noise, pooled, label = [], [], [], []
+        for part in shards.by_size(numbers).values():
+            batch = shards.read(numbers[part], None if mirrored is None else mirrored[torch.from_numpy(part)])
+            latents.append(shards.statistics.normalize(batch.mean.float()))
+            noise += [] if batch.std is None else [(batch.std.float() / std).square()]
+            pooled += [] if batch.pooled is None else [batch.pooled.float()]
+            label.append(batch.label)
+        return cls(latents, noise, torch.cat(pooled) if pooled else None, torch.cat(label))
+
+    def fit(self, size: Size, count: int, rank: int) -> Density:
+        """Fit a density of one size, for which all latents are resized."""
+        noise = torch.cat([resized(part, size) for part in self.noise]) if self.noise else None
+        return Density.fit(torch.cat([resized(part, size) for part in self.latents]), noise, count, rank=rank)
+
+
+def resized(x: Tensor, size: Size) -> Tensor:
+    """Resize latents or states (N, C, H, W) by bilinear interpolation; return them unchanged if they have the size."""
+    same = x.shape[2:] == (size.height, size.width)
+    return x if same else functional.interpolate(x, (size.height, size.width), mode="bilinear", align_corners=False)
+
+
 def fit_density(shards: Shards) -> Density | None:
-    """Fit a density to the normalized latents, captions and classes of at most `FIT_IMAGES` evenly spread images.
+    """Fit densities to the normalized latents, captions and classes of at most `FIT_IMAGES` evenly spread images each.
 
     Return None for a cluster of so few images that their mean would reveal them.
     """
     if len(shards) < MIN_IMAGES:
         return None
-    rows = np.linspace(0, len(shards) - 1, min(len(shards), FIT_IMAGES)).round().astype(np.int64)
-    # With data.flip half of the training images are mirrored, so every other one is here.
-    batch = shards.read(rows, torch.arange(len(rows)) % 2 == 1 if shards.content.flip else None)
-    latents = shards.statistics.normalize(batch.mean.float())
-    std = torch.tensor(shards.statistics.std).view(-1, 1, 1)
-    noise = None if batch.std is None else (batch.std.float() / std).square()
-    rank, caption_rank = (RANK, CAPTION_RANK) if len(rows) >= MIN_IMAGES_WITH_DIRECTIONS else (0, 0)
-    caption = None if batch.pooled is None else Density.fit(batch.pooled.float(), count=1, rank=caption_rank)
+    drawn = _Drawn.read(shards)
+    rank, caption_rank = (RANK, CAPTION_RANK) if len(drawn.label) >= MIN_IMAGES_WITH_DIRECTIONS else (0, 0)
+    caption = None if drawn.pooled is None else Density.fit(drawn.pooled, count=1, rank=caption_rank)
     known = len(shards.content.labels)
-    classes = torch.bincount(batch.label[batch.label >= 0], minlength=known).float() if known else None
-    return replace(Density.fit(latents, noise, len(shards), rank=rank), caption=caption, classes=classes)
+    classes = torch.bincount(drawn.label[drawn.label >= 0], minlength=known).float() if known else None
+    counts = shards.image_counts()
+    densities: dict[Size, Density] = {}
+    for size in shards.sizes:
+        own = counts.get(size, 0)
+        enough = MIN_IMAGES_WITH_DIRECTIONS <= own < len(shards)
+        # One image at least: the logarithm of the count must be finite.
+        densities[size] = (_Drawn.read(shards, size) if enough else drawn).fit(size, max(own, 1), rank)
+    default, *others = shards.sizes
+    return replace(
+        densities[default], caption=caption, classes=classes, sizes={size: densities[size] for size in others}
+    )

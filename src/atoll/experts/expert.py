@@ -21,6 +21,7 @@ from atoll import flow
 from atoll.core.errors import AtollError
 from atoll.core.manifests import BridgeSpec, ExpertContent, LatentSpec, NetworkContent, TextSpec
 from atoll.core.networks import NetworkConfig
+from atoll.core.sizes import Size
 from atoll.data.stages.latents import Statistics
 from atoll.experts.density import Density
 from atoll.experts.rescaling import Rescaling, rescaling
@@ -65,8 +66,18 @@ class Declaration:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height and width of a latent."""
+        """Channels, height and width of a latent of the default size."""
         return self.latents.shape
+
+    @property
+    def size(self) -> Size:
+        """Height and width of a latent of the default size."""
+        return Size(*self.latents.shape[1:])
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """Heights and widths of the latents of all sizes of its run, the default first."""
+        return tuple(Size(*size) for size in self.latents.sizes or ()) or (self.size,)
 
 
 @dataclass(frozen=True, eq=False)

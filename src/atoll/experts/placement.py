@@ -14,7 +14,7 @@ def spread_experts(references: Sequence[ExpertReference], devices: Sequence[torc
     processing time first). Experts are usually of one size; then the number of images of their clusters decides: a
     router sends images to experts about as often as their clusters occur in the data.
     """
-    use = [float(reference.density.count) if reference.density else 0.0 for reference in references]
+    use = [reference.density.images if reference.density else 0.0 for reference in references]
     held = dict.fromkeys(devices, (0, 0.0))  # bytes and use of each device
     placed: dict[int, torch.device] = {}
     for number in sorted(range(len(references)), key=lambda number: (-references[number].size, -use[number])):

@@ -156,6 +156,7 @@ class StoredNetwork:
         Weights that differ from those of the signed snapshot are an error.
         """
         network = self._read_network()
+        # The tensors in memory are compared, not the file: it could be replaced between check and reading.
         if self.signed and weights_digest(sorted(network.state_dict().items())) != self.signed.weights:
             raise self._not_signed("weights")
         return network

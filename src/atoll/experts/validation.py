@@ -12,14 +12,15 @@ The error over several clusters is the mean over all of their images. An expert 
 student, router and mixtures of experts are validated on the union of these images. Training, admission and
 `atoll evaluate` all use this module, so their numbers are comparable.
 
-A row is one image in one time bin. Rows have a fixed order (cluster, bin, image) and are split into batches that the
-processes share. The results are gathered into that order before they are summed, so all processes get the same bits,
-whatever their number.
+A row is one image in one time bin. Rows have a fixed order (cluster, bin, image) and are split into batches of one size
+of images, which the processes share. The results are gathered into that order before they are summed, so all processes
+get the same bits, whatever their number.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -120,12 +121,21 @@ class ValidationSet:
         for cluster in self.shards.cluster_ranges().values():
             count = min(len(cluster), self.limit)
             chosen = cluster.start + np.linspace(0, len(cluster) - 1, count).round().astype(np.int64)
+            starts = self._starts(chosen)
             for time_bin in range(TIME_BINS):
-                for start in range(0, count, BATCH):
-                    part = chosen[start : start + BATCH]
+                for start, end in zip(starts, [*starts[1:], count], strict=True):
+                    part = chosen[start:end]
                     slices.append(_BatchSlice(part, time_bin, time_bin * count + start, rows))
                     rows += len(part)
         return slices
+
+    def _starts(self, images: "np.ndarray[Any, Any]") -> list[int]:
+        """Return the starts of batches of at most `BATCH` consecutive images, all of one size."""
+        owner = np.empty(len(images), np.int64)
+        for number, own in enumerate(self.shards.by_size(images).values()):
+            owner[own] = number
+        edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(images)]
+        return [start for first, end in pairwise(edges) for start in range(first, end, BATCH)]
 
     def batches(self, device: torch.device, processes: Processes = ALONE) -> Iterator[ValidationBatch]:
         """Yield this process's share of the batches."""

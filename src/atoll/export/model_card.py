@@ -11,6 +11,7 @@ import torch
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import CLUSTERS, INGEST, ExpertContent, NetworkContent, RouterContent, training_costs
+from atoll.core.sizes import Size
 from atoll.core.version import __version__
 from atoll.nets import build, count_parameters
 
@@ -31,6 +32,8 @@ class CardData:
     experts: Sequence[ExpertContent]
     router: RouterContent | None
     license: str | None
+    sizes: Sequence[Size] = ()
+    """Sizes of the images in pixels if there are several, the default first."""
 
     @property
     def conditioned_on(self) -> frozenset[str]:
@@ -69,6 +72,7 @@ def _summary(data: CardData) -> str:
     else:
         what = "This is one expert of a decentralized diffusion model, trained on one cluster of the data."
     side = f" of {first.latents.resolution}x{first.latents.resolution} pixels" if first.latents.resolution else ""
+    side = f" of {', '.join(map(str, data.sizes))} pixels (width x height)" if data.sizes else side
     inputs = {"text": "text prompts", "label": "class labels"}
     source = " and ".join(inputs[part] for part in ("text", "label") if part in data.conditioned_on)
     images = f"It generates images{side} from {source}." if source else f"It generates images{side} unconditionally."
@@ -76,7 +80,8 @@ def _summary(data: CardData) -> str:
     sizes = f"{sum(each) / 1e6:.1f} M" + (f" in {count} experts" if count > 1 else "")
     router = f", plus {_parameters(data.router) / 1e6:.1f} M in the router" if data.router else ""
     lines = [f"{what} {images}", "", f"- Parameters: {sizes}{router}"]
-    lines.append(f"- Latent shape: {'x'.join(map(str, first.latents.shape))} (channels, height, width)")
+    default = " by default" if data.sizes else ""
+    lines.append(f"- Latent shape: {'x'.join(map(str, first.latents.shape))} (channels, height, width){default}")
     if data.model != "monolith":
         lines.append(f"- Method: [Decentralized Diffusion Models]({PAPER})")
     return "\n".join([*lines, f"- Made with Atoll {__version__}"])

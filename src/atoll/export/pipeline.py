@@ -24,6 +24,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError, unknown
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE, NetworkContent, PipelineContent
+from atoll.core.sizes import Size
 from atoll.data.encoders import Encoders
 from atoll.data.stages.latents import Codec, PixelCodec
 from atoll.data.stages.text import TextEncoder
@@ -255,6 +256,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         label: str | int | list[str | int] | None = None,
         cluster: int | list[int] | None = None,
         num_images_per_prompt: int = 1,
+        width: int | None = None,
+        height: int | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
         output_type: str = "pil",
@@ -264,6 +267,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> ImagePipelineOutput | tuple[Any]:
         """Generate images from text prompts, classes (`label`), both, or unconditionally.
 
+        `width` and `height` are those of the images in pixels; omit both for the default size of the model.
         The same `seed` gives the same images as `atoll.load(…).generate`. Without a seed, a `generator` draws one.
         `output_type` is pil, np, pt or latent. The scheduler integrates the velocity, unless `solver` names another
         solver. Further keywords are those of `atoll.ensemble.Settings`: guidance_interval, rescale, solver, shift and
@@ -280,10 +284,15 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             settings = {**self._integration(sampler, settings.get("scheduler_times", False)), **settings}
         if sampler.scheduler is not None and "shift" in settings:
             raise AtollError("the scheduler of the pipeline already has a shift; set it there, or pass solver= as well")
+        if (width is None) != (height is None):
+            raise AtollError("give both width and height, or neither")
+        size = None if width is None or height is None else Size(height, width)
         inputs = [_repeated(values, num_images_per_prompt) for values in (prompt, label, cluster)]
         prompts, labels, clusters = inputs
         count = max([len(values) for values in inputs if values is not None], default=num_images_per_prompt)
-        samples = sampler.generate(prompts, labels, count, clusters=clusters, batch_size=batch_size, **settings)
+        samples = sampler.generate(
+            prompts, labels, count, clusters=clusters, size=size, batch_size=batch_size, **settings
+        )
         self.maybe_free_model_hooks()
         images = _converted(samples, output_type)
         return ImagePipelineOutput(images=images) if return_dict else (images,)

@@ -60,7 +60,8 @@ def export(run: Path, destination: Path, model: str = "experts", *, license: str
         public = [_public(job, manifest) for job, manifest in trained.items()]
         experts = [content for content in public if isinstance(content, ExpertContent)]
         router = next((content for content in public if isinstance(content, RouterContent)), None)
-        data = CardData(run, destination.name, model, experts, router, license)
+        sizes = sampler.sizes if len(ensemble.sizes) > 1 else ()
+        data = CardData(run, destination.name, model, experts, router, license, sizes)
         (destination / CARD_FILE).write_text(model_card(data), encoding="utf-8")
     return manifest
 

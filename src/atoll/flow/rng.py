@@ -1,7 +1,8 @@
 """Random numbers as a function of (seed, stream, position).
 
 The draw of an image depends on its position in the run, not on the batch size or the rank. So a batch can be made again
-anywhere: after a resume, on another number of processes, or in validation.
+anywhere: after a resume, on another number of processes, or in validation. Each position has a generator of its own, so
+the numbers of two positions do not overlap, whatever the sizes of their images.
 """
 
 from collections.abc import Sequence

@@ -12,7 +12,6 @@ snapshot for the fourth, and needs no shards. A network that fails is refused wi
 deleted.
 """
 
-import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,9 +35,10 @@ from atoll.core.untrusted import Refused, check_bounded, strict_json
 from atoll.core.verified_files import VerifiedFiles
 from atoll.data.dataset import Shards
 from atoll.data.stages.latents import Statistics
-from atoll.experts.density import CAPTION_RANK, DENSITY_FILE, RANK
+from atoll.experts.density import DENSITY_FILE
 from atoll.experts.expert import DeviceOptions, open_expert
 from atoll.experts.run import expert_of_artifact
+from atoll.islands.density_files import check_density_file, max_density_bytes
 from atoll.islands.measured import check_copy, check_measured
 from atoll.islands.remote_run import RemoteRun
 from atoll.islands.safetensors_headers import safetensors_header
@@ -208,11 +208,7 @@ def check_declaration(contribution: Contribution) -> None:
         _check_objective(contribution)
     tensors = declared_tensors(contribution)
     tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    data = contribution.data
-    # Upper bound of the density file in bytes, float32: principal directions (rank, latent size) and a mean, the same
-    # for pooled captions, one count per class, and a margin of a few rows for the small tensors.
-    caption_values = (CAPTION_RANK + 8) * (data.text.pooled or 0) if data.text else 0
-    density = 4 * ((RANK + 16) * math.prod(data.latents.shape) + caption_values + len(data.labels))
+    density = max_density_bytes(contribution.data)
     for name, entry in contribution.manifest.files.items():
         # The tensors, and at most 1 kB of header for each.
         limit = max(tensor_bytes, density) + 1024 * (len(tensors) + 64)
@@ -304,9 +300,10 @@ def declared_tensors(contribution: Contribution) -> dict[str, Tensor]:
         raise Refused(f"its network is a {str(kind)[:40]!r}; the policy allows {', '.join(allowed)}")
     check_bounded(description, "network")
     shape = contribution.data.latents.shape
-    side = description.get("size", description.get("sample_size", shape[-1]))
+    longest = max(side for size in (shape[1:], *(contribution.data.latents.sizes or ())) for side in size)
+    side = description.get("size", description.get("sample_size", longest))
     channels = description.get("channels", description.get("in_channels"))
-    if channels != shape[0] or not isinstance(side, int) or not 1 <= side <= 4 * shape[-1]:
+    if channels != shape[0] or not isinstance(side, int) or not 1 <= side <= 4 * longest:
         raise Refused(f"its network is for {channels} channels and size {side}; the latents are {list(shape)}")
     try:
         with torch.device("meta"):
@@ -344,7 +341,7 @@ def check_files(contribution: Contribution, artifact: Artifact) -> str:
             continue
         found = safetensors_header(artifact.path(file))
         if file == DENSITY_FILE:
-            _check_density(contribution, found, artifact.path(file))
+            check_density_file(contribution.data, found, artifact.path(file))
         elif unknown := sorted(set(found) - set(expected)):
             raise Refused(f"{file} has a tensor {unknown[0][:80]!r} that the declared network lacks")
         elif file == WEIGHTS_FILE and (missing := sorted(set(expected) - set(found))):
@@ -356,36 +353,6 @@ def check_files(contribution: Contribution, artifact: Artifact) -> str:
         _check_finite(artifact.path(file))
     with safe_open(artifact.path(WEIGHTS_FILE), "pt") as tensors:
         return weights_digest((name, tensors.get_tensor(name)) for name in sorted(tensors.keys()))
-
-
-def _check_density(contribution: Contribution, found: dict[str, tuple[str, tuple[int, ...]]], file: Path) -> None:
-    data = contribution.data
-    size, rows = math.prod(data.latents.shape), data.rows["train"]
-    shapes = _density_shapes(found, "", size)
-    if data.text:
-        shapes |= _density_shapes(found, "caption.", data.text.pooled or 0)
-    if data.labels:
-        shapes["classes"] = (len(data.labels),)
-    if {name: shape for name, (_, shape) in found.items()} != shapes:
-        raise Refused(f"{file.name} does not hold a density of latents with {size} values and of their conditioning")
-    with safe_open(file, "pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in shapes if not name.endswith(("mean", "directions"))}
-    for name, expected in (("count", rows), ("caption.count", 1)):
-        if name in tensors and tensors[name].item() != expected:
-            raise Refused(f"{file.name} counts {tensors[name].item()} images as its {name}; expected {expected}")
-    if "classes" in tensors and tensors["classes"].sum() > rows:
-        raise Refused(f"{file.name} counts {tensors['classes'].sum().item()} images with a class; there are {rows}")
-    for name, tensor in tensors.items():
-        if tensor.numel() and (tensor.min() < 0 or (name.endswith("rest") and not tensor)):
-            raise Refused(f"{file.name}: {name} is not positive")
-
-
-def _density_shapes(
-    found: dict[str, tuple[str, tuple[int, ...]]], prefix: str, size: int
-) -> dict[str, tuple[int, ...]]:
-    rank = found.get(f"{prefix}variances", ("", (0,)))[1]
-    shapes = {"mean": (size,), "directions": (*rank, size), "variances": rank, "rest": (), "count": ()}
-    return {prefix + name: shape for name, shape in shapes.items()}
 
 
 def _check_finite(file: Path) -> None:

@@ -61,7 +61,7 @@ MAX_FIRST_EPOCH = LAST_EPOCH // 2
 enough for 230 days of renewals every 40 seconds."""
 _MAX_COUNT = 1 << 53
 """The largest integer that every JSON parser represents exactly (double precision)."""
-_KEY = re.compile(r"leases/([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)/([0-9]{6})", re.ASCII)
+_KEY = re.compile(layout.LEASES + r"/([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)/([0-9]{6})", re.ASCII)
 _OVERRIDE_KEY = r"^(experts|networks|train)(\.[A-Za-z0-9_-]{1,64}){0,3}$"
 _HEX_32, _HEX_64 = r"^[0-9a-f]{32}$", r"^[0-9a-f]{64}$"
 _CHECKPOINT = rf"^{layout.CHECKPOINTS_PATTERN}/[0-9a-f]{{16}}@[0-9a-f]{{64}}$"
@@ -200,7 +200,7 @@ def new_name() -> str:
 
 def key_of(job: str, epoch: int) -> str:
     """Return the key of one epoch of a lease."""
-    return f"leases/{job}/{epoch:06d}"
+    return f"{layout.leases(job)}/{epoch:06d}"
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class LeaseList:
 
 
 def list_leases(
-    store: Store, prefix: str = "leases", *, authority: Authority | None = None, now: float | None = None
+    store: Store, prefix: str = layout.LEASES, *, authority: Authority | None = None, now: float | None = None
 ) -> LeaseList:
     """Read the current records. `now` is the time; by default that of the store, which needs the right to write."""
     keys, ignored = list_keys(store, prefix), dict[str, str]()
@@ -224,7 +224,7 @@ def list_leases(
 
 def get_lease(store: Store, job: str, *, authority: Authority | None = None) -> LeaseStatus | None:
     """Return the current record of one job, or None if it never had a lease."""
-    return list_leases(store, f"leases/{job}", authority=authority).leases.get(job)
+    return list_leases(store, layout.leases(job), authority=authority).leases.get(job)
 
 
 def list_keys(store: Store, prefix: str) -> dict[str, dict[int, Entry]]:
@@ -327,10 +327,10 @@ def _chain(
             reason = f"epoch {end + 1} is free, so it is not the next one"
         elif one.record.nonce == before.record.nonce and one.record.key == before.record.key:
             reason = "" if before.record.state == "held" else "its holder had ended the lease"
-        elif authority is not None and not authority.may_take(
-            one.record.key, before.record, keys={other.record.key for other in counted}
-        ):
-            reason = _too_early(before, one.time)
+        elif authority is not None and (reason := _too_early(before, one.time)):
+            # Only now: the authority may have to read the snapshot, and most takeovers are of leases that had expired.
+            held_by = {other.record.key for other in counted}
+            reason = "" if authority.may_take(one.record.key, before.record, keys=held_by) else reason
         if reason:
             others.append(one)
             reasons[epoch] = f"{key_of(job, epoch)} does not count: {reason}"

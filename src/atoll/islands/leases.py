@@ -31,6 +31,7 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
+from atoll.core import layout
 from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError, wrong_fields
 from atoll.islands.lease_records import (
@@ -199,18 +200,20 @@ class Lease:
         record = self._signed(record)
         while not self.store.create(key_of(self.job, record.epoch), to_json(json.loads(record.model_dump_json()))):
             self._read_chain()
+            # Only records that count end a lease: anybody with write access can occupy its next key.
             others = [one.record for one in self._chain.counted if one.record.nonce != record.nonce]
             if any(other.epoch >= record.epoch for other in others):
                 return None
             epoch = next(epoch for epoch in count(record.epoch + 1) if epoch not in self._keys)
             record = self._signed(_validated(**{**record.model_dump(), "epoch": epoch}))
+        # The create shows that the key was free, not that the record counts: the lease may have been taken before.
         self._read_chain()
         last = self._chain.last
         held = last is not None and (record.state != "held" or last.nonce == record.nonce)
         return record if held and self._chain.has(record) else None
 
     def _read_chain(self) -> None:
-        self._keys = list_keys(self.store, f"leases/{self.job}").get(self.job, {})
+        self._keys = list_keys(self.store, layout.leases(self.job)).get(self.job, {})
         chains = read_chains(self.store, {self.job: self._keys}, authority=self.authority)
         self._chain = chains[self.job]
 
@@ -223,6 +226,8 @@ class Lease:
         counted, others = self._chain.counted, self._chain.others
         start, now = counted[0].record.epoch, self.record.epoch
         inside = [one for one in others if start < one.record.epoch <= now]
+        # What could begin the chain that is left: old enough to be deleted up to, and older than every record that does
+        # not count and stays. Otherwise such a record would become the oldest one, and so the first.
         firsts = [
             one.record.epoch
             for one in counted

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from safetensors.torch import load
 from torch import Tensor
@@ -120,11 +121,13 @@ def check_expert(expert: OpenExpert, images: Shards) -> None:
         fields["with the null condition"] = _Field(expert, null=True)
     found = _measure(fields, images, seed=seed)
     given, untrained, zero = found["with its condition"].mean, found.pop("untrained"), found.pop("zero")
+    # Bands first: their message names the place, and a network that is wrong in one place can be good in the mean.
     for how, errors in found.items():
         for band, (where, error) in errors.bands.items():
             most = BAND * max(untrained.bands[band][1], zero.bands[band][1])
             if not error <= most:
                 raise Refused(f"its loss {where} is {error:.4g} {how}; at most {most:.4g} is allowed there")
+    # Written so that a value that is not a number is refused too.
     if not given < UNTRAINED * untrained.mean:
         raise Refused(f"its loss is {given:.4g}; an untrained network of its kind has {untrained.mean:.4g}")
     for how, errors in found.items():
@@ -209,23 +212,34 @@ def _noised_images(images: Shards, seed: int) -> Iterator[tuple[int, str, Batch,
     for part in ValidationSet(images, seed, IMAGES).batches(torch.device("cpu")):
         band = int(part.noised.t.mean() * TIME_BINS)
         yield band, f"at times from {band / TIME_BINS} to {(band + 1) / TIME_BINS}", part.batch, part.noised
-    batch = _some_images(images)
+    batches = _some_images(images)
+    rows = sum(len(batch.index) for batch in batches)
     for number, time in enumerate(flow.solver_times(SOLVER_STEPS[seed % len(SOLVER_STEPS)])[:-1]):
         # Rows after those of the bins: no noise is used twice.
-        position = TIME_BINS * IMAGES + number * GUIDED_IMAGES
-        x0 = images.latents(batch, seed=seed, position=position)
-        t = torch.full((len(x0),), time)
-        noised = flow.Objective().corrupt(x0, seed=seed, position=position, t=t)
-        yield TIME_BINS + number, f"at time {time:.3g}", batch, noised
+        position = TIME_BINS * IMAGES + number * rows
+        for batch in batches:
+            x0 = images.latents(batch, seed=seed, position=position)
+            t = torch.full((len(x0),), time)
+            noised = flow.Objective().corrupt(x0, seed=seed, position=position, t=t)
+            position += len(x0)
+            yield TIME_BINS + number, f"at time {time:.3g}", batch, noised
 
 
-def _some_images(images: Shards) -> Batch:
-    return next(ValidationSet(images, 0, GUIDED_IMAGES).batches(torch.device("cpu"))).batch
+def _some_images(images: Shards) -> list[Batch]:
+    """Return a batch of every size, together about `GUIDED_IMAGES` evenly spread images."""
+    counts = images.image_counts()
+    most = max(1, GUIDED_IMAGES // len(counts))
+    spread = {size: np.linspace(0, count - 1, min(count, most)).round() for size, count in counts.items()}
+    return [images.read(images.numbers(size, own)) for size, own in spread.items()]
 
 
 def _check_guided(expert: OpenExpert, images: Shards, *, seed: int) -> None:
-    """Sample with strong guidance: values must stay finite and near the data."""
-    batch = _some_images(images)
+    """Sample with strong guidance in every size: values must stay finite and near the data."""
+    for batch in _some_images(images):
+        _check_guided_batch(expert, images, batch, seed=seed)
+
+
+def _check_guided_batch(expert: OpenExpert, images: Shards, batch: Batch, *, seed: int) -> None:
     given, null = _Field(expert), _Field(expert, null=True)
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
@@ -233,7 +247,7 @@ def _check_guided(expert: OpenExpert, images: Shards, *, seed: int) -> None:
         return base + GUIDANCE_SCALE * (given(x, t, batch) - base) if expert.conditioning else base
 
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(len(batch.index), *expert.declaration.shape, generator=generator)
+    noise = torch.randn(batch.mean.shape, generator=generator)
     samples = flow.solve(velocity, noise, steps=GUIDED_STEPS)
     data = images.latents(batch, seed=seed, position=0).square().mean().sqrt().item()
     rms = samples.square().flatten(1).mean(1).max().sqrt().item()
@@ -285,6 +299,8 @@ def _check_density(found: Density, train: Shards) -> None:
     if expected is None:
         raise Refused(f"{DENSITY_FILE} is a density of too few images; it would reveal them")
     pairs = [("latents", found, expected)]
+    # `check_files` compared the names of the tensors, so both have the same sizes.
+    pairs += [(f"latents of {size}", found.sizes[size], own) for size, own in expected.sizes.items()]
     if expected.caption is not None:
         assert found.caption is not None  # `check_files` compared the names of the tensors
         pairs.append(("captions", found.caption, expected.caption))

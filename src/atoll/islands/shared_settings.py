@@ -22,7 +22,9 @@ from atoll.data.hub import public_name
 
 SHARED: Mapping[str, frozenset[str] | None] = {
     "preset": None,
-    "data": frozenset({"kind", "split", "val_fraction", "resolution", "flip", "chunk", "shard_rows"}),
+    "data": frozenset(
+        {"kind", "split", "val_fraction", "resolution", "buckets", "max_upscale", "flip", "chunk", "shard_rows"}
+    ),
     "features": None,
     "clusters": None,
     "latents": None,

@@ -156,6 +156,7 @@ class Worker:
         record, rate = lease_status.record, lease_status.rate
         if record.state != "held" or record.manifest is not None or not self._rate or not rate:
             return False
+        # This worker starts from the last published checkpoint, so it repeats what the holder has trained since.
         mine = (record.total - record.published) / self._rate
         if not 0 < 2 * mine <= (record.total - record.images) / rate:
             return False

@@ -52,6 +52,7 @@ def scaled(minutes: float) -> Config:
     share = (minutes - OVERHEAD_MINUTES) / (MINUTES - OVERHEAD_MINUTES)
     assert config.router.total_images is not None
     assert config.router.batch_size is not None
+    # Experts and router have their own batch sizes, and each count must be a multiple of its own.
     sizes = (config.train.total_images, config.train.batch_size), (config.router.total_images, config.router.batch_size)
     each, router = (max(1, round(share * images / batch)) * batch for images, batch in sizes)
     changes = {

@@ -1,14 +1,16 @@
 """The jobs of a run and their dependencies.
 
-    ingest -> features -> clusters ─┐                ┌-> (start) -> experts -> student
-       └────> latents, text ────────┴─> shards ──────┼-> router
-                                                     └-> monolith
+    encode -> clusters, text -> shards ──┬-> (start) -> experts -> student
+                                         ├-> router
+                                         └-> monolith
+
+`encode` is the pass over the images: the stages ingest, features, latents and patches of `atoll prepare`.
 
 A step is one command of `atoll`. Steps of the same kind that do not depend on each other form a group, and groups
 depend on groups. A step is finished if its artifact in the run has a manifest; no other state is kept.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
@@ -167,22 +169,28 @@ def _preparation(run: Path, config: Config, request: LaunchRequest) -> list[Grou
     from atoll.data.stages.base import Stage
 
     job = open_job(run, config)
-    groups: list[Group] = []
+    # Stages of the pass are one group: each of its workers decodes its images once.
+    left = [stage for stage in STAGES if not (stage.unneeded(job) or stage.is_done(job))]
+    members: dict[str, list[Stage]] = {}
+    for stage in left:
+        members.setdefault("encode" if stage.in_pass else stage.name, []).append(stage)
+    group_of = {stage.name: name for name, stages in members.items() for stage in stages}
 
-    def needs_of(stage: Stage) -> tuple[str, ...]:
-        """Return the groups to wait for; a stage that is left out is replaced by its own dependencies."""
-        planned = {group.name for group in groups}
-        found = ((earlier.name,) if earlier.name in planned else needs_of(earlier) for earlier in stage.inputs)
-        return tuple(dict.fromkeys(name for names in found for name in names))
+    def needs_of(stage: Stage) -> Iterator[str]:
+        """Yield the groups to wait for; a stage that is left out is replaced by its own dependencies."""
+        for earlier in stage.inputs:
+            yield from (group_of[earlier.name],) if earlier.name in group_of else needs_of(earlier)
 
-    for stage in STAGES:
-        if stage.unneeded(job) or stage.is_done(job):
-            continue
-        count = request.prepare_workers if stage.divisible else 1
+    groups = []
+    for name, stages in members.items():
+        count = request.prepare_workers if all(stage.divisible for stage in stages) else 1
+        chosen = ("--stage", *(stage.name for stage in stages))
         steps = []
         for worker in range(count):
             option = ("--worker", f"{worker}/{count}") if count > 1 else ()
-            name = f"prepare/{stage.name}" + (f"-{worker}-of-{count}" if count > 1 else "")
-            steps.append(Step(name, worker, ("prepare", str(run), "--stage", stage.name, *option, *request.options)))
-        groups.append(Group(stage.name, tuple(steps), needs_of(stage), "gpu" if stage.needs_gpu else "cpu"))
+            label = f"prepare/{name}" + (f"-{worker}-of-{count}" if count > 1 else "")
+            steps.append(Step(label, worker, ("prepare", str(run), *chosen, *option, *request.options)))
+        needs = tuple(dict.fromkeys(need for stage in stages for need in needs_of(stage) if need != name))
+        device: Literal["cpu", "gpu"] = "gpu" if any(stage.needs_gpu for stage in stages) else "cpu"
+        groups.append(Group(name, tuple(steps), needs, device))
     return groups

@@ -26,11 +26,10 @@ from atoll.nets.layers import (
     modulated_norm,
     patchify,
     residual_dtype,
-    resized_positions,
-    sincos_positions,
     unpatchify,
 )
 from atoll.nets.mlp import Mlp
+from atoll.nets.positions import resized_positions, sincos_on, sincos_positions
 from atoll.nets.rotary import rotation
 
 TIME_KNOTS = 1001
@@ -195,8 +194,10 @@ class DiT(nn.Module):
         if (rows, columns) == (grid, grid):
             return self.positions
         if self.config.positions == "sincos":
-            made = sincos_positions(self.config.width, rows, columns, base=grid, scale=self.config.position_scale)
-            return made.to(self.positions)
+            return sincos_on(
+                self.config.width, rows, columns, base=grid, device=self.positions.device, dtype=self.positions.dtype,
+                scale=self.config.position_scale,
+            )  # fmt: skip
         return resized_positions(self.positions, grid, rows, columns=columns)
 
     def _condition_embeddings(self, condition: Condition) -> tuple[Tensor | None, ...]:

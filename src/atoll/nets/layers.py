@@ -30,41 +30,6 @@ def time_features(timestep: Tensor, shift: int = 0) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def sincos_positions(width: int, rows: int, columns: int, *, base: int, scale: float = 1.0) -> Tensor:
-    """Return 2-D sine-cosine positions (1, rows · columns, width): first half for the column, second for the row.
-
-    A grid of another size than base × base is stretched over the same range of coordinates, as if the positions were
-    interpolated; `scale` shrinks that range.
-    """
-    frequencies = 10000.0 ** (-torch.arange(width // 4, dtype=torch.float64, device="cpu") / (width // 4))
-
-    def axis(count: int) -> Tensor:
-        coordinates = torch.arange(count, dtype=torch.float32, device="cpu") / (count / base) / scale
-        angles = coordinates[:, None] * frequencies
-        return torch.cat([angles.sin(), angles.cos()], dim=1).float()
-
-    across = axis(columns)[None].expand(rows, columns, width // 2)
-    down = axis(rows)[:, None].expand(rows, columns, width // 2)
-    return torch.cat([across, down], dim=-1).reshape(1, rows * columns, width)
-
-
-def is_sincos(table: Tensor, grid: int, scale: float = 1.0) -> Tensor:
-    """Return whether a stored table of grid × grid positions equals the formula, as a bool tensor without a branch."""
-    made = sincos_positions(table.shape[-1], grid, grid, base=grid, scale=scale).to(table.device)
-    table = table.float()
-    # A table that is exactly representable in half precision was rounded to it: allow for that rounding error.
-    halves = [(table == table.to(kind)).all() * torch.finfo(kind).eps for kind in (torch.bfloat16, torch.float16)]
-    tolerance = 1e-5 + (1e-5 + torch.stack(halves).amax()) * made.abs()
-    return ((table - made).abs() <= tolerance).all()
-
-
-def resized_positions(table: Tensor, grid: int, rows: int, *, columns: int) -> Tensor:
-    """Interpolate a learned table of grid × grid positions to another grid."""
-    image = table.transpose(1, 2).reshape(1, -1, grid, grid)
-    resized = functional.interpolate(image, (rows, columns), mode="bicubic", align_corners=False)
-    return resized.flatten(2).transpose(1, 2)
-
-
 def check_input(x: Tensor, timestep: Tensor, channels: int, *, patch: int) -> tuple[int, int]:
     """Check an image batch and its timesteps; return the rows and columns of the token grid."""
     if x.ndim != 4 or x.shape[1] != channels or x.shape[2] % patch or x.shape[3] % patch:

@@ -12,12 +12,10 @@ from atoll.nets.layers import (
     LinearModulation,
     check_input,
     init_linears,
-    is_sincos,
     patchify,
     residual_dtype,
-    resized_positions,
-    sincos_positions,
 )
+from atoll.nets.positions import is_sincos, resized_positions, sincos_on, sincos_positions
 from atoll.nets.rotary import rotation
 
 RETIRED = ("log_prior", "balanced")
@@ -117,7 +115,9 @@ class Router(nn.Module):
             return self.positions
         # Converted routers may store a learned table in the buffer. Both variants are computed and `where` chooses, so
         # that the graph has no branch on values.
-        made = sincos_positions(self.config.width, rows, columns, base=grid).to(self.positions)
+        made = sincos_on(
+            self.config.width, rows, columns, base=grid, device=self.positions.device, dtype=self.positions.dtype
+        )
         return torch.where(
             is_sincos(self.positions, grid), made, resized_positions(self.positions, grid, rows, columns=columns)
         )

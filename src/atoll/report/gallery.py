@@ -16,17 +16,20 @@ from torch import Tensor
 
 from atoll.core.artifacts import Content, Kind
 from atoll.core.errors import AtollError
+from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.data.encoders import Encoders
 from atoll.data.shuffle import shuffled
 from atoll.ensemble import Settings, parse
 from atoll.evaluate.cache import keyed
-from atoll.evaluate.generated import Prompts
+from atoll.evaluate.generated import Prompts, sample_by_size, stored_images, stored_name
 from atoll.evaluate.models import EvaluatedModel, LoadOptions
 from atoll.evaluate.results import Split
 
 GALLERY = Kind("gallery", Content)
 FILE = "images.safetensors"
+BATCH = 64
+"""Images of one batch, as in `Sampler.generate`."""
 SPLITS: tuple[Split, ...] = ("train", "held-out")
 # The autoencoder is opened once for all examples.
 _codec = cache(lambda latents, run: Encoders.of(latents, None, run=run).autoencoder())
@@ -43,6 +46,8 @@ class Example:
     split: str | None = None
     real: Image.Image | None = None
     label: int | None = None
+    size: str | None = None
+    """Size of the latent of its real image (WIDTHxHEIGHT), or the default; None in a run with one size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +74,9 @@ def _given(run: Path, clusters: int, prompt: str) -> Example:
             captions = shards.captions() if len(shards) else []
             if prompt in captions:
                 return _example(shards, captions.index(prompt), cluster, split=split)
-    classes = shards.content.labels
-    return Example(prompt, label=classes.index(prompt) if prompt in classes else None)
+    content = shards.content
+    classes, size = content.labels, str(shards.sizes[0]) if content.latents.sizes else None
+    return Example(prompt, label=classes.index(prompt) if prompt in classes else None, size=size)
 
 
 def _defaults(run: Path, clusters: int) -> list[Example]:
@@ -94,7 +100,8 @@ def _example(shards: Shards, row: int, cluster: int, *, split: str) -> Example:
     label, names = int(batch.label[0]), shards.content.labels
     caption = shards.captions([row])[0] if shards.content.text else None
     prompt = caption or (names[label] if names else "unconditional")
-    return Example(prompt, cluster, split, real, label if names else None)
+    size = str(Size(*batch.mean.shape[2:])) if shards.content.latents.sizes else None
+    return Example(prompt, cluster, split, real, label if names else None, size)
 
 
 @dataclass(frozen=True)
@@ -111,43 +118,48 @@ class Gallery:
         labels = [example.label for example in self.examples if example.label is not None]
         # Only the routing `oracle` uses the cluster, so 0 serves for an example without one.
         clusters = [example.cluster or 0 for example in self.examples]
-        return Prompts(captions, labels if len(labels) == len(captions) else None, clusters)
+        sizes = [example.size for example in self.examples if example.size is not None]
+        return Prompts(captions, labels if len(labels) == len(captions) else None, clusters, sizes or None)
 
     def row(self, model: EvaluatedModel) -> Row:
         """Return the images of one model, sampled now or before."""
         settings = replace(self.settings, routing=model.routing or "top-1")
-        made_from = {"networks": model.digests(), "settings": asdict(settings), "prompts": asdict(self.prompts)}
+        made_from = {"networks": model.digests(), "settings": asdict(settings), "prompts": self.prompts.plain()}
         artifact = keyed(model.run, "gallery", model.label, made_from=made_from)
         if artifact.begin(GALLERY, made_from) is None:
             print(f"sampling images of {model.label}", flush=True)
             artifact.write_tensors(FILE, self._sample(model, settings))
             artifact.commit(Content())
         stored = load_file(artifact.path(FILE))
-        images = [Image.fromarray(image) for image in stored["images"].numpy()]
+        images = [Image.fromarray(image) for image in stored_images(artifact.path(FILE), self.prompts)]
         return Row(model, images, stored.get("t"), stored.get("probabilities"))
 
     def _sample(self, model: EvaluatedModel, settings: Settings) -> dict[str, Tensor]:
-        prompts, clusters = self.prompts, self.prompts.clusters
+        prompts = self.prompts
         if model.model.startswith("expert:"):
             # The experts are in memory already. The oracle routing with the cluster of this expert for every image runs
             # this expert alone, without opening it again.
             number = int(model.model.removeprefix("expert:"))
             model, settings = EvaluatedModel(model.run, "experts", "oracle"), replace(settings, routing="oracle")
-            clusters = [number] * len(prompts)
+            prompts = replace(prompts, clusters=[number] * len(prompts))
         sampler, rules = model.open(LoadOptions()), parse(settings.routing).rules
         conditioning = sampler.ensemble.conditioning
-        labels = prompts.labels if "label" in conditioning else None
-        captions = prompts.captions if conditioning & {"text", "pooled"} else None
-        if captions is None and labels is None and any(example.real is None for example in self.examples):
+        if not conditioning & {"text", "pooled"}:
+            prompts = replace(prompts, captions=None)
+        known = prompts.captions or (prompts.labels if "label" in conditioning else None)
+        if known is None and any(example.real is None for example in self.examples):
             if "label" in conditioning:
                 raise AtollError("--prompts: the model is conditioned on classes, and not all of these are classes")
             raise AtollError("--prompts: the model is unconditional; leave --prompts out")
-        routed = model.model == "experts" and len(sampler.ensemble.experts) > 1
-        samples = sampler.generate(
-            captions, labels, len(prompts), clusters=clusters if routed else None, trace=routed, **asdict(settings)
-        )
-        found = {"images": torch.from_numpy(np.stack([np.asarray(image) for image in samples.images]))}
         # `nearest` and `oracle` have no router probabilities, and `drawn` only those of the first step.
-        if samples.trace is not None and all(rule.source == "router" and rule.name != "drawn" for rule in rules):
-            found |= {"t": samples.trace.t, "probabilities": samples.trace.probabilities.float()}
+        routed = all(rule.source == "router" and rule.name != "drawn" for rule in rules)
+        found, order = {}, []
+        traces = []
+        for size, samples in sample_by_size(sampler, prompts, settings, batch_size=BATCH):
+            found[stored_name(size)] = torch.from_numpy(np.stack([np.asarray(image) for image in samples.images]))
+            order += prompts.by_size()[size]
+            traces += [samples.trace] if samples.trace is not None and routed else []
+        if traces:
+            probabilities = torch.cat([trace.probabilities.float() for trace in traces], dim=1)
+            found |= {"t": traces[0].t, "probabilities": probabilities[:, torch.tensor(order).argsort()]}
         return found

@@ -1,9 +1,9 @@
 """Continuous batching: the images of all requests share one loop over denoising steps.
 
 One thread owns the networks. Before every step it chooses at most `batch_size` images among all requests, whatever
-their prompts, times and guidance scales. Images with the same model and routing share one forward pass; each moves
-along its own times. A new request joins at the next step, and a finished or cancelled one leaves. An image does not
-depend on the other images of its batch, up to float32 rounding.
+their prompts, times and guidance scales. Images with the same model, routing and size share one forward pass; each
+moves along its own times. A new request joins at the next step, and a finished or cancelled one leaves. An image does
+not depend on the other images of its batch, up to float32 rounding.
 """
 
 # One step of the engine (`run_step`):
@@ -203,10 +203,7 @@ class Engine:
     def _begin(self, requests: Sequence[RequestState]) -> None:
         """Assign noise and condition slots to requests for one model; their prompts are encoded together."""
         # The noise is that of `Sampler.generate`: a function of the seed and the image's number.
-        noises = [
-            request.model.sampler.noise(request.generation.num_images, request.generation.settings.seed)
-            for request in requests
-        ]
+        noises = [_noise(request) for request in requests]
         keys = [(request.generation.prompt, request.generation.label) for request in requests]
         slots = requests[0].model.condition_cache.acquire(keys)
         for request, slot, noise in zip(requests, slots, noises, strict=True):
@@ -254,7 +251,7 @@ class Engine:
             for image in request.images
             if image.estimate is not None
         ]
-        for group in _grouped(jobs, lambda job: job.request.model):
+        for group in _grouped(jobs, lambda job: (job.request.model, job.latent.shape)):
             self._isolated(_decode, group, _request_of)
         for request in requests:
             if not request.ended:
@@ -325,10 +322,16 @@ class Engine:
 
 
 def _decode(jobs: Sequence[DecodeJob]) -> None:
-    """Decode latents of one model."""
+    """Decode latents of one model and size."""
     latents = torch.stack([job.latent for job in jobs])
     for job, image in zip(jobs, jobs[0].request.model.sampler.decode(latents), strict=True):
         job.image = image
+
+
+def _noise(request: RequestState) -> Tensor:
+    generation, sampler = request.generation, request.model.sampler
+    size = sampler.latent_size(generation.size)
+    return sampler.noise(generation.num_images, generation.settings.seed, size=size)
 
 
 def _request_of(part: "ImageState | DecodeJob") -> RequestState:
@@ -339,7 +342,7 @@ def _batching_key(image: ImageState) -> Hashable:
     """Return the batching key: images with equal keys share one forward pass."""
     request = image.request
     assert request.slot is not None
-    return request.model, request.slot.pool, request.generation.settings.routing
+    return request.model, request.slot.pool, request.generation.settings.routing, image.x.shape
 
 
 def _grouped(parts: Sequence[Part], key: Callable[[Part], Hashable]) -> list[list[Part]]:

@@ -17,6 +17,7 @@ import torch
 from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
+from atoll.core.sizes import Size
 from atoll.ensemble import Ensemble, Sampler, load, parse
 from atoll.ensemble.sampler import draws_unconditioned
 from atoll.studio.condition_cache import ConditionCache
@@ -63,8 +64,8 @@ class LoadedModel:
     name: str
     sampler: Sampler
     condition_cache: ConditionCache
-    size: tuple[int, int]
-    """Height and width of its images in pixels."""
+    sizes: tuple[Size, ...]
+    """Sizes of its images in pixels, the default first."""
     routings: tuple[str, ...]
     """Routings that it supports, as choices for the web page."""
     default_routing: str | None
@@ -190,16 +191,15 @@ class ModelRegistry:
             if (known.latents, known.text) == (own.latents, own.text):
                 sampler.encoders = other.sampler.encoders
         ensemble = sampler.ensemble
-        # Decoding and encoding once loads the autoencoder and the text encoder now, not in the first request. The
-        # decoded image also gives the size in pixels.
-        image = sampler.decode(torch.zeros(1, *ensemble.shape))[0]
+        # Decoding and encoding once loads the autoencoder and the text encoder now, not in the first request.
+        sampler.decode(torch.zeros(1, *ensemble.shape))
         if ensemble.conditioning & {"text", "pooled"}:
             sampler.encode([""])
         routings = supported_routings(ensemble)
         requested = options.routing if _supports(ensemble, options.routing) else None
         first = routings[0] if routings else None
         cache = ConditionCache(sampler, options.batch_size)
-        return LoadedModel(name, sampler, cache, (image.height, image.width), routings, requested or first)
+        return LoadedModel(name, sampler, cache, sampler.sizes, routings, requested or first)
 
 
 def _summary(model: LoadedModel, batch_size: int) -> str:

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.core.device import dtype_name
+from atoll.core.sizes import Size
 from atoll.ensemble import Settings
 from atoll.flow.solvers import solver_times
 from atoll.studio.condition_cache import Slot
@@ -32,6 +33,8 @@ class GenerationRequest:
     """Use only the expert of this cluster; the routing is `oracle`."""
     preview_every: int | None = None
     stream: bool = False
+    size: Size | None = None
+    """Size of the images in pixels; None is the default size of the model."""
 
 
 @dataclass(frozen=True)
@@ -176,9 +179,10 @@ class RequestState:
 
     def image_settings(self, number: int) -> ImageSettings:
         """Return the settings that reproduce one of its images."""
-        generation = self.generation
+        generation, size = self.generation, self.generation.size or self.model.sizes[0]
         return ImageSettings(
             prompt=generation.prompt, label=generation.label, number=number, model=self.model.name,
+            width=size.width, height=size.height,
             cluster=generation.cluster, dtype=dtype_name(self.model.sampler.dtype), **asdict(generation.settings),
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from atoll.core.errors import AtollError
+from atoll.core.sizes import Size
 from atoll.ensemble import Ensemble, Settings
 from atoll.ensemble.images import to_png
 from atoll.studio.registry import LoadedModel, ModelRegistry, check_routing
@@ -61,7 +62,7 @@ def check_request(request: ImagesRequest, models: ModelRegistry) -> tuple[Genera
     """Return the request with defaults filled in, and its model; raise ApiError if the model does not support it."""
     model = models.get(request.model)
     conditioning = model.ensemble.conditioning
-    _check_size(request, model)
+    size = _size(request, model)
     if request.prompt is not None and not conditioning & {"text", "pooled"}:
         raise ApiError(422, "this model was trained without text and takes no prompts", "prompt")
     if request.label is not None:
@@ -73,18 +74,25 @@ def check_request(request: ImagesRequest, models: ModelRegistry) -> tuple[Genera
     steps = defaults.steps if request.steps is None else request.steps
     guidance_scale = defaults.guidance_scale if request.guidance_scale is None else request.guidance_scale
     settings = Settings(_routing(request, model), steps, guidance_scale, seed=request.seed)
-    generation = GenerationRequest(settings, request.prompt, request.label, request.num_images, request.expert)
+    generation = GenerationRequest(
+        settings, request.prompt, request.label, request.num_images, request.expert, size=size
+    )
     if request.stream:
         generation = replace(generation, preview_every=request.preview_every, stream=True)
     return generation, model
 
 
-def _check_size(request: ImagesRequest, model: LoadedModel) -> None:
-    if request.size is not None:
-        given = (request.size, request.size) if isinstance(request.size, int) else tuple(request.size)
-        if given != model.size:
-            height, width = model.size
-            raise ApiError(422, f"this model generates only images of {height} by {width} pixels", "size")
+def _size(request: ImagesRequest, model: LoadedModel) -> Size:
+    """Return the size of the images: one of the sizes of the training images. Any other could be very large."""
+    if request.width is None and request.height is None:
+        return model.sizes[0]
+    if request.width is None or request.height is None:
+        missing = "width" if request.width is None else "height"
+        raise ApiError(422, "give both width and height, or neither", missing)
+    if (size := Size(request.height, request.width)) not in model.sizes:
+        known = ", ".join(map(str, model.sizes))
+        raise ApiError(422, f"this model generates images of {known} pixels (width x height)", "width")
+    return size
 
 
 def _routing(request: ImagesRequest, model: LoadedModel) -> str:

@@ -16,6 +16,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.manifests import CLUSTERS, EXPERT, ExpertContent
 from atoll.core.metrics_file import read_lines
 from atoll.core.networks import NetworkConfig
+from atoll.core.sizes import Size
 from atoll.data.stages import clusters as partition
 from atoll.data.stages import ingest
 from atoll.data.stages.clusters import read_assignments
@@ -52,7 +53,8 @@ def describe_run(models: ModelRegistry, queue: int, token_required: bool) -> sch
     missing = _all_experts(models) if routed is None else list(routed.sampler.missing)
     return schemas.RunResponse(
         name=models.name,
-        size=None if first is None else list(first.size),
+        size=None if first is None else _shape(first.sizes[0]),
+        sizes=[] if first is None else [_shape(size) for size in first.sizes],
         models=list(loaded),
         conditioning=schemas.Conditioning(
             text=bool(accepted & {"text", "pooled"}), labels=list(labels) if "label" in accepted else []
@@ -73,6 +75,10 @@ def describe_run(models: ModelRegistry, queue: int, token_required: bool) -> sch
         examples=_examples(models),
         token_required=token_required,
     )  # fmt: skip
+
+
+def _shape(size: Size) -> list[int]:
+    return [size.height, size.width]
 
 
 def _summary(expert: Declaration) -> schemas.ExpertSummary:
@@ -168,11 +174,11 @@ def _clusters(run: Path, digest: str) -> list[schemas.Cluster]:  # noqa: ARG001 
     captions: list[list[str]] = [[] for _ in sizes]
     labels: list[Counter[str]] = [Counter() for _ in sizes]
     for chunk in range(min(CLUSTER_CHUNKS, index.chunks(artifact).count)):
-        rows = index.read(chunk, ["caption", "label", "split"])
+        rows = index.read(chunk, ["captions", "label", "split"])
         groups = read_assignments(artifact, chunk)["coarse"].tolist()
-        for caption, label, split, group in zip(rows["caption"], rows["label"], rows["split"], groups, strict=True):
+        for own, label, split, group in zip(rows["captions"], rows["label"], rows["split"], groups, strict=True):
             if split == "train":
-                captions[group] += [caption] if caption else []
+                captions[group] += own[:1]
                 labels[group].update([label] if label is not None else [])
     return [
         schemas.Cluster(

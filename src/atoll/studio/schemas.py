@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from atoll.core.names import GuidanceWeights
+
 # Limits of one request bound what a single client can cost the others. They are round numbers well above common
 # settings (25 to 50 steps, guidance scales of 1 to 8); 16 images fill half of the default batch.
 MAX_IMAGES = 16
@@ -51,9 +53,10 @@ class ImagesRequest(BaseModel):
         None, description="class, by name or number"
     )
     num_images: JsonInt = Field(1, ge=1, le=MAX_IMAGES, description="number of images")
-    size: Side | Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
-        None, description="side, or height and width, in pixels; must equal the size in /v1/run"
+    width: Side | None = Field(
+        None, description="width in pixels, together with `height`: one of the sizes in /v1/run; null is the default"
     )
+    height: Side | None = Field(None, description="height in pixels, together with `width`")
     steps: JsonInt | None = Field(
         None, ge=1, le=MAX_STEPS, description="number of solver steps; null is the default in /v1/run"
     )
@@ -159,7 +162,9 @@ class RunResponse(ResponseSchema):
 
     name: str
     size: list[int] | None
-    """Height and width of the images in pixels; null until a model is loaded."""
+    """Height and width of the images in pixels by default; null until a model is loaded."""
+    sizes: list[list[int]]
+    """Height and width of all sizes of the training images, the default first."""
     models: list[str]
     """Loaded models."""
     conditioning: Conditioning
@@ -277,6 +282,8 @@ class ImageSettings(ResponseSchema):
     label: str | int | None
     number: int
     """Number of the image in its request."""
+    width: int
+    height: int
     model: str
     cluster: int | None
     """Cluster of the expert, if only one was used."""
@@ -284,7 +291,7 @@ class ImageSettings(ResponseSchema):
     steps: int
     guidance_scale: float
     guidance_interval: tuple[float, float]
-    guidance_weights: str
+    guidance_weights: GuidanceWeights
     rescale: float
     solver: str
     shift: float

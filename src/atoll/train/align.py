@@ -7,8 +7,9 @@ first images of training the loss is
 
 Afterwards training is the ordinary one: the projector no longer runs, and is not part of the result or the EMA.
 
-Tokens (B, n², width) and patches (B, g², D) may have different grids. The finer one is averaged to the coarser one by
-area, since averaging the tokens is cheaper than aligning each of them with an interpolated patch.
+Tokens (B, rows · columns, width) and patches (B, g, h, D) may have different grids. Along each side the finer one is
+averaged to the coarser one by area, since averaging the tokens is cheaper than aligning each of them with an
+interpolated patch. Grids may differ from batch to batch, with the sizes of the images.
 
 The projector is REPA's, three linear layers with SiLU, but as wide as the network: it costs about as much as a sixth of
 a block. Every process has the full projector, outside of DDP and FSDP2, which therefore wrap the same network before
@@ -16,7 +17,9 @@ and after the burn-in. Processes average its gradients themselves, and the clipp
 the norm has one meaning in all of training, and Adam does not depend on the scale of a gradient.
 """
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +29,11 @@ from atoll.core.config_sections import Align
 from atoll.core.errors import AtollError
 from atoll.core.manifests import PatchSpec
 from atoll.core.networks import DiTConfig, NetworkConfig
+from atoll.nets.rotary import CACHED
 
 LAYERS = 3
+Grid = tuple[int, int]
+"""Rows and columns."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,11 @@ class AlignmentSpec:
     images: int
     """Images with alignment, from the start of training; a multiple of the batch size."""
     width: int
+    patch: int
     tokens: int
-    """Rows and columns of the tokens."""
+    """Rows and columns of the tokens of a square image, for estimates."""
     grid: int
-    """Rows and columns of the patches."""
+    """Rows and columns of its patches, for estimates."""
     steps: tuple[float, ...]
     """Value of one integer step in each dimension of the patch features."""
 
@@ -69,10 +76,15 @@ class AlignmentSpec:
             block=block,
             images=0,
             width=network.width,
+            patch=network.patch,
             tokens=tokens,
             grid=patches.grid if patches else tokens,
             steps=patches.steps if patches else (1.0,) * dimensions,
         )
+
+    def token_grid(self, height: int, width: int) -> Grid:
+        """Return the grid of the tokens of latents of some size."""
+        return height // self.patch, width // self.patch
 
     @property
     def parameters(self) -> int:
@@ -86,9 +98,14 @@ class AlignmentSpec:
 
     @property
     def flops(self) -> int:
-        """FLOPs of training on one image: those of the projector, and of averaging tokens."""
-        cells = min(self.tokens, self.grid) ** 2
-        averaging = 2 * cells * self.tokens**2 * self.width if self.tokens > self.grid else 0
+        """FLOPs of training on one square image."""
+        return self.flops_of((self.tokens, self.tokens), (self.grid, self.grid))
+
+    def flops_of(self, tokens: Grid, patches: Grid) -> int:
+        """Return the FLOPs of training on one image: those of the projector, and of averaging tokens."""
+        coarse = _coarser(tokens, patches)
+        cells = math.prod(coarse)
+        averaging = 2 * cells * math.prod(tokens) * self.width if tokens != coarse else 0
         # Forward, and twice as much backward.
         return 3 * (averaging + 2 * cells * self.width * sum(self.outputs))
 
@@ -97,8 +114,6 @@ class Projector(nn.Module):
     """Maps tokens to patch features, and returns how well they fit."""
 
     steps: Tensor
-    pool_tokens: Tensor | None
-    pool_patches: Tensor | None
 
     def __init__(self, spec: AlignmentSpec) -> None:
         super().__init__()
@@ -106,29 +121,35 @@ class Projector(nn.Module):
         for outputs in spec.outputs:
             layers += [nn.SiLU()] * bool(layers) + [nn.Linear(spec.width, outputs)]
         self.layers = nn.Sequential(*layers)
-        side = min(spec.tokens, spec.grid)
-        for name, value in (
-            ("steps", torch.tensor(spec.steps)),
-            ("pool_tokens", averaging(spec.tokens, side) if spec.tokens > side else None),
-            ("pool_patches", averaging(spec.grid, side) if spec.grid > side else None),
-        ):
-            self.register_buffer(name, value, persistent=False)
+        self.register_buffer("steps", torch.tensor(spec.steps), persistent=False)
 
-    def forward(self, tokens: Tensor, patches: Tensor) -> Tensor:
-        """Return the alignment loss (B,) of tokens (B, n², width) and integers (B, g, g, D)."""
-        target = patches.flatten(1, 2).float() * self.steps
-        if self.pool_patches is not None:
-            target = self.pool_patches @ target
-        if self.pool_tokens is not None:
-            tokens = self.pool_tokens @ tokens.float()
+    def forward(self, tokens: Tensor, patches: Tensor, grid: Grid) -> Tensor:
+        """Return the alignment loss (B,) of tokens (B, rows · columns, width) of a grid and integers (B, g, h, D)."""
+        stored = (patches.shape[1], patches.shape[2])
+        coarse, target = _coarser(grid, stored), patches.flatten(1, 2).float() * self.steps
+        if stored != coarse:
+            target = averaging(stored, coarse, device=target.device) @ target
+        if grid != coarse:
+            tokens = averaging(grid, coarse, device=tokens.device) @ tokens.float()
         return -functional.cosine_similarity(self.layers(tokens).float(), target.float(), dim=-1).mean(1)
 
 
-def averaging(fine: int, coarse: int) -> Tensor:
-    """Return the matrix (coarse², fine²) that averages a grid of `fine` rows and columns by area."""
-    # Overlap of the intervals [i, i + 1] · fine / coarse with [j, j + 1], relative to the length of the former.
-    edges = torch.arange(coarse + 1) * (fine / coarse)
-    cells = torch.arange(fine)
-    overlap = torch.minimum(edges[1:, None], cells + 1) - torch.maximum(edges[:-1, None], cells)
-    line = overlap.clamp(min=0) * (coarse / fine)
-    return torch.kron(line, line)
+def _coarser(one: Grid, other: Grid) -> Grid:
+    return min(one[0], other[0]), min(one[1], other[1])
+
+
+@lru_cache(maxsize=CACHED)
+def averaging(fine: Grid, coarse: Grid, *, device: torch.device) -> Tensor:
+    """Return the matrix (cells of `coarse`, cells of `fine`) that averages a grid by area.
+
+    It is computed and copied to the device once, for all steps.
+    """
+
+    def line(fine: int, coarse: int) -> Tensor:
+        # Overlap of the intervals [i, i + 1] · fine / coarse with [j, j + 1], relative to the length of the former.
+        edges = torch.arange(coarse + 1, device="cpu") * (fine / coarse)
+        cells = torch.arange(fine, device="cpu")
+        overlap = torch.minimum(edges[1:, None], cells + 1) - torch.maximum(edges[:-1, None], cells)
+        return overlap.clamp(min=0) * (coarse / fine)
+
+    return torch.kron(line(fine[0], coarse[0]), line(fine[1], coarse[1])).to(device)

@@ -66,9 +66,11 @@ class Cost:
 
 
 def image_cost(config: NetworkConfig, shapes: DataShapes) -> Cost:
-    """Count the cost of a network for one image of these shapes."""
-    text = shapes.text and shapes.text[:2]
-    return _count(json.dumps(config.to_dict(), sort_keys=True), shapes.latents, text)
+    """Count the cost of a network for one image of these shapes; for the mean image, if they have several sizes."""
+    text, described = shapes.text and shapes.text[:2], json.dumps(config.to_dict(), sort_keys=True)
+    costs = [(_count(described, own.latents, text), count) for own, count in shapes.by_size]
+    flops = sum(cost.forward_flops * count for cost, count in costs) // sum(count for _, count in costs)
+    return replace(_count(described, shapes.latents, text), forward_flops=flops)
 
 
 def parameter_count(config: NetworkConfig) -> int:

@@ -1,18 +1,25 @@
 """The shapes of latents, text and classes: of prepared data, or predicted from a configuration.
 
+Latents may have several sizes. FLOPs are those of the mean image, memory is that of the largest one.
+
 A dry run estimates costs before the data is prepared. The shapes then follow from the names of the autoencoder and the
 text encoder, or from the config.json of a local folder. No weights are read and nothing is downloaded.
 """
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.core import layout
+from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.core.manifests import DataSpec
+from atoll.core.manifests import SHARDS, DataSpec, ShardsContent
+from atoll.core.sizes import Size
 from atoll.data import autoencoder as shipped
+from atoll.data.dataset import Shards
 
 
 class TextShape(NamedTuple):
@@ -46,15 +53,42 @@ class DataShapes:
     """The shapes that determine the cost of a network: latents (C, H, W), text, and class names."""
 
     latents: tuple[int, ...]
+    """Shape of the default size."""
     text: TextShape | None
     labels: tuple[str, ...]
+    images: tuple[tuple[Size, int], ...] = ()
+    """Number of images of each size of the latents; empty if there is one size."""
 
     @classmethod
-    def of(cls, data: DataSpec) -> "DataShapes":
-        """Return the shapes of prepared data."""
-        text = data.text
+    def of(cls, data: DataSpec, images: dict[Size, int] | None = None) -> "DataShapes":
+        """Return the shapes of prepared data; without the number of images of each size, all have the default one."""
+        text, latents = data.text, data.latents
         shape = None if text is None else TextShape(text.max_tokens, text.dimensions, text.pooled or 0)
-        return cls(data.latents.shape, shape, data.labels)
+        sizes = [Size(*size) for size in latents.sizes or ()]
+        counts = {sizes[0]: 1} if images is None and sizes else images or {}
+        return cls(latents.shape, shape, data.labels, tuple((size, counts.get(size, 0)) for size in sizes))
+
+    def of_size(self, size: Size) -> "DataShapes":
+        """Return the shapes of the images of one size."""
+        return replace(self, latents=(self.latents[0], size.height, size.width), images=())
+
+    @property
+    def by_size(self) -> tuple[tuple["DataShapes", int], ...]:
+        """The shapes of each size, with the number of its images."""
+        return tuple((self.of_size(size), count) for size, count in self.images) or ((self, 1),)
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """Channels, height and width of the largest latents."""
+        return max((shapes.latents for shapes, _ in self.by_size), key=math.prod)
+
+    @property
+    def side(self) -> int:
+        """The side of a square with about as many elements as the default size, for a network's positions."""
+        # A multiple of what divides both sides, hence of the patch.
+        _, height, width = self.latents
+        unit = math.gcd(height, width)
+        return round(math.sqrt(height * width) / unit) * unit
 
     @classmethod
     def expected(cls, config: Config) -> "DataShapes":
@@ -115,3 +149,29 @@ def _settings(folder: Path, what: str) -> dict[str, Any]:
     except ValueError as error:
         raise AtollError(f"{file} is not JSON: {error}") from error
     return settings
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The data of a job, from the manifests of its shards."""
+
+    content: ShardsContent
+    images: int
+    """Number of training images."""
+    digests: tuple[str, ...]
+    """Digests of the shards' manifests."""
+    by_size: dict[Size, int]
+    """Number of training images of each size of the latents; empty if there is one size."""
+
+    @classmethod
+    def read(cls, run: Path, clusters: tuple[int, ...]) -> "PreparedData | None":
+        """Read the manifests of the shards; return None if the data is not prepared."""
+        artifacts = [Artifact(run, layout.shards(cluster)) for cluster in clusters]
+        if artifacts[0].manifest() is None:
+            return None
+        manifests = [artifact.open(SHARDS) for artifact in artifacts]
+        contents = [SHARDS.parse(made, own.folder) for own, made in zip(artifacts, manifests, strict=True)]
+        images = sum(content.rows["train"] for content in contents)
+        # Manifests do not count images by size. The headers of the files do, and only a run with several needs them.
+        by_size = Shards(artifacts, "train").image_counts() if contents[0].latents.sizes else {}
+        return cls(contents[0], images, tuple(manifest.digest for manifest in manifests), by_size)

@@ -5,7 +5,8 @@ No router is needed: the teacher is chosen by the cluster label, and the bridge 
 Batches mix all clusters, so a batch needs many teachers, but only `TEACHERS` of them should be in memory beside the
 student. Targets are therefore computed in blocks of B = `student.block` consecutive positions of training, which span
 many batches. Each expert in turn is taken from the expert cache and evaluated on its images of the block. Its
-velocities are written to the targets (B, C, H, W), which stay on the CPU until the batches of the block were trained.
+velocities are written to the targets (B, C, H, W), which stay on the CPU until the batches of the block were trained;
+images of several sizes have one such tensor for each size.
 With several processes each computes only the rows that it will train on; the others are NaN, so that a wrong assignment
 would stop training.
 
@@ -43,11 +44,20 @@ them would save little time: the cache reads the next teacher ahead."""
 
 
 @dataclass
-class _Block:
-    """The targets (B, C, H, W) of consecutive positions from `first` on."""
+class _Targets:
+    """The targets of the consecutive positions of a block: for each size, those of its positions (rows, C, H, W)."""
 
     first: int = -1
-    targets: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The first position of the block."""
+    owner: "np.ndarray[Any, Any]" = field(default_factory=lambda: np.empty(0, np.int64))
+    """Index of the size of each position (B,)."""
+    row: "np.ndarray[Any, Any]" = field(default_factory=lambda: np.empty(0, np.int64))
+    """Row of each position among those of its size (B,)."""
+    by_size: list[Tensor] = field(default_factory=list)
+
+    def of(self, index: int) -> Tensor:
+        """Return the target (C, H, W) of one position of the block."""
+        return self.by_size[int(self.owner[index])][int(self.row[index])]
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,10 @@ class StudentTask(Task):
 
     run: Path
     block: int
+    batch_size: int
     micro: int
-    _current: _Block = field(default_factory=_Block)
+    """Images of a micro-batch of all processes."""
+    _current: list[_Targets] = field(default_factory=lambda: [_Targets()])
 
     def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
         """Return the mean squared error against the teacher's velocity for each image.
@@ -102,45 +114,59 @@ class StudentTask(Task):
         parts = []
         while count:
             first = position - position % self.block
-            if self._current.first != first:
-                self._current.targets = self._compute_block(first)
-                self._current.first = first
-            part = self._current.targets[position - first : position - first + count]
-            parts.append(part)
-            position, count = position + len(part), count - len(part)
+            if self._current[0].first != first:
+                self._current[0] = self._compute_block(first)
+            targets, start = self._current[0], position - first
+            # The positions have one size, because a batch has. Rows of a size are in the order of positions.
+            row, here = int(targets.row[start]), min(count, self.block - start)
+            parts.append(targets.by_size[targets.owner[start]][row : row + here])
+            position, count = position + here, count - here
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @torch.no_grad()
-    def _compute_block(self, first: int) -> Tensor:
-        """Compute the targets (B, C, H, W) of a block for this process; the rows of other processes are NaN."""
+    def _compute_block(self, first: int) -> _Targets:
+        """Compute the targets of a block for this process; the rows of other processes are NaN."""
         # A micro-batch is split evenly: rank r trains on the r-th part of its positions (see `Shards.stream`).
         rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         positions = np.arange(first, first + self.block, dtype=np.uint64)
         mine = positions % self.micro // (self.micro // processes) == rank
-        numbers = self.shards.order(positions, self.seed)
+        numbers = self.shards.order(positions, self.seed, self.batch_size)
         rows = {
             cluster: np.flatnonzero(mine & (numbers >= images.start) & (numbers < images.stop))
             for cluster, images in self.shards.cluster_ranges().items()
         }
         device = self.device
         queued = device.type in ASYNCHRONOUS
-        targets = torch.full((self.block, *self.shards.content.latents.shape), torch.nan, pin_memory=queued)
+        targets = self._empty_targets(first, numbers, pin=queued)
         order = self._teachers.order([cluster for cluster, own in rows.items() if len(own)])
         for cluster, following in zip(order, [*order[1:], None], strict=True):
             teacher = self._teachers.get(cluster, following).expert
-            for start in range(0, len(rows[cluster]), TEACHER_BATCH):
-                part = rows[cluster][start : start + TEACHER_BATCH]
-                velocities = self._teacher_velocities(teacher, positions[part])
-                # The host draws the next batch while the device computes this one, and waits once, at the end.
-                for row, velocity in zip(part.tolist(), velocities, strict=True):
-                    targets[row].copy_(velocity, non_blocking=queued)
+            for indices in self.shards.by_size(numbers[rows[cluster]]).values():
+                own = rows[cluster][indices]
+                for start in range(0, len(own), TEACHER_BATCH):
+                    part = own[start : start + TEACHER_BATCH]
+                    velocities = self._teacher_velocities(teacher, positions[part])
+                    # The host draws the next batch while the device computes this one, and waits once, at the end.
+                    for row, velocity in zip(part.tolist(), velocities, strict=True):
+                        targets.of(row).copy_(velocity, non_blocking=queued)
         if queued:
             torch.accelerator.current_stream(device).synchronize()
         return targets
 
+    def _empty_targets(self, first: int, numbers: "np.ndarray[Any, Any]", *, pin: bool) -> _Targets:
+        """Return targets of NaN for the images with these numbers, which are at the positions from `first` on."""
+        by_size: list[Tensor] = []
+        owner, row = np.empty((2, self.block), np.int64)
+        channels = self.shards.content.latents.shape[0]
+        for size, indices in self.shards.by_size(numbers).items():
+            owner[indices], row[indices] = len(by_size), np.arange(len(indices))
+            shape = (len(indices), channels, size.height, size.width)
+            by_size.append(torch.full(shape, torch.nan, pin_memory=pin))
+        return _Targets(first, owner, row, by_size)
+
     def _teacher_velocities(self, teacher: OpenExpert, positions: "np.ndarray[Any, Any]") -> Tensor:
         """Return a teacher's velocities (batch, C, H, W) for images at some positions, noised as for the student."""
-        device, batch = self.device, self.shards.draw(positions, self.seed)
+        device, batch = self.device, self.shards.draw(positions, self.seed, batch_size=self.batch_size)
         x0 = self.shards.latents(batch, seed=self.seed, position=positions)
         noised = self.objective.corrupt(x0, seed=self.seed, position=positions)
         condition = condition_of(batch, teacher.conditioning).map(

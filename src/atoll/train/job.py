@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,12 +24,13 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs, Kind, Manifest
 from atoll.core.device import device as pick_device
 from atoll.core.manifests import EXPERT, ROUTER, SHARDS, ComputeSpec, DataSpec, NetworkContent
+from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.experts import density
 from atoll.nets import DiT, Router, build, load_network, save_network
 from atoll.nets.adapters import DiffusersExpert
 from atoll.nets.blocks import set_checkpointing
-from atoll.train.align import Projector
+from atoll.train.align import Grid, Projector
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.cost import image_cost
 from atoll.train.distill import StudentTask
@@ -56,8 +58,9 @@ def build_task(spec: TrainSpec) -> Task:
     if spec.kind == "router":
         return RouterTask(*base)
     if spec.kind == "student":
-        micro = spec.settings.batch_size // spec.settings.grad_accum_steps
-        return StudentTask(*base, spec.run, spec.teacher_block, micro)
+        batch_size = spec.settings.batch_size
+        micro = batch_size // spec.settings.grad_accum_steps
+        return StudentTask(*base, spec.run, spec.teacher_block, batch_size, micro)
     # Built after the network, so that its random weights do not change those of the network.
     alignment = None if spec.align is None else Alignment(spec.align, Projector(spec.align))
     return ExpertTask(*base, alignment)
@@ -103,6 +106,7 @@ def _commit(
     or the one of the settings. All processes get the same losses and choose the same.
     """
     names = list(outcome.ema.weights)
+    # A named EMA is not compared with the others, so it costs one validation.
     if spec.settings.result_ema in names:
         names = [spec.settings.result_ema]
     name, *others = names
@@ -161,11 +165,16 @@ def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkConten
     """Return the part of the declaration that experts and routers have in common."""
     images = spec.settings.total_images
     cost = image_cost(spec.network, spec.shapes)
-    flops = images * cost.training_flops(spec.settings)
+    # By size: attention costs the square of the number of tokens, so a mean size would give another sum.
+    flops = 0
+    for size, count in _seen(spec, task, images).items():
+        flops += count * image_cost(spec.network, spec.shapes.of_size(size)).training_flops(spec.settings)
     if spec.kind == "student":
         flops += images * _teacher_flops(spec, task.shards)
     if spec.align is not None:
-        flops += min(images, spec.align.images) * spec.align.flops
+        for size, count in _seen(spec, task, min(images, spec.align.images)).items():
+            tokens = spec.align.token_grid(size.height, size.width)
+            flops += count * spec.align.flops_of(tokens, _patch_grid(task.shards, size))
     return NetworkContent(
         **{name: getattr(task.shards.content, name) for name in DataSpec.model_fields},
         job=spec.job,
@@ -176,10 +185,23 @@ def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkConten
     )
 
 
+def _seen(spec: TrainSpec, task: Task, images: int) -> dict[Size, int]:
+    """Return how many of the first images of training have each size of the latents."""
+    return task.shards.size_counts(images, task.seed, batch_size=spec.settings.batch_size)
+
+
+def _patch_grid(shards: Shards, size: Size) -> Grid:
+    """Return the grid of the patch features of the images of one size."""
+    patches = shards.read(shards.numbers(size, np.zeros(1)), patches=True).patches
+    assert patches is not None
+    return patches.shape[1], patches.shape[2]
+
+
 def _teacher_flops(spec: TrainSpec, shards: Shards) -> int:
     """Return the forward FLOPs of the teachers for one image, averaged over the images of all clusters."""
-    sizes, total = shards.cluster_sizes(), 0
-    for expert, size in enumerate(sizes):
+    total = 0
+    for expert, numbers in shards.cluster_ranges().items():
         network = Artifact(spec.run, layout.final(layout.expert_job(expert))).read(EXPERT).network
-        total += size * image_cost(network, spec.shapes).forward_flops
-    return total // sum(sizes)
+        for size, own in shards.by_size(np.arange(numbers.start, numbers.stop)).items():
+            total += len(own) * image_cost(network, spec.shapes.of_size(size)).forward_flops
+    return total // len(shards)

@@ -5,10 +5,11 @@ images … images + batch_size - 1, divided into `grad_accum_steps` micro-batche
 
     micro-batch p, rank r:   positions images + p·micro + r·share …, share = micro / processes, micro = batch / accum
 
-The image at a position, its noise, time and condition dropout are functions of (seed, position), and the learning rate
-is a function of `images`. So the state after N images depends on the configuration and the data alone, not on
-interruptions or, up to rounding, on the number of processes and micro-batches. To resume is to load the newest
-checkpoint, of N images, and to continue at position N; on the same machine, the final weights have the same bits.
+All images of a step have one size. The image at a position, its noise, time and condition dropout are functions of
+(seed, position), and the learning rate is a function of `images`. So the state after N images depends on the
+configuration and the data alone, not on interruptions or, up to rounding, on the number of processes and micro-batches.
+To resume is to load the newest checkpoint, of N images, and to continue at position N; on the same machine, the final
+weights have the same bits.
 
 A job stops in an orderly way on SIGTERM or SIGUSR1, or if the callback requests it: all processes agree on the step
 after which they stop (`any_rank`), save, and raise `Requeue`. A kill loses the images since the last committed
@@ -88,10 +89,9 @@ def train(
     images, seconds = checkpoints.load_newest(state)
     # The batch size is among the inputs that a checkpoint must agree with, so the step count follows from the images.
     state.at_step(images // settings.batch_size)
-    micro = settings.batch_size // settings.grad_accum_steps
     stream = task.stream(
-        micro, images, rank=context.rank, world_size=context.size, workers=settings.workers,
-        pin=context.device.type in ASYNCHRONOUS,
+        settings.batch_size, images, parts=settings.grad_accum_steps, rank=context.rank, world_size=context.size,
+        workers=settings.workers, pin=context.device.type in ASYNCHRONOUS,
     )  # fmt: skip
     batches = copy_ahead(stream, context.device)
     saver = CheckpointSaver(
@@ -146,6 +146,7 @@ def train(
             # failed, the next one raises its error on all processes.
             stopped = context.any_rank(saver.poll() or bool(stop) or stop_requested)
             done = images >= settings.total_images
+            # A validation ends a line, so that its error stands beside the training loss up to there.
             validated = settings.validate_every and (done or due(images, settings.validate_every, settings.batch_size))
             if done or stopped or alignment_ends or validated or due(images, settings.log_every, settings.batch_size):
                 error = held_out_loss(task, state.ema) if validated else None

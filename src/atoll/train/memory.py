@@ -7,9 +7,8 @@ and gradients in the order in which a step allocates and releases them, with rec
 (tokens x tokens), fused RMSNorm, and autocast.
 
 After it, Muon updates its matrices. The rest is added: weights, moments and the EMAs in float32, and the buffers of
-FSDP2. A preview runs beside
-the optimizer's state, so a job needs the larger of a step and a preview. On a CPU there are also the holes in the heap,
-and the copy of the state from which checkpoints are written.
+FSDP2. A preview runs beside the optimizer's state, so a job needs the larger of a step and a preview. On a CPU there
+are also the holes in the heap, and the copy of the state from which checkpoints are written.
 
 Not counted: the context of the device, the fragmentation of its memory, and the autoencoder that decodes previews.
 Compiled networks need less memory.
@@ -95,7 +94,7 @@ def job_bytes(
     kept = settings.grad_accum_steps > 1 or replicated  # DDP keeps the gradients in its buckets
     step = _Pass(
         network=json.dumps(network.to_dict(), sort_keys=True),
-        latents=shapes.latents,
+        latents=shapes.largest,
         text=shapes.text and shapes.text[:2],
         rows=max(1, settings.batch_size // settings.grad_accum_steps // processes),
         dtype=compute_dtype(device, settings.precision),
@@ -173,7 +172,7 @@ def _peak(one: _Pass) -> int:
         if projector is not None and one.align is not None:
             output, tokens = network(x, torch.zeros(one.rows), condition, tap=one.align.block)
             patches = torch.zeros(one.rows, one.align.grid, one.align.grid, len(one.align.steps), dtype=torch.int8)
-            alignment = projector(tokens, patches).mean()
+            alignment = projector(tokens, patches, one.align.token_grid(*one.latents[1:])).mean()
         else:
             output = network(x, torch.zeros(one.rows), condition)
         if training:

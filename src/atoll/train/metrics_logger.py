@@ -118,12 +118,12 @@ class MetricsLogger:
         if isinstance(self._bar, tqdm):
             self._bar.set_postfix(loss=f"{metrics['loss']:.4f}", lr=f"{lr:.1e}", refresh=False)
 
-    def save_grid(self, pixels: "np.ndarray[Any, Any]") -> None:
-        """Save a grid of images (N, side, side, 3) of eight bits."""
+    def save_grid(self, images: "Sequence[np.ndarray[Any, Any]]", columns: int | None = None) -> None:
+        """Save a grid of images (height, width, 3) of eight bits; those of a row have one size."""
         if self.context.is_main:
             target = layout.preview(self.folder, self.done)
             target.parent.mkdir(exist_ok=True)
-            grid(pixels).save(target)
+            grid(images, columns).save(target)
 
 
 def truncate_metrics(file: Path, images: int) -> None:
@@ -140,15 +140,17 @@ def truncate_metrics(file: Path, images: int) -> None:
     file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
-def grid(pixels: "np.ndarray[Any, Any]") -> Image.Image:
-    """Arrange images (N, height, width, 3) in a grid, as square as possible."""
-    count, height, width, _ = pixels.shape
-    columns = int(np.ceil(np.sqrt(count)))
-    rows = -(-count // columns)
-    sheet = np.full((rows * height, columns * width, 3), 255, dtype=np.uint8)
-    for i, image in enumerate(pixels):
-        top, left = i // columns * height, i % columns * width
-        sheet[top : top + height, left : left + width] = image
+def grid(images: "Sequence[np.ndarray[Any, Any]]", columns: int | None = None) -> Image.Image:
+    """Arrange images (height, width, 3) in a grid, by default as square as possible; those of a row have one size."""
+    columns = columns or int(np.ceil(np.sqrt(len(images))))
+    rows = [images[start : start + columns] for start in range(0, len(images), columns)]
+    height, width = sum(len(row[0]) for row in rows), max(len(row) * row[0].shape[1] for row in rows)
+    sheet, top = np.full((height, width, 3), 255, dtype=np.uint8), 0
+    for row in rows:
+        for column, image in enumerate(row):
+            left = column * image.shape[1]
+            sheet[top : top + len(image), left : left + image.shape[1]] = image
+        top += len(row[0])
     return Image.fromarray(sheet)
 
 

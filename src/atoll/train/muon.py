@@ -167,6 +167,8 @@ class Muon(torch.optim.Optimizer):
         self._stacks, self._dtype = stacks_of(network), dtype
         momenta = {weight: view for stack in self._stacks for weight, view in stack.views()}
         super().__init__(list(momenta), {key: options[key] for key in ("lr", "weight_decay")})
+        # One optimizer for the loop: AdamW keeps its moments in the common state, from which checkpoints are written,
+        # and its group is among the groups whose learning rate the loop sets.
         rest = [weight for weight in network.parameters() if weight not in momenta]
         self._adamw = torch.optim.AdamW(rest, **options)
         self._adamw.state = self.state

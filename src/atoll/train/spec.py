@@ -22,7 +22,7 @@ from atoll.core.config_sections import NetworkChoice, Objective, Train
 from atoll.core.device import compute_dtype, device, dtype_name
 from atoll.core.differences import differences
 from atoll.core.errors import AtollError
-from atoll.core.manifests import EXPERT, SHARDS, ObjectiveSpec, ShardsContent, StartSpec, training_costs
+from atoll.core.manifests import EXPERT, ObjectiveSpec, StartSpec, training_costs
 from atoll.core.networks import (
     CLASS_NAME,
     DEFAULT_NAME,
@@ -38,7 +38,7 @@ from atoll.flow import objective
 from atoll.nets import build
 from atoll.train.align import AlignmentSpec
 from atoll.train.cost import image_cost
-from atoll.train.data_shapes import DataShapes
+from atoll.train.data_shapes import DataShapes, PreparedData
 
 _NO_EFFECT = {
     *("total_images", "save_every", "keep_last", "log_every", "validate_every", "sample_every", "sample_count"),
@@ -49,17 +49,6 @@ _NO_EFFECT = {
 `init_from` is recorded separately, as the path for this job."""
 BASE_ELEMENTS = 4096
 """Elements of a latent for which `time_shift: auto` is 1: those of Stable Diffusion for 256 pixels, 4 · 32 · 32."""
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """The data of a job, from the manifests of its shards."""
-
-    content: ShardsContent
-    images: int
-    """Number of training images."""
-    digests: tuple[str, ...]
-    """Digests of the shards' manifests."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +112,8 @@ def resolve_job(
         raise AtollError("this run has no shared start; set shared_start.flops_share, such as 0.25")
     init_from = None if kind == "router" else config.init_from(expert)
 
-    data = _read_data(run, clusters)
-    shapes = DataShapes.expected(config) if data is None else DataShapes.of(data.content)
+    data = PreparedData.read(run, clusters)
+    shapes = DataShapes.expected(config) if data is None else DataShapes.of(data.content, data.by_size)
     conditioning = _conditioning(config, kind, shapes, takes_pooled=_takes_pooled(choice))
     needed = _needed_fields(config, kind, shapes, conditioning=conditioning)
     if kind == "router":
@@ -145,7 +134,7 @@ def resolve_job(
             "train.optimizer: adamw"
         )
     # The burn-in of experts with a shared start is in the start.
-    align = None if from_start else _alignment(config, settings, data, network=network, side=shapes.latents[-1])
+    align = None if from_start else _alignment(config, settings, data, network=network, side=shapes.side)
     images = settings.total_images
     if match_flops is not None:
         flops: float = image_cost(network, shapes).training_flops(settings)
@@ -238,17 +227,6 @@ def expert_flops(run: Path) -> int:
     return sum(one.flops for one in spent)
 
 
-def _read_data(run: Path, clusters: tuple[int, ...]) -> PreparedData | None:
-    """Read the manifests of the shards; return None if the data is not prepared."""
-    artifacts = [Artifact(run, layout.shards(cluster)) for cluster in clusters]
-    if artifacts[0].manifest() is None:
-        return None
-    manifests = [artifact.open(SHARDS) for artifact in artifacts]
-    contents = [SHARDS.parse(made, own.folder) for own, made in zip(artifacts, manifests, strict=True)]
-    images = sum(content.rows["train"] for content in contents)
-    return PreparedData(contents[0], images, tuple(manifest.digest for manifest in manifests))
-
-
 def job_settings(config: Config, kind: layout.JobKind) -> Train:
     """Return the `train` section, overridden by the section of the job, with the precision of this machine for auto."""
     sections = {"router": config.router, "monolith": config.monolith, "student": config.student}
@@ -294,7 +272,7 @@ def _alignment(
     if data is not None and patches is None:
         raise AtollError(
             "train.align needs patch features, but the shards have none; with features.patch_dimensions: 64, delete "
-            "data/shards and run atoll prepare"
+            f"{layout.SHARDS} and run atoll prepare"
         )
     return AlignmentSpec.of(settings.align, network, patches, side=side, dimensions=config.features.patch_dimensions)
 
@@ -309,7 +287,7 @@ NeededFields = dict[str, int]
 def _needed_fields(
     config: Config, kind: layout.JobKind, shapes: DataShapes, *, conditioning: frozenset[str]
 ) -> NeededFields:
-    needed: NeededFields = {"channels": shapes.latents[0], "size": shapes.latents[-1]}
+    needed: NeededFields = {"channels": shapes.latents[0], "size": shapes.side}
     if "label" in conditioning:
         needed["num_classes"] = len(shapes.labels)
     if kind == "router":

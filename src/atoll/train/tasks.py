@@ -104,16 +104,21 @@ class Task(ABC):
         return TrainingInputs(batch.index, position, noised, condition, batch.cluster, batch.patches)
 
     def stream(
-        self, batch_size: int, start: int, *, rank: int, world_size: int, workers: int, pin: bool
+        self, batch_size: int, start: int, *, parts: int = 1, rank: int, world_size: int, workers: int, pin: bool
     ) -> Iterator[TrainingInputs]:
-        """Yield the inputs of this rank from position `start` on, made by `workers` threads ahead of the consumer."""
+        """Yield the inputs of this rank from position `start` on, made by `workers` threads ahead of the consumer.
+
+        A batch of `batch_size` images is divided into `parts` micro-batches.
+        """
 
         def make(positions: "np.ndarray[Any, Any]") -> TrainingInputs:
             first = int(positions[0])
-            inputs = self.inputs(self.shards.draw(positions, self.seed, patches=self.aligned(first)), first)
+            patches = self.aligned(first)
+            batch = self.shards.draw(positions, self.seed, batch_size=batch_size, patches=patches)
+            inputs = self.inputs(batch, first)
             return inputs.pin() if pin else inputs
 
-        positions = self.shards.positions(batch_size, start, rank=rank, world_size=world_size)
+        positions = self.shards.positions(batch_size // parts, start, rank=rank, world_size=world_size)
         return prefetch(positions, make, workers)
 
     def expert(self) -> OpenExpert | None:
@@ -184,7 +189,7 @@ class ExpertTask(Task):
             return Losses(self._loss(output, noised), noised.t, {})
         spec, projector = self.alignment
         output, tokens = forward(noised.input, noised.timestep, inputs.condition, tap=spec.block)
-        alignment = projector(tokens, inputs.patches)
+        alignment = projector(tokens, inputs.patches, spec.token_grid(*noised.input.shape[2:]))
         return Losses(self._loss(output, noised), noised.t, {"alignment": alignment}, spec.weight * alignment)
 
     def _loss(self, output: Tensor, noised: flow.Noised) -> Tensor:

@@ -10,11 +10,11 @@ nevertheless, and its `read` raises `BadImage` with the reason. So unusable imag
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, NamedTuple, NoReturn, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +39,8 @@ class SourceImage:
     id: str
     """A key that does not change when the data is moved or listed again: a relative path without suffix, a tar's key,
     an id column, or a hash of the content. It is never a position, and it is unique within the source."""
-    caption: str | None
+    captions: tuple[str, ...]
+    """Its captions, all different; empty if it has none."""
     label: str | None
     """Class name."""
     attributes: Mapping[str, str]
@@ -47,6 +48,13 @@ class SourceImage:
     split: Split
     read: Callable[[], bytes]
     """Return the encoded bytes of the image (PNG, JPEG, …). Raise `BadImage` if that is impossible."""
+    weights: tuple[float, ...] | None = None
+    """Relative frequency of each caption in training; None if all are equal."""
+
+    @property
+    def caption(self) -> str | None:
+        """The first caption, which validation uses."""
+        return self.captions[0] if self.captions else None
 
     def __post_init__(self) -> None:
         """Escape invalid Unicode in file names and column values, because everything that is stored must be UTF-8."""
@@ -76,8 +84,8 @@ class Options:
     """Kind of the source; None detects it."""
     image: str | None = None
     """Column of the images (parquet and datasets)."""
-    caption: str | None = None
-    """Column or JSON key of the captions."""
+    caption: str | Sequence[str] | Mapping[str, float] | None = None
+    """Column or JSON key of the captions, several of them, or several with weights."""
     label: str | None = None
     """Column or JSON key of the class labels."""
     id: str | None = None
@@ -86,11 +94,21 @@ class Options:
     """Split of a Hugging Face dataset."""
     val_fraction: float = 0.05
     """Fraction of the captions (of the ids, for images without captions) that is held out from training."""
+    caption_lines: bool = False
+    """Whether every line of a .txt file is a caption of its own."""
+
+    @property
+    def caption_weights(self) -> dict[str, float]:
+        """The given columns or JSON keys of the captions, with their weights; empty if none is given."""
+        if isinstance(self.caption, Mapping):
+            return dict(self.caption)
+        names = [self.caption] if isinstance(self.caption, str) else self.caption or ()
+        return dict.fromkeys(names, 1.0)
 
 
 def unreadable_image(id: str, reason: str) -> SourceImage:
     """Return an image that is listed but whose `read` raises `BadImage` with this reason."""
-    return SourceImage(id, None, None, {}, "train", partial(_raise_bad_image, reason))
+    return SourceImage(id, (), None, {}, "train", partial(_raise_bad_image, reason))
 
 
 # A module-level function instead of a lambda, because images must be picklable.
@@ -121,15 +139,28 @@ def digest(*parts: str | bytes) -> str:
     return state.hexdigest()[:32]
 
 
-def describe(source: Source, examples: int = 5, console: Console | None = None) -> int:
-    """Print the kind, the number of images and some examples from the whole source. Return the number of images."""
+class Counts(NamedTuple):
+    """What a listing of a source counts, readable or not."""
+
+    images: int
+    train: int
+    """Images of the training split."""
+    labels: int
+    """Class names."""
+
+
+def describe(source: Source, examples: int = 5, console: Console | None = None) -> Counts:
+    """Print the kind, the number of images and some examples from the whole source. Return what was counted."""
     count = held_out = 0
+    labels: set[str] = set()
 
     def counted() -> Iterator[SourceImage]:
         nonlocal count, held_out
         for image in source.images():
             count += 1
             held_out += image.split == "held-out"
+            if image.label is not None:
+                labels.add(image.label)
             yield image
 
     # The smallest hashes are a random choice that is the same every time, in one pass and constant memory.
@@ -142,7 +173,8 @@ def describe(source: Source, examples: int = 5, console: Console | None = None) 
     table.add_column("label", no_wrap=True, max_width=_LABEL_WIDTH)
     table.add_column("split", no_wrap=True)
     for image in sorted(picked, key=lambda image: image.id):
-        cells = (image.id, image.caption or "-", image.label or "-", image.split)
+        others = f" (+{len(image.captions) - 1})" if len(image.captions) > 1 else ""
+        cells = (image.id, (image.caption or "-") + others, image.label or "-", image.split)
         table.add_row(*(Text(" ".join(cell.split()), no_wrap=True, overflow="ellipsis") for cell in cells))
     console = console or Console()
     console.print(f"{source.kind}: {count:,} images, {held_out:,} of them held out", markup=False)
@@ -150,4 +182,4 @@ def describe(source: Source, examples: int = 5, console: Console | None = None) 
     # Values of attributes are long (attributions, licenses) and often equal in all images, so only their names follow.
     if attributes := list(dict.fromkeys(name for image in picked for name in image.attributes)):
         console.print(f"attributes: {', '.join(attributes)}", markup=False)
-    return count
+    return Counts(count, count - held_out, len(labels))

@@ -106,7 +106,7 @@ class EmojiSource:
         }
         return SourceImage(
             id=f"{style}/{emoji.code}",
-            caption=emoji.caption,
+            captions=(emoji.caption,),
             label=emoji.category,
             attributes=attributes,
             split=split_of(emoji.concept, self.options.val_fraction),

@@ -14,7 +14,7 @@ from atoll.core.errors import AtollError
 from atoll.data.bounded import MAX_CAPTION_BYTES, MAX_TABLE_BYTES, check_size, link_outside, read_below
 from atoll.data.images import SUFFIXES, BadImage
 from atoll.data.sources.base import Options, SourceImage, digest, unreadable_image
-from atoll.data.sources.fields import CAPTIONS, Row, as_text, key_of, make_image
+from atoll.data.sources.fields import CAPTIONS, Row, as_text, key_of, make_image, text_file_captions
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 
@@ -52,6 +52,7 @@ class FolderSource:
         """Return how captions and labels are given, and a hash of all names, sizes and metadata."""
         captions = classes = metadata = False
         parts = [repr((self.options.caption, self.options.label, self.options.val_fraction))]
+        parts += ["lines"] if self.options.caption_lines else []
         for folder, files in folders(self.root):
             names = {file.name for file in files}
             for file in files:
@@ -110,12 +111,14 @@ class FolderSource:
 
     def _image(self, id: str, entry: _Entry) -> SourceImage:
         row = dict(entry.row)
-        column = next((name for name in (self.options.caption, *CAPTIONS) if name is not None and name in row), "text")
+        columns = [name for name in (*self.options.caption_weights, *CAPTIONS) if name in row] or ["text"]
+        # Without names of columns, the captions are in the first of the usual ones.
+        given = columns if self.options.caption is not None else columns[:1]
         try:
-            if entry.caption_file is not None and as_text(row.get(column)) is None:
+            if entry.caption_file is not None and all(as_text(row.get(column)) is None for column in given):
                 name = f"its caption {entry.caption_file.name}"
                 caption = read_below(str(self.root), str(entry.caption_file), limit=MAX_CAPTION_BYTES, what=name)
-                row[column] = as_text(caption)
+                row[columns[0]] = text_file_captions(caption, self.options)
         except BadImage as bad:
             return unreadable_image(id, bad.reason)
         holder = entry.file.parent.name if entry.file.parent != self.root else None

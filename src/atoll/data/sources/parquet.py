@@ -54,7 +54,7 @@ class Columns:
             raise AtollError(
                 f"{where}: no column of images (bytes, or a struct with bytes); columns: {', '.join(names)}"
             )
-        given = (options.caption, options.label)
+        given = (*options.caption_weights, options.label)
         for wanted in given:
             pick_column(names, wanted, (), where=where)
         id = pick_column(names, options.id, [name for name in IDS if name not in given], where=where)
@@ -102,7 +102,7 @@ def table_image(values: Row, columns: Columns, ids: Ids, *, read: Callable[[], b
     row = columns.row(values)
     name = values[columns.id] if columns.id is not None else values[columns.image]
     key = key_of(str(name)) if name not in (None, "") else _row_hash(row, read)
-    return make_image(ids.unique(key, digest(repr(row))[:8]), row, read, options=options)
+    return make_image(ids.unique(key, lambda: digest(repr(row))[:8]), row, read, options=options)
 
 
 def table_rows(table: pa.Table, columns: Columns) -> Iterator[Row]:
@@ -191,7 +191,7 @@ class ParquetSource:
                 except (BadImage, pa.ArrowException) as error:
                     bad = error if isinstance(error, BadImage) else BadImage(f"it is damaged: {first_line(error)}")
                     shown = f"{file.relative_to(self.root).as_posix()}:{group}"
-                    yield unreadable_image(ids.unique(shown, "parquet"), bad.reason)
+                    yield unreadable_image(ids.unique(shown, lambda: "parquet"), bad.reason)
 
     def _light_columns(self, schema: pa.Schema) -> list[str]:
         """Return all columns except the images' bytes, with the images' paths only if they are the ids."""
@@ -202,11 +202,17 @@ class ParquetSource:
 
 def _open(file: Path) -> pq.ParquetFile:
     try:
-        table = pq.ParquetFile(file, memory_map=True)
+        # The footer lists all row groups. Parsing it for each of n groups would take O(n²).
+        table = pq.ParquetFile(file, memory_map=True, metadata=_metadata(file, file.stat().st_mtime_ns))
         table.schema_arrow.to_string(show_schema_metadata=False)  # fails here, and not later, if a name is not UTF-8
         return table
     except _DAMAGE as error:
         raise AtollError(f"{file}: not a parquet file, or damaged: {first_line(error)}") from error
+
+
+@lru_cache(maxsize=4)  # as many as there are cached row groups
+def _metadata(file: Path, mtime_ns: int) -> pq.FileMetaData:  # noqa: ARG001 - a new file is a new cache key
+    return pq.read_metadata(file, memory_map=True)
 
 
 def _batches(file: Path, table: pq.ParquetFile, group: int, *, columns: list[str]) -> Iterator[pa.Table]:

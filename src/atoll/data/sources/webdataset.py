@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from atoll.data.bounded import MAX_CAPTION_BYTES, MAX_IMAGE_BYTES, MAX_JSON_BYTES, check_size
 from atoll.data.images import SUFFIXES, BadImage
 from atoll.data.sources.base import Options, SourceImage, unreadable_image
-from atoll.data.sources.fields import Ids, Row, as_text, fingerprint_of, make_image
+from atoll.data.sources.fields import Ids, Row, as_text, fingerprint_of, make_image, text_file_captions
 
 _SURPLUS = "a second image of the key {key!r}: keys end at the first dot; rename it without further dots"
 
@@ -71,26 +71,26 @@ class TarSource:
         for file in self.files:
             shard = file.relative_to(self.root).as_posix()
             damage: list[str] = []
-            mark = shard.removesuffix(".tar")
+            mark = partial(shard.removesuffix, ".tar")
             for group in _groups(file, damage):
                 yield self._image(file, ids.unique(group.key, mark), group)
                 for suffix in group.surplus:
                     yield unreadable_image(ids.unique(f"{group.key}.{suffix}", mark), _SURPLUS.format(key=group.key))
             for reason in damage:
-                yield unreadable_image(ids.unique(shard, "tar"), reason)
+                yield unreadable_image(ids.unique(shard, lambda: "tar"), reason)
 
     def _image(self, file: Path, id: str, group: _Group) -> SourceImage:
         if not group.images:
             return unreadable_image(id, f"no image among its members: {', '.join(group.members)}")
         try:
-            row = _row(file, group)
+            row = _row(file, group, self.options)
         except BadImage as bad:
             return unreadable_image(id, bad.reason)
         image = partial(_read, str(file), group.members[group.images[0]], limit=MAX_IMAGE_BYTES)
         return make_image(id, row, image, options=self.options)
 
 
-def _row(file: Path, group: _Group) -> Row:
+def _row(file: Path, group: _Group, options: Options) -> Row:
     """Return the metadata in KEY.json, KEY.txt and KEY.cls; text files have priority over JSON."""
     row: dict[str, object] = {}
     if "json" in group.members:
@@ -100,9 +100,11 @@ def _row(file: Path, group: _Group) -> Row:
             raise BadImage(f"its .json is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise BadImage(f"its .json is a {type(row).__name__}, not an object")
-    for suffix, name in (("txt", "caption"), ("cls", "label")):
-        if suffix in group.members:
-            row[name] = as_text(_read(str(file), group.members[suffix], limit=MAX_CAPTION_BYTES))
+    if "txt" in group.members:
+        text = _read(str(file), group.members["txt"], limit=MAX_CAPTION_BYTES)
+        row["caption"] = text_file_captions(text, options)
+    if "cls" in group.members:
+        row["label"] = as_text(_read(str(file), group.members["cls"], limit=MAX_CAPTION_BYTES))
     return row
 
 

@@ -2,6 +2,8 @@
 
 A divisible stage is computed in chunks (`data/chunks.py`), which several workers divide. The worker that finds all
 chunks present finishes the stage. The bytes of the artifact do not depend on which worker made which chunk.
+
+The stages that need pixels are computed together, in one pass over the source (`data/one_pass.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -9,13 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from torch import Tensor
+
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Content, Inputs, Kind
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
+from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks, Worker
 from atoll.data.sources.base import Source
 
-StageName = Literal["ingest", "features", "clusters", "latents", "text", "patches", "shards"]
+StageName = Literal["ingest", "features", "latents", "patches", "clusters", "text", "shards"]
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+"""Images (N, height, width, 3)."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,37 @@ class Job:
     run: Path
     config: Config
     source: Source
+    multiple: int = 1
+    """Sides of buckets are multiples of it, in pixels."""
+
+
+def previous(artifact: Artifact) -> Artifact:
+    """Return the same artifact of the data before the source grew (`data/growth.py`); it may not exist."""
+    return Artifact(artifact.run, artifact.name.replace(layout.DATA, layout.PREVIOUS, 1))
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A network of the pass: it turns decoded images into named tensors."""
+
+    encode: Callable[[Pixels, Size], dict[str, Tensor]]
+    """From images (N, height, width, 3) and the size of their bucket to tensors (N, …), still on the device."""
+    batch_size: int
+    input_size: Callable[[Size], Size]
+    """Size of its images, by the size of their bucket."""
+    by_size: bool
+    """Whether its images or its tensors depend on the size of the bucket; then a batch has one size."""
+    summarize: Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]] | None = None
+    """From the tensors of a chunk by name, and which of their rows are training images, to tensors of the chunk."""
+
+    def view(self, size: Size) -> tuple[Size, Size]:
+        """Return the size of its images, and one with the ratio of the part that they show, by their bucket.
+
+        Both are the same unless a network cannot take the ratio of the bucket exactly: then its images are stretched.
+        """
+        target = self.input_size(size)
+        exact = not self.by_size or target.width * size.height == target.height * size.width
+        return target, target if exact else size
 
 
 def _no_reason(_: object) -> None:
@@ -48,11 +88,16 @@ class Stage:
     made_from: Callable[[Job], Inputs]
     """The common inputs of all artifacts; the stages before must be done."""
     run: Callable[[Job, Artifact, Worker], Content | None]
-    """Make this worker's part of an artifact. Return the content to commit, or None while chunks are missing."""
+    """Make this worker's part of an artifact. Return the content to commit, or None while chunks are missing.
+
+    A stage of the pass makes nothing here: its chunks come from the pass.
+    """
     uses: Callable[[Config], str]
     """The main setting, for `--dry-run`."""
     chunks: Callable[[Job], Chunks | None] | None = None
     """The chunks of a divisible stage; None as long as their number is unknown."""
+    encoder: Callable[[Job], Encoder] | None = None
+    """Open the network that makes its chunks in the pass; None if it is not a part of the pass."""
     needs_gpu: bool = False
     """Whether a GPU makes it much faster, so that `atoll launch` should give it one."""
     unneeded: Callable[[Job], str | None] = _no_reason
@@ -66,6 +111,11 @@ class Stage:
     def divisible(self) -> bool:
         """Whether several workers can divide it."""
         return self.chunks is not None
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether it needs pixels, so that the pass over the source makes its chunks."""
+        return self.encoder is not None or self.name == "ingest"
 
     def artifacts(self, job: Job) -> list[Artifact]:
         """Return the artifacts that it makes."""
@@ -92,14 +142,39 @@ class Stage:
             if artifact.orphaned():
                 raise AtollError(f"{artifact.folder} has files without a plan or manifest; delete the folder")
             found.append(artifact.check(self.kind, inputs))
+            if found[-1] and self.encoder:
+                self._check_index(artifact)
         return all(found)
+
+    def _check_index(self, artifact: Artifact) -> None:
+        """Raise `AtollError` if an artifact of the pass belongs to another index.
+
+        Its plan cannot have the digest of the index, which the same pass makes. So its content has it. It differs if
+        somebody deleted the index, and images that were unreadable then are readable now.
+        """
+        index = Artifact(artifact.run, layout.INGEST).manifest()
+        recorded = artifact.read(self.kind).ingest
+        if index and recorded and recorded != index.digest:
+            raise AtollError(f"{artifact.folder} is stale: data/ingest has changed since. Delete {artifact.folder}")
+
+    def begin(self, job: Job) -> None:
+        """Write the plan of its artifacts, before the pass makes their chunks."""
+        for artifact, inputs in self._resolve(job):
+            artifact.begin(self.kind, inputs)
 
     def make(self, job: Job, worker: Worker) -> bool:
         """Run the stage, or this worker's part of it. Return whether the stage is finished now."""
         for artifact, inputs in self._resolve(job):
             if artifact.begin(self.kind, inputs):
                 continue
-            content = self.run(job, artifact, worker)
+            try:
+                content = self.run(job, artifact, worker)
+            except FileNotFoundError:
+                # Two workers may end the pass at the same moment, and both do the rest. The first one to commit
+                # removes the scratch files that the other one still reads.
+                if artifact.manifest() is None:
+                    raise
+                continue
             if content is not None:
                 artifact.commit(content)
             elif artifact.manifest() is None:
@@ -114,7 +189,8 @@ class Stage:
             return f"not needed: {reason}"
         if self.is_done(job):
             return "done"
-        chunks = self.chunks(job) if self.chunks and all(stage.is_done(job) for stage in self.inputs) else None
+        ready = self.in_pass or all(stage.is_done(job) for stage in self.inputs)
+        chunks = self.chunks(job) if self.chunks and ready else None
         if chunks is None or not chunks.artifact.folder.is_dir():
             return "to do"
         return f"{chunks.count - len(chunks.missing())} of {chunks.count} chunks"

@@ -30,8 +30,8 @@ from atoll.data.contact_sheet import contact_sheets
 from atoll.data.kmeans import Floats, Integers, Part, fine_count, fit_fine, merge, nearest_center, separation
 from atoll.data.shuffle import shuffled
 from atoll.data.stages import features
-from atoll.data.stages.base import Job, Stage
-from atoll.data.stages.ingest import Index
+from atoll.data.stages.base import Job, Stage, previous
+from atoll.data.stages.ingest import IMAGES, Index
 
 NAME = layout.CLUSTERS
 ASSIGNMENTS, CENTROIDS, REPORT = "assignments.parquet", "centroids.safetensors", "report.json"
@@ -45,7 +45,8 @@ _FINE_SCHEMA = pa.schema([("fine", pa.int32()), ("distance", pa.float32())])
 
 def _made_from(job: Job) -> Inputs:
     config, index = job.config.clusters, Index.open(job.run)
-    used = Artifact(job.run, features.NAME).open(FEATURES).digest if features.needed(config, index) else None
+    needed = features.needed(config, len(index.labels))
+    used = Artifact(job.run, features.NAME).open(FEATURES).digest if needed else None
     return {"ingest": index.manifest.digest, "features": used, "clusters": config.model_dump()}
 
 
@@ -103,18 +104,46 @@ class Partition:
     settings: Clusters
     features: Chunks
 
+    @property
+    def _needs_features(self) -> bool:
+        return features.needed(self.settings, len(self.index.labels))
+
     def assign(self) -> None:
         """Write the table of assignments and, if the partition uses features, the centers."""
-        if features.needed(self.settings, self.index):
-            self.fit()
+        kept = self._kept_rule()
+        if self._needs_features:
+            self.fit(kept)
             self.assign_fine()
-            self.write_assignments(self.rows_by_table(self.merge_fine()))
+            self.write_assignments(self.rows_by_table(self.merge_fine() if kept is None else self._keep(kept)))
         else:
             self.write_assignments(self.rows_without_features())
 
-    def fit(self) -> None:
-        """Fit the fine centers to a random subset of the training features that fits into memory."""
+    def _kept_rule(self) -> dict[str, Tensor] | None:
+        """Return the rule from before the source grew: fine centers, clusters, and the table between them; or None."""
+        before, network = previous(self.artifact), previous(self.features.artifact).manifest()
+        made = before.manifest()
+        if made is None or self.settings.count == 1:
+            return None
+        same = made.made_from["clusters"] == self.settings.model_dump()
+        if same and network is not None and self.settings.method == "features":
+            now = self.features.artifact.open(FEATURES).made_from
+            if all(network.made_from[name] == now[name] for name in ("model", "resolution", "weights")):
+                print("clusters: kept; new images go to the nearest center", flush=True)
+                return load_file(before.path(CENTROIDS))
+        print("clusters: made again, because their settings changed or clusters.method is not features", flush=True)
+        return None
+
+    def _keep(self, rule: dict[str, Tensor]) -> Integers:
+        """Write the kept centers, and return the table from fine clusters to clusters."""
+        self.artifact.write_tensors(CENTROIDS, rule)
+        return rule["coarse_of_fine"].numpy()
+
+    def fit(self, kept: dict[str, Tensor] | None) -> None:
+        """Fit the fine centers to a random subset of the training features that fits into memory, or keep them."""
         if self.settings.method == "labels" or self.artifact.path(_CENTERS).is_file():
+            return
+        if kept is not None:
+            self.artifact.write_tensors(_CENTERS, {"fine": kept["fine"]})
             return
         rows = self._subset(self.settings.sample_rows)
         count = fine_count(len(rows), self.settings.count, self.settings.num_fine)
@@ -133,7 +162,7 @@ class Partition:
         return result
 
     def _dimensions(self) -> int:
-        return int(features.read_chunk(self.features, 0).shape[1])
+        return self.features.artifact.read(FEATURES).dimensions
 
     def draw(self, at_most: int) -> Iterator[tuple[int, Integers]]:
         """Yield (chunk, rows of it) of at most `at_most` random training images, evenly from all chunks."""
@@ -152,7 +181,7 @@ class Partition:
                 yield chunk, np.sort(generator.choice(train, quota, replace=False))
 
     def _is_train(self, chunk: int) -> Integers:
-        return np.array([split == "train" for split in self.index.read(chunk, ["split"])["split"]])
+        return self.index.arrays(chunk)["train"]
 
     def assign_fine(self) -> None:
         """Write the fine cluster of every image, and the feature sums and sizes of the fine clusters.
@@ -233,14 +262,14 @@ class Partition:
             raise AtollError(
                 f"clusters.method is labels, but there are {known} classes for {count} clusters; lower clusters.count"
             )
-        for chunk in range(self.features.count):
-            length = self.features.length(chunk)
+        start = 0
+        for chunk, length in enumerate(self.index.lengths):
             if by_label and count > 1:
                 coarse = self.label_numbers(chunk)
             else:
                 # Random clusters of equal size: a shuffle of all images, dealt out in turn.
-                start = chunk * self.index.chunk
                 rows = np.arange(start, start + length, dtype=np.uint64)
+                start += length
                 mixed = shuffled(rows, self.index.rows, self.settings.seed, epoch=0)
                 coarse = (mixed % np.uint64(count)).astype(np.int32)
             yield coarse, coarse, np.full(length, np.nan, dtype=np.float32)
@@ -249,7 +278,7 @@ class Partition:
         """Write the table of assignments, with one row group per chunk."""
         with self.artifact.writing(ASSIGNMENTS) as path, pq.ParquetWriter(path, _SCHEMA) as writer:
             for chunk, columns in enumerate(rows):
-                ids = self.index.read(chunk, ["id"])["id"]
+                ids = read_rows(self.index.artifact.path(IMAGES), chunk, ["id"])["id"]
                 writer.write_table(pa.table([ids, *columns], schema=_SCHEMA))
 
     def report(self) -> Report:
@@ -257,23 +286,26 @@ class Partition:
         sizes = {"train": np.zeros(self.settings.count, int), "held-out": np.zeros(self.settings.count, int)}
         fine = 0
         for chunk in range(self.features.count):
-            rows, train = read_assignments(self.artifact, chunk), self._is_train(chunk)
+            rows = read_assignments(self.artifact, chunk, ["fine", "coarse"])
+            train = self._is_train(chunk)
             sizes["train"] += np.bincount(rows["coarse"][train], minlength=self.settings.count)
             sizes["held-out"] += np.bincount(rows["coarse"][~train], minlength=self.settings.count)
-            fine = max(fine, int(rows["fine"].max()) + 1)
+            fine = max(fine, int(rows["fine"].max(initial=-1)) + 1)
         return Report(
             method=self.settings.method,
             sizes={split: tuple(counts.tolist()) for split, counts in sizes.items()},
             imbalance=float(sizes["train"].max() / sizes["train"].mean()),
             num_fine=fine,
             examples=self.examples(),
-            separation=self._separation() if features.needed(self.settings, self.index) else None,
+            separation=self._separation() if self._needs_features else None,
         )
 
     def _separation(self) -> dict[str, dict[str, float]]:
         features_of_rows = self._subset(_REPORT_ROWS)
         drawn = self.draw(_REPORT_ROWS)
-        groups = np.concatenate([read_assignments(self.artifact, chunk)["coarse"][rows] for chunk, rows in drawn])
+        groups = np.concatenate(
+            [read_assignments(self.artifact, chunk, ["coarse"])["coarse"][rows] for chunk, rows in drawn]
+        )
         # The random partition has the same sizes.
         mixed = np.random.Generator(np.random.PCG64(self.settings.seed)).permutation(groups)
         return {"clusters": separation(features_of_rows, groups), "random": separation(features_of_rows, mixed)}
@@ -282,7 +314,7 @@ class Partition:
         """Return the ids of some training images of every cluster, ordered by fine cluster."""
         found: list[list[tuple[int, str]]] = [[] for _ in range(self.settings.count)]
         for chunk, drawn in self.draw(_REPORT_ROWS):
-            table = read_assignments(self.artifact, chunk)
+            table = read_assignments(self.artifact, chunk, ["id", "fine", "coarse"])
             for row in drawn:
                 found[table["coarse"][row]].append((int(table["fine"][row]), table["id"][row]))
         generator = np.random.Generator(np.random.PCG64(self.settings.seed))
@@ -293,10 +325,12 @@ class Partition:
         return picked
 
 
-def read_assignments(artifact: Artifact, chunk: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Return id, fine cluster, cluster and distance of the images of one chunk."""
-    table = read_rows(artifact.path(ASSIGNMENTS), chunk)
-    return {name: table[name].to_numpy() for name in _SCHEMA.names}
+def read_assignments(
+    artifact: Artifact, chunk: int, columns: list[str] = _SCHEMA.names
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return id, fine cluster, cluster and distance of the images of one chunk, or some of these columns."""
+    table = read_rows(artifact.path(ASSIGNMENTS), chunk, columns)
+    return {name: table[name].to_numpy() for name in columns}
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Inputs
+from atoll.core.artifacts import Artifact
 from atoll.core.config_sections import Clusters
-from atoll.core.device import device
+from atoll.core.device import device, upload
 from atoll.core.errors import AtollError
 from atoll.core.manifests import FEATURES, FeaturesContent
+from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks, Worker
 from atoll.data.pretrained import deterministic_inference, fingerprint, load_pretrained, model_folder
 from atoll.data.stages import ingest
-from atoll.data.stages.base import Job, Stage
-from atoll.data.stages.ingest import Index, Pixels, image_batches
+from atoll.data.stages.base import Encoder, Job, Pixels, Stage
+from atoll.data.stages.ingest import Index
+from atoll.data.stages.listing import Listing
 from atoll.data.vision import efficientnet
 
 NAME = layout.FEATURES
+_STRIDE = 32
+"""Stride of the last feature map of usual convolutional networks."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,25 @@ class Extractor:
         self._mean = torch.tensor(preprocessing.mean, device=self.device).view(1, 3, 1, 1)
         self._scale = 1 / torch.tensor(preprocessing.std, device=self.device).view(1, 3, 1, 1)
 
+    @property
+    def multiple(self) -> int:
+        """What the sides of images that are not square are multiples of: the patch size, or the stride."""
+        config = getattr(getattr(self.network, "network", None), "config", None)
+        config = getattr(config, "vision_config", config)  # CLIP has a text model beside it
+        size = getattr(config, "patch_size", None)
+        return size if isinstance(size, int) else getattr(self.network, "stride", _STRIDE)
+
     def __call__(self, pixels: Pixels) -> Tensor:
         """Return unit vectors (N, D) on the CPU, of images (N, side, side, 3)."""
+        return self.unit(pixels).cpu()
+
+    def unit(self, pixels: Pixels) -> Tensor:
+        """Return unit vectors (N, D) on the device, of images (N, side, side, 3)."""
+        return nn.functional.normalize(self.raw(self._upload(pixels)), dim=1)
+
+    def _upload(self, pixels: Pixels) -> Tensor:
         # The permuted view has the channels-last memory format, which is the fastest for convolutions, without a copy.
-        x = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).float()
-        return nn.functional.normalize(self.raw(x), dim=1).cpu()
+        return upload(torch.from_numpy(pixels), self.device).permute(0, 3, 1, 2).float()
 
     def raw(self, x: Tensor) -> Tensor:
         """Return features (N, D) without normalization, of pixels (N, 3, side, side) from 0 to 255. Overwrite `x`."""
@@ -62,16 +82,16 @@ class Extractor:
             features: Tensor = self.network(x)
         return features.float()
 
-    def patches(self, pixels: Pixels, grid: int) -> Tensor:
-        """Return a grid of features (N, grid, grid, C) on the CPU, of images (N, side, side, 3)."""
-        x = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).float().sub_(self._mean).mul_(self._scale)
+    def patches(self, pixels: Pixels, grid: tuple[int, int]) -> Tensor:
+        """Return a grid of features (N, rows, columns, C) on the device, of images (N, height, width, 3)."""
+        x = self._upload(pixels).sub_(self._mean).mul_(self._scale)
         with deterministic_inference():
             found: Tensor = self.network.patches(x).float()  # type: ignore[operator]
-            found = nn.functional.interpolate(found, (grid, grid), mode="bilinear", antialias=True)
-        return found.permute(0, 2, 3, 1).cpu()
+            found = nn.functional.interpolate(found, grid, mode="bilinear", antialias=True)
+        return found.permute(0, 2, 3, 1)
 
-    def symmetric_patches(self, pixels: Pixels, grid: int) -> Tensor:
-        """Return a grid of features (N, grid, grid, C) that is mirrored if the image is mirrored.
+    def symmetric_patches(self, pixels: Pixels, grid: tuple[int, int]) -> Tensor:
+        """Return a grid of features (N, rows, columns, C) that is mirrored if the image is mirrored.
 
         It is the mean of the features of the image and the mirrored features of its mirror image.
         """
@@ -117,8 +137,14 @@ class _Pooled(nn.Module):
             return states
         # Class and register tokens come first. Some models merge patches, so that fewer are left than their size gives.
         side, size = math.isqrt(states.shape[1]), getattr(vision.config, "patch_size", None)
-        side = min(side, x.shape[-1] // size) if isinstance(size, int) else side
-        return states[:, -(side**2) :].transpose(1, 2).reshape(len(states), -1, side, side)
+        rows = columns = side
+        if isinstance(size, int):
+            rows, columns = x.shape[-2] // size, x.shape[-1] // size
+            if rows * columns > states.shape[1]:
+                if rows != columns:
+                    raise ValueError("a network that merges patches takes only square images")
+                rows = columns = side
+        return states[:, -(rows * columns) :].transpose(1, 2).reshape(len(states), -1, rows, columns)
 
 
 def _preprocessing(folder: Path, config: Any, resolution: int | None) -> Preprocessing:
@@ -147,39 +173,47 @@ def _three(values: list[float], scale: float) -> tuple[float, float, float]:
     return red * scale, green * scale, blue * scale
 
 
-def needed(config: Clusters, index: Index | None) -> bool:
-    """Return whether the partition uses features. Without the index, the number of classes is unknown: return True."""
+def needed(config: Clusters, classes: int | None) -> bool:
+    """Return whether the partition uses features. If the number of classes is unknown (None), return True."""
     if config.count == 1 or config.method == "random":
         return False
-    return config.method == "features" or index is None or len(index.labels) > config.count
+    return config.method == "features" or classes is None or classes > config.count
 
 
 def _unneeded(job: Job) -> str | None:
-    return None if needed(job.config.clusters, Index.find(job.run)) else "the clusters need no features"
+    # Before the index is done, the classes are those of all listed images, readable or not.
+    index, listing = Index.find(job.run), Listing.find(job.run)
+    classes = len(index.labels) if index else listing.labels if listing else None
+    return None if needed(job.config.clusters, classes) else "the clusters need no features"
 
 
-def made_from(job: Job) -> Inputs:
+def network_inputs(job: Job) -> dict[str, object]:
     """Return the images and the network that features are made from."""
     settings = job.config.features
     weights = efficientnet.weights_file() if settings.model == "efficientnet-lite0" else model_folder(settings.model)
     chosen = settings.model_dump(include={"model", "resolution", "batch_size"})
-    return {"ingest": Index.open(job.run).manifest.digest, **chosen, "weights": fingerprint(weights)}
+    return {"ingest": ingest.identity(job), **chosen, "weights": fingerprint(weights)}
 
 
-def _run(job: Job, artifact: Artifact, worker: Worker) -> FeaturesContent | None:
-    index, config = Index.open(job.run), job.config.features
+def _encoder(job: Job) -> Encoder:
+    config = job.config.features
+    extractor = open_extractor(config.model, config.resolution)
+    return Encoder(
+        encode=lambda pixels, _: {"features": extractor.unit(pixels).half()},
+        batch_size=config.batch_size,
+        input_size=lambda _: Size.square(extractor.side),
+        by_size=False,
+    )
+
+
+def _run(job: Job, artifact: Artifact, _: Worker) -> FeaturesContent | None:
+    index = Index.open(job.run)
     chunks = index.chunks(artifact)
-    if missing := chunks.missing(worker):
-        extractor = open_extractor(config.model, config.resolution)
-        workers = job.config.data.workers
-        images = image_batches(
-            index, job.source, missing, resolution=extractor.side, batch_size=config.batch_size, workers=workers
-        )
-        encoded = ((chunk, len(pixels), {"features": extractor(pixels).half()}) for chunk, pixels in images)
-        chunks.fill("features", missing, encoded)
     if chunks.missing():
         return None
-    return FeaturesContent(rows=index.rows, dimensions=read_chunk(chunks, 0).shape[1])
+    with safe_open(artifact.path(chunks.first_file()), "pt") as first:
+        dimensions = first.get_slice("features").get_shape()[1]
+    return FeaturesContent(rows=index.rows, dimensions=dimensions, ingest=index.manifest.digest)
 
 
 STAGE = Stage(
@@ -187,10 +221,11 @@ STAGE = Stage(
     kind=FEATURES,
     inputs=(ingest.STAGE,),
     outputs=lambda _: {NAME: {}},
-    made_from=made_from,
+    made_from=network_inputs,
     run=_run,
     uses=lambda config: config.features.model,
-    chunks=lambda job: Index.open(job.run).chunks(Artifact(job.run, NAME)),
+    chunks=lambda job: ingest.pass_chunks(job, Artifact(job.run, NAME)),
+    encoder=_encoder,
     needs_gpu=True,
     unneeded=_unneeded,
 )
@@ -198,6 +233,6 @@ STAGE = Stage(
 
 def read_chunk(chunks: Chunks, chunk: int) -> Tensor:
     """Return the features (rows, D) of one chunk, as stored (float16)."""
-    from safetensors.torch import load_file
-
+    if not chunks.length(chunk):
+        return torch.empty(0, chunks.artifact.read(FEATURES).dimensions, dtype=torch.float16)
     return load_file(chunks.artifact.path(chunks.file(chunk)))["features"]

@@ -1,153 +1,183 @@
-"""The first stage: decode every image of the source once, and list the readable and the rejected ones.
+"""The index: every image of the source is decoded once, and is listed as readable or rejected.
 
-`images.parquet` is the index for all later stages: id, caption, label, split and attributes of every readable image, in
-the order of the source, with one row group per chunk. `rejected.parquet` has id and reason of every rejected image.
+`images.parquet` is the index for all later stages: id, captions, label, split, attributes and size of every readable
+image, in the order of the source, with one row group per chunk. `rejected.parquet` has id and reason of every rejected
+image. `listing.json` has what is decided before the first image is decoded: the number of images, and their sizes.
+`chunks.json` has a hash of the images of every chunk, by which a grown source reuses unchanged ones.
+
+The pass over the source (`data/one_pass.py`) writes one table per chunk, a part. The part is written after the tensors
+of the same chunk, so a chunk with a part is complete. Here the parts are joined.
 """
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs, Manifest, to_json
 from atoll.core.config_sections import Data
 from atoll.core.errors import AtollError
-from atoll.core.manifests import INGEST, IngestContent
-from atoll.core.progress import progress
-from atoll.data.chunks import Chunks, Worker, prefetch, read_rows
-from atoll.data.sources.base import BadImage, Options, Source, SourceImage, decode, describe
+from atoll.core.manifests import INGEST, BucketContent, IngestContent
+from atoll.core.sizes import Size, cropped_share
+from atoll.data.chunks import Chunks, Worker, read_rows, row_counts
+from atoll.data.sources.base import BadImage, Options, Source, SourceImage, digest
 from atoll.data.sources.open import open_source
+from atoll.data.stages import base
 from atoll.data.stages.base import Job, Stage
+from atoll.data.stages.listing import Listing
 
 NAME = layout.INGEST
-IMAGES, REJECTED = "images.parquet", "rejected.parquet"
-_PARTS, _TOTAL = ".parts/{:06d}.parquet", ".total.json"
-"""Scratch files: one table per chunk of the source, and the number of images, which takes a listing of the source."""
-
-Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+IMAGES, REJECTED, CHUNKS = "images.parquet", "rejected.parquet", "chunks.json"
+_PARTS = ".parts/{:06d}.parquet"
+"""Scratch files: one table per chunk of the source."""
+Pixels = base.Pixels
 
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
-        ("caption", pa.string()),
+        ("captions", pa.list_(pa.string())),
+        ("weights", pa.list_(pa.float32())),
         ("label", pa.string()),
         ("split", pa.string()),
         ("attributes", pa.string()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("cropped", pa.float32()),
     ]
 )
 _REJECTED = pa.schema([("id", pa.string()), ("reason", pa.string())])
-_PART = pa.schema([*SCHEMA, ("reason", pa.string())])
+_PART = pa.schema([*SCHEMA, ("reason", pa.string()), ("digest", pa.string())])
 
 
 def open_configured(data: Data) -> Source:
     """Open the source that a run's configuration names."""
-    options = Options(data.kind, data.image, data.caption, data.label, data.id, data.split, data.val_fraction)
+    columns = data.model_dump(include={"kind", "image", "caption", "label", "id", "split", "val_fraction"})
+    options = Options(**columns, caption_lines=data.caption_lines)
     return open_source(data.source, options)
 
 
-def _made_from(job: Job) -> Inputs:
+def made_from(job: Job) -> Inputs:
+    """Return the source and the settings that the index is made from."""
     reading = {"kind", "image", "caption", "label", "id", "split", "val_fraction", "resolution", "chunk"}
-    settings = job.config.data.model_dump(include=reading)
-    return {"source": job.source.kind, **settings, "fingerprint": job.source.fingerprint}
+    data = job.config.data
+    settings = data.model_dump(include=reading)
+    # Omitted without buckets, so that an index from before the setting existed is not stale.
+    buckets = {**data.model_dump(include={"buckets", "max_upscale"}), "multiple": job.multiple}
+    return {
+        "source": job.source.kind,
+        **settings,
+        **(buckets if data.buckets != "off" else {}),
+        "fingerprint": job.source.fingerprint,
+    }
 
 
-def _chunks(job: Job) -> Chunks | None:
+def identity(job: Job) -> str:
+    """Return a hash of the inputs of the index. It is an input of everything else that the pass makes."""
+    return hashlib.sha256(to_json(made_from(job))).hexdigest()
+
+
+def source_chunks(job: Job) -> Chunks | None:
     """Return the chunks of the source, with readable and rejected images; None if the images are not counted yet."""
-    artifact = Artifact(job.run, NAME)
+    listing = Listing.find(job.run)
+    return Chunks(Artifact(job.run, NAME), listing.images, job.config.data.chunk, _PARTS) if listing else None
+
+
+def pass_chunks(job: Job, artifact: Artifact) -> Chunks | None:
+    """Return the chunks of another artifact of the pass; until the index is done, as if all images were readable."""
+    if index := Index.find(job.run):
+        return index.chunks(artifact)
+    found = source_chunks(job)
+    return Chunks(artifact, found.rows, found.size) if found else None
+
+
+def image_digest(image: SourceImage, data: bytes | None = None) -> str:
+    """Return a hash of an image and its metadata; `data` are its bytes, if they are read already."""
     try:
-        total = artifact.read_json(_TOTAL)
-    except FileNotFoundError:
+        data = image.read() if data is None else data
+    except BadImage as bad:
+        # An unreadable image has a digest as well, so that a chunk with one can be taken over.
+        data = bad.reason.encode()
+    metadata = repr((image.captions, image.weights, image.label, sorted(image.attributes.items()), image.split))
+    return digest(image.id, metadata, data)
+
+
+def chunk_key(digests: Sequence[str]) -> str:
+    """Return a hash of all images of a chunk, from their digests."""
+    return digest(*digests)
+
+
+def row_of(
+    image: SourceImage, *, size: Size | None, original: tuple[int, int], reason: str | None, digest: str
+) -> dict[str, Any]:
+    """Return the row of an image in its part: with its size, or with the reason if it cannot be used."""
+    attributes = json.dumps(dict(image.attributes), sort_keys=True, ensure_ascii=False)
+    row = {"id": image.id, "captions": image.captions, "weights": image.weights, "label": image.label}
+    shape = {"width": size.width, "height": size.height, "cropped": cropped_share(size, *original)} if size else {}
+    return {**row, "split": image.split, "attributes": attributes, **shape, "reason": reason, "digest": digest}
+
+
+def write_part(chunks: Chunks, chunk: int, rows: list[dict[str, Any]]) -> None:
+    """Write the table of a chunk. Its other files must be complete."""
+    with chunks.artifact.writing(chunks.file(chunk)) as path:
+        pq.write_table(pa.Table.from_pylist(rows, schema=_PART), path)
+
+
+def sizes_by_id(chunks: Chunks, index: "Index | None", chunk: int) -> dict[str, Size] | None:
+    """Return the sizes of the readable images of a chunk by id; None if the chunk is not checked yet."""
+    if index:
+        return dict(zip(index.read(chunk, ["id"])["id"], index.sizes(chunk), strict=True))
+    try:
+        part = _read_part(chunks, chunk)
+    except PartsRemovedError:
         return None
-    return Chunks(artifact, total, job.config.data.chunk, _PARTS)
+    fine = part.filter(part["reason"].is_null()).to_pydict()
+    return {id: Size(h, w) for id, h, w in zip(fine["id"], fine["height"], fine["width"], strict=True)}
 
 
-def _run(job: Job, artifact: Artifact, worker: Worker) -> IngestContent | None:
-    """Read this worker's chunks, and join all chunks if none is missing then.
-
-    Every worker lists the whole source, because a repeated key gets an id that depends on the images before it. But it
-    decodes only the images of its chunks. So ids, splits and rejects do not depend on the number of workers.
-    """
-    chunks, data = _chunks(job), job.config.data
-    if chunks is None:
-        total = describe(job.source)
-        if not total:
-            raise AtollError(f"{data.source} has no images; change data.source")
-        artifact.write(_TOTAL, to_json(total))
-        chunks = Chunks(artifact, total, data.chunk, _PARTS)
-    with suppress(_PartsRemovedError):
-        if missing := chunks.missing(worker):
-            _read(chunks, job, missing)
-        if not chunks.missing():
-            _check_rejects(chunks, data)
-            content = _join(chunks)
-            return None if chunks.missing() else content
+def _run(job: Job, _: Artifact, __: Worker) -> IngestContent | None:
+    """Join all chunks if none is missing."""
+    chunks = source_chunks(job)
+    if chunks is None or chunks.missing():
+        return None
+    with suppress(PartsRemovedError):
+        check_rejects(chunks, job.config.data)
+        content = _join(chunks)
+        return None if chunks.missing() else content
     return None
 
 
-class _PartsRemovedError(Exception):
+class PartsRemovedError(Exception):
     """Another worker also found all parts, has joined or rejected them, and removed them.
 
     It must not be a `FileNotFoundError`: `Artifact.writing` ignores that one in a committed artifact.
     """
 
 
-def _read_part(chunks: Chunks, number: int) -> pa.Table:
+def _read_part(chunks: Chunks, number: int, columns: list[str] | None = None) -> pa.Table:
     try:
-        return pq.read_table(chunks.artifact.path(chunks.file(number)))
+        with pq.ParquetFile(chunks.artifact.path(chunks.file(number))) as file:
+            return file.read(columns, use_threads=False)
     except FileNotFoundError as error:
-        raise _PartsRemovedError from error
+        raise PartsRemovedError from error
 
 
-def _read(chunks: Chunks, job: Job, missing: list[int]) -> None:
-    """Decode every image of the missing chunks, and write one table per chunk."""
-    data, wanted = job.config.data, set(missing)
-    stream = job.source.images()
-    listed = ((number, list(islice(stream, chunks.size))) for number in range(missing[-1] + 1))
-    images = (image for number, chunk in listed if number in wanted for image in chunk)
-    checked = prefetch(images, lambda image: _check(image, data.resolution), data.workers)
-    rejected = 0
-    with progress("ingest", chunks.rows, chunks.rows - sum(map(chunks.length, missing))) as bar:
-        for number in missing:
-            rows = []
-            for row in islice(checked, chunks.length(number)):
-                rows.append(row)
-                bar.update()
-            with chunks.artifact.writing(chunks.file(number)) as path:
-                pq.write_table(pa.Table.from_pylist(rows, schema=_PART), path)
-            # Stop early: a wrong source should not take hours to be noticed.
-            rejected += sum(row["reason"] is not None for row in rows)
-            if rejected > data.max_rejects * chunks.rows:
-                _check_rejects(chunks, data)
-
-
-def _check(image: SourceImage, resolution: int) -> dict[str, str | None]:
-    """Return the row of an image in its part, with the reason if it cannot be decoded."""
-    try:
-        decode(image.read(), resolution)
-        reason = None
-    except BadImage as bad:
-        reason = bad.reason
-    attributes = json.dumps(dict(image.attributes), sort_keys=True, ensure_ascii=False)
-    row = {"id": image.id, "caption": image.caption, "label": image.label, "split": image.split}
-    return {**row, "attributes": attributes, "reason": reason}
-
-
-def _check_rejects(chunks: Chunks, data: Data) -> None:
+def check_rejects(chunks: Chunks, data: Data) -> None:
     """Raise `AtollError` if too many images are rejected."""
     # Chunks with a rejected image are removed, so that the next attempt reads them again, with the images fixed.
     artifact, bad = chunks.artifact, {}
     for number in sorted(set(range(chunks.count)) - set(chunks.missing())):
-        part = _read_part(chunks, number).select(_REJECTED.names)
+        part = _read_part(chunks, number, _REJECTED.names)
         if part["reason"].null_count < len(part):
             bad[chunks.file(number)] = part.filter(part["reason"].is_valid())
     rejected = sum(map(len, bad.values()))
@@ -156,7 +186,7 @@ def _check_rejects(chunks: Chunks, data: Data) -> None:
     table = pa.concat_tables(bad.values())
     with artifact.writing(REJECTED) as path:
         pq.write_table(table, path)
-    for file in (_TOTAL, *bad):
+    for file in bad:
         artifact.path(file).unlink(missing_ok=True)
     reasons = Counter(table["reason"].to_pylist()).most_common(3)
     raise AtollError(
@@ -171,37 +201,55 @@ def _join(chunks: Chunks) -> IngestContent:
     artifact = chunks.artifact
     splits: Counter[str] = Counter()
     labels: Counter[str] = Counter()
+    sizes: Counter[Size] = Counter()
+    cropped: Counter[Size] = Counter()
     captions = rejected = 0
+    keys = []
     with (
         artifact.writing(IMAGES) as good_path,
         artifact.writing(REJECTED) as bad_path,
         pq.ParquetWriter(good_path, SCHEMA) as good,
         pq.ParquetWriter(bad_path, _REJECTED) as bad,
     ):
-        # Parts have gaps where images were rejected. The index has none: its row groups all have `chunks.size` rows,
-        # so readable images wait here until a row group is full.
-        waiting = SCHEMA.empty_table()
         for number in range(chunks.count):
             part = _read_part(chunks, number)
+            keys.append(chunk_key(part["digest"].to_pylist()))
             is_bad = part["reason"].is_valid()
             bad.write_table(part.filter(is_bad).select(_REJECTED.names))
             rejected += sum(is_bad.to_pylist())
-            fine = part.filter(part["reason"].is_null()).select(SCHEMA.names)
+            fine = part.filter(part["reason"].is_null())
+            # One row group for each chunk, also for one without readable images, so that both have the same number.
+            good.write_table(fine.select(SCHEMA.names), row_group_size=chunks.size)
             splits.update(fine["split"].to_pylist())
             labels.update(label for label in fine["label"].to_pylist() if label is not None)
-            captions += len(fine) - fine["caption"].null_count
-            waiting = pa.concat_tables([waiting, fine]).combine_chunks()
-            while len(waiting) >= chunks.size:
-                good.write_table(waiting.slice(0, chunks.size), row_group_size=chunks.size)
-                waiting = waiting.slice(chunks.size)
-        if len(waiting):
-            good.write_table(waiting, row_group_size=chunks.size)
+            captions += sum(map(bool, fine["captions"].to_pylist()))
+            columns = fine.select(["height", "width", "cropped"]).to_pydict()
+            for height, width, share in zip(*columns.values(), strict=True):
+                sizes[Size(height, width)] += 1
+                cropped[Size(height, width)] += share
+    artifact.write(CHUNKS, to_json(keys))
+    if not splits.total():
+        raise AtollError(f"no image of {artifact.folder} is readable; the list is {artifact.path(REJECTED)}")
     return IngestContent(
         rows=splits.total(),
         rejected=rejected,
         captions=captions,
         splits=dict(splits),
         labels=dict(sorted(labels.items())),
+        sizes={
+            str(size): BucketContent(images=count, cropped=round(cropped[size] / count, 6))
+            for size, count in sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+        },
+    )
+
+
+def _summary(_: Artifact, content: IngestContent) -> str:
+    """Return the numbers of images, and the share of their pixels that is cropped, by size."""
+    total = sum(size.images * size.cropped for size in content.sizes.values()) / content.rows
+    by_size = [f"{name} {size.images:,} ({size.cropped:.1%})" for name, size in content.sizes.items()]
+    return (
+        f"{content.rows:,} images, {content.rejected:,} rejected, {total:.1%} of the pixels cropped"
+        f"{': ' + ', '.join(by_size) if len(by_size) > 1 else ''}"
     )
 
 
@@ -210,11 +258,11 @@ STAGE = Stage(
     kind=INGEST,
     inputs=(),
     outputs=lambda _: {NAME: {}},
-    made_from=_made_from,
+    made_from=made_from,
     run=_run,
     uses=lambda config: f"{config.data.source} at {config.data.resolution} px",
-    chunks=_chunks,
-    summary=lambda _, content: f"{content.rows:,} images, {content.rejected:,} rejected",
+    chunks=source_chunks,
+    summary=_summary,
 )
 
 
@@ -229,7 +277,13 @@ class Index:
     def open(cls, run: Path) -> "Index":
         """Open the index of a run whose ingest stage is done."""
         artifact = Artifact(run, NAME)
-        return cls(artifact, artifact.open(INGEST))
+        found = cls(artifact, artifact.open(INGEST))
+        if not found.content.sizes:
+            raise AtollError(
+                f"{artifact.folder} was made by an older version of Atoll; delete {run / layout.DATA} and run atoll "
+                "prepare again"
+            )
+        return found
 
     @classmethod
     def find(cls, run: Path) -> "Index | None":
@@ -246,10 +300,10 @@ class Index:
         """Number of readable images."""
         return self.content.rows
 
-    @property
-    def chunk(self) -> int:
-        """Number of images in a chunk."""
-        return int(self.manifest.made_from["chunk"])
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of images in each chunk."""
+        return row_counts(self.artifact.path(IMAGES))
 
     @property
     def labels(self) -> list[str]:
@@ -258,7 +312,50 @@ class Index:
 
     def chunks(self, artifact: Artifact) -> Chunks:
         """Return the chunk files of another artifact of the same run."""
-        return Chunks(artifact, self.rows, self.chunk)
+        return Chunks(artifact, self.rows, int(self.manifest.made_from["chunk"]), lengths=self.lengths)
+
+    def by_chunk(self, rows: "np.ndarray[Any, Any]") -> dict[int, "np.ndarray[Any, Any]"]:
+        """Return ascending rows of the index by their chunks, each counted from the start of its chunk."""
+        starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        chunks = np.searchsorted(starts, rows, side="right") - 1
+        return {int(chunk): rows[chunks == chunk] - starts[chunk] for chunk in np.unique(chunks)}
+
+    def keys(self) -> list[str]:
+        """Return a hash of the images of every chunk."""
+        found: list[str] = self.artifact.read_json(CHUNKS)
+        return found
+
+    def part_rows(self, chunk: int, digests: list[str]) -> list[dict[str, Any]]:
+        """Return the rows of the part that a chunk of the index was made of, for images with these digests."""
+        rows = [
+            *read_rows(self.artifact.path(IMAGES), chunk).to_pylist(),
+            *read_rows(self.artifact.path(REJECTED), chunk).to_pylist(),
+        ]
+        # The order of readable and rejected images among each other is lost, and not needed; that of digests is.
+        return [{**row, "digest": own} for row, own in zip(rows, digests, strict=True)]
+
+    def train_sizes(self) -> dict[Size, int]:
+        """Return the number of training images of every size of the run, the most frequent size first."""
+        found = Counter(dict.fromkeys(map(Size.parse, self.content.sizes), 0))
+        for chunk in range(len(self.lengths)):
+            columns = self.arrays(chunk)
+            shapes = np.stack([columns["height"], columns["width"]], axis=1)[columns["train"]]
+            for shape, count in zip(*np.unique(shapes, axis=0, return_counts=True), strict=True):
+                found[Size(*map(int, shape))] += int(count)
+        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+    def sizes(self, chunk: int) -> list[Size]:
+        """Return the size of every image of a chunk."""
+        if len(self.content.sizes) == 1:
+            return [Size.parse(next(iter(self.content.sizes)))] * self.lengths[chunk]
+        columns = self.read(chunk, ["height", "width"])
+        return [Size(*shape) for shape in zip(columns["height"], columns["width"], strict=True)]
+
+    def arrays(self, chunk: int) -> dict[str, "np.ndarray[Any, Any]"]:
+        """Return height and width of every image of a chunk, and whether it is a training image (`train`)."""
+        table = read_rows(self.artifact.path(IMAGES), chunk, ["height", "width", "split"])
+        train = pc.equal(table["split"], "train").to_numpy()
+        return {"height": table["height"].to_numpy(), "width": table["width"].to_numpy(), "train": train}
 
     def read(self, chunk: int, columns: list[str]) -> dict[str, list[Any]]:
         """Return some columns of one chunk."""
@@ -279,34 +376,3 @@ class Index:
                 missing = ids[found.index(None)]
                 raise AtollError(f"the source changed: {missing!r} is in {self.artifact.folder} but not in the source")
             yield chunk, [image for image in found if image is not None]
-
-
-def image_batches(
-    index: Index, source: Source, chunks: list[int], *, resolution: int, batch_size: int, workers: int
-) -> Iterator[tuple[int, Pixels]]:
-    """Yield (chunk, decoded images (N, resolution, resolution, 3)) in batches, prefetched in threads."""
-
-    def groups() -> Iterator[tuple[int, list[SourceImage]]]:
-        for chunk, images in index.source_images(source, chunks):
-            for start in range(0, len(images), batch_size):
-                yield chunk, images[start : start + batch_size]
-
-    def load(group: tuple[int, list[SourceImage]]) -> tuple[int, Pixels]:
-        chunk, images = group
-        return chunk, decode_images(images, resolution)
-
-    return prefetch(groups(), load, workers)
-
-
-def decode_images(images: Iterable[SourceImage], resolution: int) -> Pixels:
-    """Return images of the index as an array (N, resolution, resolution, 3)."""
-    return np.stack([_pixels(image, resolution) for image in images])
-
-
-def _pixels(image: SourceImage, resolution: int) -> Pixels:
-    try:
-        return np.asarray(decode(image.read(), resolution))
-    except BadImage as bad:
-        raise AtollError(
-            f"the source changed: {image.id!r} was readable in the ingest stage; now: {bad.reason}"
-        ) from bad

@@ -5,15 +5,18 @@ them, or from the autoencoder's scaling factor (`latents.normalization`), every 
 and sampling normalize with. They are the same for all clusters, so that all experts work in one latent space.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from pydantic import Field
+from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
@@ -23,18 +26,21 @@ from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import LATENTS, ChannelStatistics, LatentsContent
 from atoll.core.networks import LatentScale
+from atoll.core.sizes import Size
 from atoll.core.untrusted import Foreign
 from atoll.data import autoencoder as shipped
-from atoll.data.chunks import Chunks, Worker
+from atoll.data.chunks import Chunks, Worker, select_rows
 from atoll.data.pretrained import deterministic_inference, fingerprint, model_folder
 from atoll.data.sources.open import find_kind
 from atoll.data.stages import ingest
-from atoll.data.stages.base import Job, Stage
-from atoll.data.stages.ingest import Index, Pixels, image_batches
+from atoll.data.stages.base import Encoder, Job, Pixels, Stage
+from atoll.data.stages.ingest import Index
 
 NAME = layout.LATENTS
 MIRRORED = "_mirrored"
 """Suffix of the names of tensors of the mirror images."""
+_SUMS, _COUNT = "sums", "count"
+"""Names of the sums over a chunk's latents, which the statistics are made of."""
 _CLASSES = ("AutoencoderKL", "AutoencoderTiny")
 
 
@@ -115,23 +121,35 @@ class Codec:
     def __init__(self, network: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         self.device = device or default_device()
         self.dtype = compute_dtype(self.device, dtype)
-        # With a hook, accelerate moves the network when it runs.
-        moved = network if hasattr(network, "_hf_hook") else network.to(self.device, self.dtype)
-        self.network = moved.eval()
+        # With a hook, accelerate moves the network when it runs. `to` of diffusers warns about every dtype.
+        if not hasattr(network, "_hf_hook"):
+            nn.Module.to(network, self.device, self.dtype)
+        self.network = network.eval()
+
+    @property
+    def factor(self) -> int:
+        """Side of an image over the side of its latents: each level but the first halves it."""
+        config = self.network.config
+        levels = getattr(config, "block_out_channels", None) or config.encoder_block_out_channels
+        return int(2 ** (len(levels) - 1))
 
     def encode(self, pixels: Pixels) -> dict[str, Tensor]:
-        """Return `mean` and, if there is a posterior, `std` (N, C, H, W) of images (N, side, side, 3)."""
+        """Return `mean` and, if there is a posterior, `std` (N, C, H, W) of images (N, height, width, 3)."""
+        found = self.encode_tensor(pixels)
+        return dict(zip(found, download(*found.values()), strict=True))
+
+    def encode_tensor(self, pixels: Pixels) -> dict[str, Tensor]:
+        """Return the tensors of `encode` on the device of the autoencoder, without waiting for it."""
         x = upload(torch.from_numpy(pixels), self.device).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
         with deterministic_inference():
             output = self.network.encode(x.to(self.dtype))
         # AutoencoderKL returns a Gaussian posterior, AutoencoderTiny only latents.
         if hasattr(output, "latent_dist"):
-            mean, std = download(output.latent_dist.mean.float(), output.latent_dist.std.float())
-            return {"mean": mean, "std": std}
-        return {"mean": output.latents.float().cpu()}
+            return {"mean": output.latent_dist.mean.float(), "std": output.latent_dist.std.float()}
+        return {"mean": output.latents.float()}
 
     def decode(self, latents: Tensor) -> Pixels:
-        """Return images (N, side, side, 3) of latents that are not normalized, as from `encode`."""
+        """Return images (N, height, width, 3) of latents that are not normalized, as from `encode`."""
         return self.decode_tensor(latents).cpu().numpy()
 
     def decode_tensor(self, latents: Tensor) -> Tensor:
@@ -144,12 +162,16 @@ class Codec:
 class PixelCodec:
     """Diffusion in pixel space: the latents are the pixels, from -1 to 1."""
 
+    factor = 1
+
     def encode(self, pixels: Pixels) -> dict[str, Tensor]:
-        """Return `mean` (N, 3, side, side) of images (N, side, side, 3)."""
+        """Return `mean` (N, 3, height, width) of images (N, height, width, 3)."""
         return {"mean": torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)}
 
+    encode_tensor = encode
+
     def decode(self, latents: Tensor) -> Pixels:
-        """Return images (N, side, side, 3)."""
+        """Return images (N, height, width, 3)."""
         return self.decode_tensor(latents).cpu().numpy()
 
     def decode_tensor(self, latents: Tensor) -> Tensor:
@@ -210,8 +232,37 @@ def weights_of(autoencoder: str) -> str | None:
     return None if autoencoder == "pixels" else fingerprint(_folder(autoencoder))
 
 
+@cache
+def latent_shapes(autoencoder: str, size: Size) -> dict[str, tuple[int, ...]]:
+    """Return the shapes (C, H, W) of what `Codec.encode` returns for an image of a size, without loading weights."""
+    if autoencoder == "pixels":
+        return {"mean": (3, size.height, size.width)}
+    import diffusers
+
+    folder = _folder(autoencoder)
+    kind = getattr(diffusers, str(_settings(folder).class_name))
+    meta = torch.device("meta")
+    with meta:
+        network = kind.from_config(kind.load_config(folder))
+        x = torch.empty(1, 3, size.height, size.width)
+        with torch.inference_mode():
+            output = network.encode(x)
+    if hasattr(output, "latent_dist"):
+        return {name: tuple(output.latent_dist.mean.shape[1:]) for name in ("mean", "std")}
+    return {"mean": tuple(output.latents.shape[1:])}
+
+
+# A side that every known autoencoder divides without a remainder, and small.
+_PROBE = Size.square(256)
+
+
+def downscaling(autoencoder: str) -> int:
+    """Return the factor between the sides of an image and of its latents."""
+    return _PROBE.height // latent_shapes(autoencoder, _PROBE)["mean"][1]
+
+
 def _made_from(job: Job) -> Inputs:
-    config, ingested = job.config.latents, Index.open(job.run).manifest.digest
+    config = job.config.latents
     # Latents are stored without normalization, so the setting is an input of the shards, not of this artifact. But an
     # autoencoder without a scaling factor must be an error here, before the work.
     if config.normalization == "scale":
@@ -219,7 +270,7 @@ def _made_from(job: Job) -> Inputs:
     settings = {"resolution": job.config.data.resolution, **config.model_dump(exclude={"normalization"})}
     # Omitted at its default, so that latents from before the setting existed are not stale.
     flip = {"flip": True} if _stores_mirrored(job.config) else {}
-    return {"ingest": ingested, **settings, **flip, "weights": weights_of(config.autoencoder)}
+    return {"ingest": ingest.identity(job), **settings, **flip, "weights": weights_of(config.autoencoder)}
 
 
 def _stores_mirrored(config: Config) -> bool:
@@ -230,24 +281,58 @@ def _stores_mirrored(config: Config) -> bool:
     return config.data.flip and config.latents.autoencoder != "pixels"
 
 
-def _run(job: Job, artifact: Artifact, worker: Worker) -> LatentsContent | None:
-    index, config, data = Index.open(job.run), job.config.latents, job.config.data
+def _encoder(job: Job) -> Encoder:
+    config, mirrors = job.config.latents, _stores_mirrored(job.config)
+    codec, dtype = open_codec(config.autoencoder), getattr(torch, config.dtype)
+
+    def encode(pixels: Pixels, _: Size) -> dict[str, Tensor]:
+        parts = codec.encode_tensor(pixels)
+        if mirrors:
+            mirrored = codec.encode_tensor(np.ascontiguousarray(pixels[:, :, ::-1]))
+            parts |= {f"{name}{MIRRORED}": part for name, part in mirrored.items()}
+        return {name: part.to(dtype) for name, part in parts.items()}
+
+    return Encoder(encode, config.batch_size, input_size=lambda size: size, by_size=True, summarize=moments)
+
+
+def moments(tensors: Mapping[str, Tensor], train: Tensor) -> dict[str, Tensor]:
+    """Return the number of values per channel, and the sums of values and squares (2, C), over training images.
+
+    Training samples z = mean + std·noise of the posterior, so each channel has the second moment E[mean² + std²], over
+    images and pixels. Sums are in float64: float32 would lose digits over millions of images. Plain and mirrored
+    images have sums of their own, so that the order of additions over the chunks is fixed.
+    """
+    found = {}
+    for suffix in ("", MIRRORED) if f"mean{MIRRORED}" in tensors else ("",):
+        mean, spread = tensors[f"mean{suffix}"][train].double(), tensors.get(f"std{suffix}")
+        square = mean**2 if spread is None else mean**2 + spread[train].double() ** 2
+        found[f"{_SUMS}{suffix}"] = torch.stack([mean.sum((0, 2, 3)), square.sum((0, 2, 3))])
+        found[f"{_COUNT}{suffix}"] = torch.tensor([mean.numel() // mean.shape[1]])
+    return found
+
+
+def read_latents(chunks: Chunks, chunk: int, *, sizes: Sequence[Size], rows: Sequence[int]) -> dict[str, Tensor]:
+    """Return the latents of some rows of a chunk, by name; `sizes` and `rows` as in `select_rows`."""
+    stored = load_file(chunks.artifact.path(chunks.file(chunk)))
+    own = {name: tensor for name, tensor in stored.items() if not name.startswith((_SUMS, _COUNT))}
+    return select_rows(own, sizes, rows)
+
+
+def _run(job: Job, artifact: Artifact, _: Worker) -> LatentsContent | None:
+    index, config = Index.open(job.run), job.config.latents
     chunks = index.chunks(artifact)
-    if missing := chunks.missing(worker):
-        codec, dtype = open_codec(config.autoencoder), getattr(torch, config.dtype)
-        images = image_batches(
-            index, job.source, missing, resolution=data.resolution, batch_size=config.batch_size, workers=data.workers
-        )
-
-        def encode(pixels: Pixels) -> dict[str, Tensor]:
-            parts = codec.encode(pixels)
-            if _stores_mirrored(job.config):
-                mirrored = codec.encode(np.ascontiguousarray(pixels[:, :, ::-1]))
-                parts |= {f"{name}{MIRRORED}": part for name, part in mirrored.items()}
-            return {name: part.to(dtype) for name, part in parts.items()}
-
-        chunks.fill("latents", missing, ((chunk, len(pixels), encode(pixels)) for chunk, pixels in images))
-    return None if chunks.missing() else _measure(chunks, index, precision_of(config.autoencoder))
+    if chunks.missing():
+        return None
+    train = index.train_sizes()
+    shapes = {size: latent_shapes(config.autoencoder, size)["mean"] for size in train}
+    return LatentsContent(
+        rows=index.rows,
+        shape=next(iter(shapes.values())),
+        shapes={str(size): shape for size, shape in shapes.items()} if len(shapes) > 1 else None,
+        statistics=_measure(chunks),
+        precision=precision_of(config.autoencoder),
+        ingest=index.manifest.digest,
+    )
 
 
 def precision_of(autoencoder: str) -> str:
@@ -255,33 +340,24 @@ def precision_of(autoencoder: str) -> str:
     return "float32" if autoencoder == "pixels" else dtype_name(compute_dtype(default_device()))
 
 
-def _measure(chunks: Chunks, index: Index, precision: str) -> LatentsContent:
-    """Return shape and statistics of the latents over the training split, mirror images included."""
-    # Training samples z = mean + std·noise of the posterior, so each channel has the second moment E[mean² + std²],
-    # over images and pixels. Sums are in float64: float32 would lose digits over millions of images.
-    count, total, squares = 0, np.zeros(0), np.zeros(0)
-    shape: list[int] = []
+def _measure(chunks: Chunks) -> ChannelStatistics:
+    """Return the statistics of the latents over the training split, mirror images included, from the sums of chunks."""
+    count, sums = 0, np.zeros((2, 1))
     for chunk in range(chunks.count):
-        tensors = load_file(chunks.artifact.path(chunks.file(chunk)))
-        train = torch.tensor([split == "train" for split in index.read(chunk, ["split"])["split"]])
-        for suffix in ("", MIRRORED) if f"mean{MIRRORED}" in tensors else ("",):
-            mean, spread = tensors[f"mean{suffix}"][train].double(), tensors.get(f"std{suffix}")
-            if not shape:
-                shape = list(mean.shape[1:])
-                total, squares = np.zeros(shape[0]), np.zeros(shape[0])
-            square = mean**2 if spread is None else mean**2 + spread[train].double() ** 2
-            count += mean.numel() // shape[0]
-            total += mean.sum((0, 2, 3)).numpy()
-            squares += square.sum((0, 2, 3)).numpy()
-    channel_mean = total / count
-    std = np.sqrt(np.maximum(squares / count - channel_mean**2, 0))
+        if not chunks.length(chunk):
+            continue
+        with safe_open(chunks.artifact.path(chunks.file(chunk)), "pt") as stored:
+            for suffix in ("", MIRRORED) if f"{_SUMS}{MIRRORED}" in stored.keys() else ("",):  # noqa: SIM118 - not a dict
+                sums = sums + stored.get_tensor(f"{_SUMS}{suffix}").numpy()
+                count += int(stored.get_tensor(f"{_COUNT}{suffix}"))
+    channel_mean = sums[0] / count
+    std = np.sqrt(np.maximum(sums[1] / count - channel_mean**2, 0))
     if not np.isfinite(std).all() or (std == 0).any():
         raise AtollError(
             f"{chunks.artifact.folder}: a latent channel is constant or not finite (std {std.tolist()}); "
             "check the images, or use another latents.autoencoder"
         )
-    statistics = ChannelStatistics(mean=tuple(channel_mean.tolist()), std=tuple(std.tolist()))
-    return LatentsContent(rows=index.rows, shape=tuple(shape), statistics=statistics, precision=precision)
+    return ChannelStatistics(mean=tuple(channel_mean.tolist()), std=tuple(std.tolist()))
 
 
 def note(config: Config) -> str | None:
@@ -304,7 +380,8 @@ STAGE = Stage(
     made_from=_made_from,
     run=_run,
     uses=lambda config: config.latents.autoencoder,
-    chunks=lambda job: Index.open(job.run).chunks(Artifact(job.run, NAME)),
+    chunks=lambda job: ingest.pass_chunks(job, Artifact(job.run, NAME)),
+    encoder=_encoder,
     needs_gpu=True,
     note=note,
 )

@@ -4,9 +4,10 @@ They are those of the features network: its feature map, resampled to a grid and
 components (PCA), as 8-bit integers with one step for each component. Shards contain them, so training needs no features
 network.
 
-The grid is the largest one that divides the sides of the latents by 2 or more and needs at most `SHARE` times the bytes
-of the latents. With 64 components that is 4 x 4 for emoji (0.33 times the bytes), 8 x 8 for pixels of 32 x 32 images
-(0.67 times), and 16 x 16 for Stable Diffusion's latents of 256 x 256 images (1.00 times).
+The network gets the part of an image that its bucket shows, with about as many pixels as in its own square. The
+grid of a square image is the largest one that divides the sides of the latents by 2 or more and needs at most `SHARE`
+times the bytes of the latents. With 64 components that is 4 x 4 for emoji (0.33 times the bytes), 8 x 8 for pixels of
+32 x 32 images (0.67 times), and 16 x 16 for Stable Diffusion's latents of 256 x 256 images (1.00 times).
 
 Components are those of centered features: a mean that all patches have in common says nothing about an image, but would
 dominate their cosine similarity. They are fitted to a bounded sample, by the first worker for all workers.
@@ -16,25 +17,30 @@ the mirrored features of EfficientNet-Lite0 have a cosine similarity of only 0.8
 averaged ones are exactly mirrored with the image, so the grid is stored once, and mirrored on reading.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, first_line
 from atoll.core.manifests import PATCHES, PatchesContent
+from atoll.core.sizes import Size, nearest_size
 from atoll.data.chunks import Worker, prefetch
+from atoll.data.images import BadImage, fit, image_size, open_image
 from atoll.data.sources.base import Source, SourceImage
 from atoll.data.stages import features, ingest, latents
-from atoll.data.stages.base import Job, Stage
-from atoll.data.stages.features import open_extractor
-from atoll.data.stages.ingest import Index, Pixels, decode_images, image_batches
+from atoll.data.stages.base import Encoder, Job, Pixels, Stage, previous
+from atoll.data.stages.features import Extractor, open_extractor
+from atoll.data.stages.ingest import Index
+from atoll.data.stages.listing import Listing
 
 NAME = layout.PATCHES
 FIT_IMAGES = 1024
@@ -86,6 +92,10 @@ class Projection:
         """Return features (…, C) as 8-bit integers (…, D)."""
         return ((patches - self.mean) @ self.directions / self.step).round().clamp(-127, 127).to(torch.int8)
 
+    def to(self, device: torch.device) -> "Projection":
+        """Return the projection on a device."""
+        return Projection(*(part.to(device) for part in (self.mean, self.directions, self.step)))
+
 
 def grid_side(side: int, stored: int, dimensions: int) -> int:
     """Return the side of the grid for latents of a side, of which an image has `stored` bytes."""
@@ -93,12 +103,21 @@ def grid_side(side: int, stored: int, dimensions: int) -> int:
     return next((grid for grid in sides if grid**2 * dimensions <= SHARE * stored), 1)
 
 
-def _grid(job: Job) -> int:
-    chunks = Index.open(job.run).chunks(Artifact(job.run, layout.LATENTS))
+def _square(job: Job) -> tuple[int, int]:
+    """Return the sides of the latents and of the grid of a square image."""
+    config = job.config
+    shapes = latents.latent_shapes(config.latents.autoencoder, Size.square(config.data.resolution))
     # Mirrored latents do not count, so that the grid does not depend on data.flip.
-    stored = load_file(chunks.artifact.path(chunks.file(0)))
-    parts = [tensor[0] for name, tensor in stored.items() if latents.MIRRORED not in name]
-    return grid_side(parts[0].shape[-1], sum(part.nbytes for part in parts), job.config.features.patch_dimensions)
+    stored = sum(map(math.prod, shapes.values())) * getattr(torch, config.latents.dtype).itemsize
+    side = shapes["mean"][-1]
+    return side, grid_side(side, stored, config.features.patch_dimensions)
+
+
+def _grid(job: Job, size: Size) -> tuple[int, int]:
+    """Return rows and columns of the patches of an image; patches of all sizes are equally large."""
+    side, square = _square(job)
+    _, height, width = latents.latent_shapes(job.config.latents.autoencoder, size)["mean"]
+    return max(1, round(height * square / side)), max(1, round(width * square / side))
 
 
 def unneeded(job: Job) -> str | None:
@@ -109,68 +128,136 @@ def unneeded(job: Job) -> str | None:
 def _made_from(job: Job) -> Inputs:
     dimensions = job.config.features.patch_dimensions
     flip = {"flip": True} if job.config.data.flip else {}
-    return {**features.made_from(job), "dimensions": dimensions, "grid": _grid(job), **flip}
+    return {**features.network_inputs(job), "dimensions": dimensions, "grid": _square(job)[1], **flip}
 
 
-def _open_extract(job: Job, grid: int) -> tuple[Callable[[Pixels], Tensor], int]:
-    """Return a function from pixels to patch features (N, grid, grid, C), and the side of its images."""
-    extractor = open_extractor(job.config.features.model, job.config.features.resolution)
-    extract = extractor.symmetric_patches if job.config.data.flip else extractor.patches
-    return partial(extract, grid=grid), extractor.side
+@dataclass(frozen=True)
+class _Patches:
+    """The features network, from images of a bucket to patch features (N, rows, columns, C) on the device."""
+
+    job: Job
+    extractor: Extractor
+    multiple: int
+
+    @classmethod
+    def open(cls, job: Job, sizes: Sequence[Size]) -> "_Patches":
+        """Open the network, and check that it takes the shapes of all sizes."""
+        config = job.config.features
+        extractor = open_extractor(config.model, config.resolution)
+        found = cls(job, extractor, extractor.multiple)
+        for size in sizes:
+            shape = found.input_size(size)
+            # Every network takes its own square. Others are tried here, before hours of work.
+            if shape.height == shape.width:
+                continue
+            try:
+                found(np.zeros((1, shape.height, shape.width, 3), dtype=np.uint8), size)
+            except (ValueError, RuntimeError) as error:
+                raise AtollError(
+                    f"features.model {config.model} does not take images of {shape} pixels, which patch features of "
+                    f"the size {size} need ({first_line(error)}); use efficientnet-lite0 or DINOv2, or set "
+                    "features.patch_dimensions: 0 or data.buckets: off"
+                ) from error
+        return found
+
+    def input_size(self, size: Size) -> Size:
+        """Return the size with about as many pixels as the network's square, and about the ratio of a bucket."""
+        side = self.extractor.side
+        if size.height == size.width:
+            return Size.square(side)
+        scale = side / math.sqrt(size.area)
+        sides = (self.multiple * max(1, round(length * scale / self.multiple)) for length in (size.height, size.width))
+        return Size(*sides)
+
+    def __call__(self, pixels: Pixels, size: Size) -> Tensor:
+        extract = self.extractor.symmetric_patches if self.job.config.data.flip else self.extractor.patches
+        return extract(pixels, _grid(self.job, size))
 
 
-def _run(job: Job, artifact: Artifact, worker: Worker) -> PatchesContent | None:
-    index, config, grid = Index.open(job.run), job.config.features, _grid(job)
-    chunks = index.chunks(artifact)
-    if missing := chunks.missing(worker):
-        extract, side = _open_extract(job, grid)
-        projection = _projection(job, artifact, extract, side=side)
-        images = image_batches(
-            index, job.source, missing,
-            resolution=side, batch_size=config.batch_size, workers=job.config.data.workers,
-        )  # fmt: skip
-        encoded = ((chunk, len(pixels), {"patches": projection.encode(extract(pixels))}) for chunk, pixels in images)
-        chunks.fill("patches", missing, encoded)
-    if chunks.missing():
+def _encoder(job: Job) -> Encoder:
+    sizes = Listing.of(job).buckets
+    network = _Patches.open(job, sizes)
+    projection = _projection(job, network, sizes).to(network.extractor.device)
+    return Encoder(
+        encode=lambda pixels, size: {"patches": projection.encode(network(pixels, size))},
+        batch_size=job.config.features.batch_size,
+        input_size=network.input_size,
+        by_size=True,
+    )
+
+
+def _run(job: Job, artifact: Artifact, _: Worker) -> PatchesContent | None:
+    index, config = Index.open(job.run), job.config.features
+    if index.chunks(artifact).missing():
         return None
-    made = features.made_from(job)
-    steps = load_file(artifact.path(PROJECTION))["step"].tolist()
-    return PatchesContent(rows=index.rows, model=config.model, weights=made["weights"], grid=grid, steps=tuple(steps))
+    return PatchesContent(
+        rows=index.rows,
+        model=config.model,
+        weights=str(features.network_inputs(job)["weights"]),
+        grid=_square(job)[1],
+        steps=tuple(load_file(artifact.path(PROJECTION))["step"].tolist()),
+        ingest=index.manifest.digest,
+    )
 
 
-def _projection(job: Job, artifact: Artifact, extract: Callable[[Pixels], Tensor], *, side: int) -> Projection:
-    """Return the projection of the artifact; fit it if no worker has."""
+def _projection(job: Job, network: _Patches, sizes: tuple[Size, ...]) -> Projection:
+    """Return the projection of the artifact; fit it if no worker has.
+
+    Its sample is decoded before the pass, and again in it.
+    """
+    artifact = Artifact(job.run, NAME)
+    # Unchanged chunks of a source that has grown were made with the components of then.
+    before = previous(artifact).path(PROJECTION)
+    if before.is_file():
+        artifact.create(PROJECTION, before.read_bytes())
     if not artifact.path(PROJECTION).is_file():
-        config, workers = job.config.features, job.config.data.workers
-        sample = _sample(Index.open(job.run), job.source)
-        batches = iter(lambda: list(islice(sample, config.batch_size)), [])
-        pixels = prefetch(batches, lambda images: decode_images(images, side), workers)
-        fitted = Projection.fit((extract(part).flatten(0, 2) for part in pixels), config.patch_dimensions)
+        config = job.config
+        sample = _sample(job.source, Listing.of(job).train)
+        decoded = prefetch(sample, lambda image: _decode(image, sizes, network), config.data.workers)
+        waiting: dict[Size, list[Pixels]] = defaultdict(list)
+
+        def parts() -> Iterator[Tensor]:
+            for size, pixels in filter(None, decoded):
+                waiting[size].append(pixels)
+                if len(waiting[size]) == config.features.batch_size:
+                    yield network(np.stack(waiting.pop(size)), size).flatten(0, 2).cpu()
+            for size, rest in waiting.items():
+                yield network(np.stack(rest), size).flatten(0, 2).cpu()
+
+        fitted = Projection.fit(parts(), config.features.patch_dimensions)
         # Several workers may fit it at the same time, on different machines. The first file counts for all of them.
         artifact.create(PROJECTION, save(vars(fitted)))
     return Projection(**load_file(artifact.path(PROJECTION)))
 
 
-def _sample(index: Index, source: Source) -> Iterator[SourceImage]:
+def _decode(image: SourceImage, sizes: tuple[Size, ...], network: _Patches) -> tuple[Size, Pixels] | None:
+    """Return the bucket of an image, and the pixels that the network takes; None if it is unreadable."""
+    try:
+        data = image.read()
+        size = nearest_size(sizes, *image_size(data))
+        shape = network.input_size(size)
+        return size, np.asarray(fit(open_image(data, [shape]), shape, size))
+    except BadImage:
+        return None
+
+
+def _sample(source: Source, train: int) -> Iterator[SourceImage]:
     """Yield at most `FIT_IMAGES` training images, evenly spread."""
-    every, seen = -(-index.content.splits["train"] // FIT_IMAGES), 0
-    for chunk, images in index.source_images(source, list(range(-(-index.rows // index.chunk)))):
-        for image, split in zip(images, index.read(chunk, ["split"])["split"], strict=True):
-            if split == "train":
-                if seen % every == 0:
-                    yield image
-                seen += 1
+    # Evenly, because sources are often sorted: the first thousand images may show one class.
+    every = -(-train // FIT_IMAGES)
+    return islice((image for image in source.images() if image.split == "train"), 0, None, every)
 
 
 STAGE = Stage(
     name="patches",
     kind=PATCHES,
-    inputs=(ingest.STAGE, latents.STAGE),
+    inputs=(ingest.STAGE,),
     outputs=lambda _: {NAME: {}},
     made_from=_made_from,
     run=_run,
     uses=lambda config: f"{config.features.model}, {config.features.patch_dimensions} dimensions",
-    chunks=lambda job: Index.open(job.run).chunks(Artifact(job.run, NAME)),
+    chunks=lambda job: ingest.pass_chunks(job, Artifact(job.run, NAME)),
+    encoder=_encoder,
     needs_gpu=True,
     unneeded=unneeded,
 )

@@ -8,17 +8,23 @@
         held-out-000000.safetensors   images that are held out from training
         manifest.json                 latent statistics and normalization, encoders, classes, hashes
 
+A file has images of one size; files are ordered by size, the most frequent size of the run first. If some image of the
+run has several captions, `tokens`, `lengths` and `pooled` have those of all captions in sequence, `captions` the number
+of captions of each image, and `weights` the weight of each caption. docs/reference/shards.md is the exact format.
+
 An island that trains the expert needs only this folder and the run's configuration.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
@@ -40,14 +46,18 @@ from atoll.core.manifests import (
     TextSpec,
 )
 from atoll.core.progress import progress
-from atoll.data.chunks import Worker
+from atoll.core.sizes import Size
+from atoll.data.chunks import Worker, read_rows, select_rows
 from atoll.data.hub import public_name
 from atoll.data.stages import clusters, latents, patches, text
 from atoll.data.stages.base import Job, Stage
-from atoll.data.stages.ingest import Index
+from atoll.data.stages.ingest import IMAGES, Index
 
 SPLITS = ("train", "held-out")
-_COLUMNS = ["id", "caption", "label", "attributes"]
+Rows = np.ndarray[Any, np.dtype[np.int32]]
+Members = dict[int, Rows]
+"""The images of a shard: rows by chunk, both ascending."""
+_COLUMNS = ["id", "captions", "weights", "label", "attributes"]
 
 
 def _outputs(config: Config) -> dict[str, Inputs]:
@@ -70,8 +80,7 @@ def _made_from(job: Job) -> Inputs:
 
 def _run(job: Job, artifact: Artifact, _: Worker) -> ShardsContent:
     cluster = list(_outputs(job.config)).index(artifact.name)
-    has_text, has_patches = not text.unneeded(job), not patches.unneeded(job)
-    return _Writer(job.run, Index.open(job.run), has_text, has_patches, job.config).cluster(artifact, cluster)
+    return _Writer.of(job).cluster(artifact, cluster)
 
 
 STAGE = Stage(
@@ -92,76 +101,113 @@ class _Writer:
 
     run: Path
     index: Index
-    has_text: bool
-    has_patches: bool
     config: Config
+    latents: LatentSpec
+    shapes: Mapping[Size, tuple[int, ...]]
+    """Channels, height and width of the latents of every size of the run, the most frequent size first."""
+    text: TextSpec | None
+    patches: PatchSpec | None
+
+    @classmethod
+    def of(cls, job: Job) -> "_Writer":
+        """Return the writer of a run whose other stages are done."""
+        run, index = job.run, Index.open(job.run)
+        encoded = Artifact(run, layout.LATENTS)
+        made_from, measured = encoded.open(LATENTS).made_from, encoded.read(LATENTS)
+        # The order is that of the index: a manifest has its keys in the order of the alphabet.
+        shapes = measured.shapes or dict.fromkeys(index.content.sizes, measured.shape)
+        sizes = {size: shapes[str(size)] for size in index.train_sizes()}
+        spec = LatentSpec(
+            autoencoder=public_name(made_from["autoencoder"]),
+            weights=made_from["weights"],
+            resolution=made_from["resolution"],
+            shape=measured.shape,
+            sizes=tuple((height, width) for _, height, width in sizes.values()) if len(sizes) > 1 else None,
+        )
+        captions = None if text.unneeded(job) else _text_spec(run, index)
+        return cls(run, index, job.config, spec, sizes, captions, None if patches.unneeded(job) else _patch_spec(run))
 
     def cluster(self, artifact: Artifact, cluster: int) -> ShardsContent:
         """Write the shards of one cluster, except those that an interrupted job has written already."""
         rows = dict.fromkeys(SPLITS, 0)
         sizes = Artifact(self.run, layout.CLUSTERS).read(CLUSTERS).sizes
         with progress(f"shards of cluster {cluster}", sum(sizes[split][cluster] for split in SPLITS)) as bar:
+            by_size = self._members(cluster)
             for split in SPLITS:
-                members = self._members(cluster, split)
-                number = 0
-                while rows_of_shard := list(islice(members, self.config.data.shard_rows)):
+                cut = (_cut(by_size[split, size], self.config.data.shard_rows) for size in self.shapes)
+                for number, members in enumerate(chain.from_iterable(cut)):
                     stem = f"{split}-{number:06d}"
                     # The tensors are written last, so a shard with tensors is complete.
                     if not artifact.path(f"{stem}.safetensors").is_file():
-                        tensors, table = self._gather(rows_of_shard, split)
+                        tensors, table = self._gather(members, split)
                         with artifact.writing(f"{stem}.parquet") as path:
                             pq.write_table(table, path)
                         artifact.write_tensors(f"{stem}.safetensors", tensors)
-                    bar.update(len(rows_of_shard))
-                    rows[split] += len(rows_of_shard)
-                    number += 1
+                    bar.update(count := sum(map(len, members.values())))
+                    rows[split] += count
         if not rows["train"]:
             raise AtollError(f"cluster {cluster} has no training image; lower clusters.count")
         return self._content(cluster, rows)
 
-    def _members(self, cluster: int, split: str) -> Iterator[tuple[int, int]]:
-        """Yield (chunk, row in the chunk) of every image of a cluster and split."""
-        artifact = Artifact(self.run, clusters.NAME)
-        for chunk in range(self.index.chunks(artifact).count):
-            here = clusters.read_assignments(artifact, chunk)["coarse"] == cluster
-            is_split = np.array([value == split for value in self.index.read(chunk, ["split"])["split"]])
-            for row in np.flatnonzero(here & is_split):
-                yield chunk, int(row)
+    def _members(self, cluster: int) -> dict[tuple[str, Size], list[tuple[int, Rows]]]:
+        """Return the images of a cluster by split and size: chunks, and rows in the chunk, in the order of the index.
 
-    def _gather(self, members: list[tuple[int, int]], split: str) -> tuple[dict[str, Tensor], pa.Table]:
-        """Return the tensors and the table of some images of a split, from their chunks."""
+        They take four bytes for each image of the cluster.
+        """
+        artifact = Artifact(self.run, clusters.NAME)
+        found: dict[tuple[str, Size], list[tuple[int, Rows]]] = defaultdict(list)
+        for chunk in range(self.index.chunks(artifact).count):
+            here = clusters.read_assignments(artifact, chunk, ["coarse"])["coarse"] == cluster
+            columns = self.index.arrays(chunk)
+            for size in self.shapes:
+                of_size = here & (columns["height"] == size.height) & (columns["width"] == size.width)
+                for split, of_split in zip(SPLITS, (columns["train"], ~columns["train"]), strict=True):
+                    if len(rows := np.flatnonzero(of_size & of_split)):
+                        found[split, size].append((chunk, rows.astype(np.int32)))
+        return found
+
+    def _gather(self, members: Members, split: str) -> tuple[dict[str, Tensor], pa.Table]:
+        """Return the tensors and the table of some images of a split, all of one size, from their chunks."""
         parts: list[dict[str, Tensor]] = []
         tables: list[dict[str, list[Any]]] = []
         number = {label: index for index, label in enumerate(self.index.labels)}
-        # Members are ordered by chunk, so each chunk is loaded once, and the order of the rows is kept.
-        by_chunk: dict[int, list[int]] = {}
-        for chunk, row in members:
-            by_chunk.setdefault(chunk, []).append(row)
-        for chunk, chosen in by_chunk.items():
-            rows = torch.tensor(chosen)
-            read = self.index.read(chunk, _COLUMNS)
-            tables.append({key: [values[row] for row in chosen] for key, values in read.items()})
+        for chunk, chosen in members.items():
+            rows = chosen.tolist()
+            stored_rows = read_rows(self.index.artifact.path(IMAGES), chunk, _COLUMNS)
+            tables.append(stored_rows.take(rows).to_pydict())
             labels = [number[label] if label is not None else -1 for label in tables[-1]["label"]]
             part = {"label": torch.tensor(labels, dtype=torch.int32)}
-            encoded = self._chunk(latents.NAME, chunk)
+            sizes, stored = self.index.sizes(chunk), self.index.chunks(Artifact(self.run, latents.NAME))
+            encoded = latents.read_latents(stored, chunk, sizes=sizes, rows=rows)
             # Only training draws mirror images.
-            part |= {key: encoded[key][rows] for key in encoded if split == "train" or latents.MIRRORED not in key}
-            if self.has_patches and split == "train":
-                part["patches"] = self._chunk(patches.NAME, chunk)["patches"][rows]
-            if self.has_text:
-                part |= _text_rows(self._chunk(text.NAME, chunk), rows)
+            part |= {key: encoded[key] for key in encoded if split == "train" or latents.MIRRORED not in key}
+            if self.patches is not None and split == "train":
+                part |= select_rows(self._chunk(patches.NAME, chunk), sizes, rows)
+            if self.text is not None:
+                counts = pc.list_value_length(stored_rows["captions"]).to_numpy().clip(1).tolist()
+                part |= _text_rows(self._chunk(text.NAME, chunk), counts, rows)
+                if self.text.captions:
+                    part |= _caption_weights(tables[-1])
             parts.append(part)
         joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         columns = {key: [value for table in tables for value in table[key]] for key in _COLUMNS}
-        return joined, pa.table({key: pa.array(values, pa.string()) for key, values in columns.items()})
+        return joined, self._table(columns)
+
+    def _table(self, columns: dict[str, list[Any]]) -> pa.Table:
+        captions = columns.pop("captions")
+        del columns["weights"]
+        columns["caption"] = [own[0] if own else None for own in captions]
+        table = {key: pa.array(columns[key], pa.string()) for key in ("id", "caption", "label", "attributes")}
+        if self.text is not None and self.text.captions:
+            table["captions"] = pa.array(captions, pa.list_(pa.string()))
+        return pa.table(table)
 
     def _chunk(self, artifact: str, chunk: int) -> dict[str, Tensor]:
         chunks = self.index.chunks(Artifact(self.run, artifact))
         return load_file(chunks.artifact.path(chunks.file(chunk)))
 
     def _content(self, cluster: int, rows: dict[str, int]) -> ShardsContent:
-        encoded = Artifact(self.run, layout.LATENTS)
-        made_from, measured = encoded.open(LATENTS).made_from, encoded.read(LATENTS)
+        measured = Artifact(self.run, layout.LATENTS).read(LATENTS).statistics
         return ShardsContent(
             cluster=cluster,
             clusters=self.config.clusters.count,
@@ -169,34 +215,62 @@ class _Writer:
             labels=tuple(self.index.labels),
             source=self.index.manifest.made_from["source"],
             fingerprint=self.index.manifest.made_from["fingerprint"],
-            latents=LatentSpec(
-                autoencoder=public_name(made_from["autoencoder"]),
-                weights=made_from["weights"],
-                resolution=made_from["resolution"],
-                shape=measured.shape,
-            ),
-            statistics=latents.normalization(self.config, latents.Statistics.of(measured.statistics)).declared(),
-            text=self._text() if self.has_text else None,
+            latents=self.latents,
+            statistics=latents.normalization(self.config, latents.Statistics.of(measured)).declared(),
+            text=self.text,
             flip=self.config.data.flip,
-            patches=self._patches() if self.has_patches else None,
-        )
-
-    def _patches(self) -> PatchSpec:
-        content = Artifact(self.run, layout.PATCHES).read(PATCHES)
-        return PatchSpec(**content.model_dump(include=set(PatchSpec.model_fields)))
-
-    def _text(self) -> TextSpec:
-        encoded = Artifact(self.run, layout.TEXT)
-        made_from, shapes = encoded.open(TEXT).made_from, encoded.read(TEXT)
-        return TextSpec(
-            encoder=public_name(made_from["encoder"]),
-            weights=made_from["weights"],
-            **shapes.model_dump(exclude={"rows", "precision"}),
+            patches=self.patches,
         )
 
 
-def _text_rows(tensors: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
-    """Return some captions of a chunk, whose captions are stored in sequence without padding."""
+def _patch_spec(run: Path) -> PatchSpec:
+    content = Artifact(run, layout.PATCHES).read(PATCHES)
+    return PatchSpec(**content.model_dump(include=set(PatchSpec.model_fields)))
+
+
+def _text_spec(run: Path, index: Index) -> TextSpec:
+    encoded = Artifact(run, layout.TEXT)
+    made_from, shapes = encoded.open(TEXT).made_from, encoded.read(TEXT)
+    return TextSpec(
+        encoder=public_name(made_from["encoder"]),
+        weights=made_from["weights"],
+        captions=shapes.rows > index.rows,
+        **shapes.model_dump(exclude={"rows", "precision"}),
+    )
+
+
+def _cut(members: list[tuple[int, Rows]], count: int) -> Iterator[Members]:
+    """Cut (chunk, rows in the chunk) into shards of `count` images, the last one shorter."""
+    shard: Members = {}
+    room = count
+    for chunk, rows in members:
+        while len(rows):
+            shard[chunk], rows = rows[:room], rows[room:]
+            room -= len(shard[chunk])
+            if not room:
+                yield shard
+                shard, room = {}, count
+    if shard:
+        yield shard
+
+
+def _text_rows(tensors: dict[str, Tensor], counts: list[int], rows: list[int]) -> dict[str, Tensor]:
+    """Return the captions of some images of a chunk, which has those of all images in sequence without padding.
+
+    `counts` has the number of captions of every image of the chunk.
+    """
+    firsts = np.cumsum(counts) - counts
+    captions = torch.tensor([firsts[row] + own for row in rows for own in range(counts[row])])
     starts = tensors["lengths"].cumsum(0) - tensors["lengths"]
-    tokens = [tensors["tokens"][starts[row] : starts[row] + tensors["lengths"][row]] for row in rows]
-    return {"tokens": torch.cat(tokens), "lengths": tensors["lengths"][rows], "pooled": tensors["pooled"][rows]}
+    tokens = [tensors["tokens"][starts[own] : starts[own] + tensors["lengths"][own]] for own in captions]
+    return {"tokens": torch.cat(tokens), "lengths": tensors["lengths"][captions], "pooled": tensors["pooled"][captions]}
+
+
+def _caption_weights(table: dict[str, list[Any]]) -> dict[str, Tensor]:
+    """Return the number of captions of each image (rows,), and the weight of each caption (captions,)."""
+    counts = [max(1, len(captions)) for captions in table["captions"]]
+    weights = [own or [1.0] * count for own, count in zip(table["weights"], counts, strict=True)]
+    return {
+        "captions": torch.tensor(counts, dtype=torch.int32),
+        "weights": torch.tensor([weight for own in weights for weight in own], dtype=torch.float32),
+    }

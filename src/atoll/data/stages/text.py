@@ -1,8 +1,8 @@
 """Text embeddings of the captions: token states for cross-attention, and one pooled vector.
 
 Only real tokens are stored, as one tensor (tokens, D) for all captions of a chunk, with the length of each caption; the
-reader pads them. `minilm` comes from a pip package. Any text encoder of transformers (CLIP, T5, …) works, by its name
-on the hub or as a folder.
+reader pads them. All captions of an image are encoded, one after the other. `minilm` comes from a pip package. Any text
+encoder of transformers (CLIP, T5, …) works, by its name on the hub or as a folder.
 """
 
 from collections.abc import Iterator
@@ -148,25 +148,31 @@ def _run(job: Job, artifact: Artifact, worker: Worker) -> TextContent | None:
     if missing := chunks.missing(worker):
         encoder, dtype = open_text_encoder(config.encoder, config.max_tokens), getattr(torch, config.dtype)
         captions = _captions(index, missing, config.batch_size)
-        tokenized = prefetch(captions, lambda item: (item[0], encoder.tokenize(item[1])), workers=1)
-        encoded = ((chunk, len(tokens["input_ids"]), _stored(encoder, tokens, dtype)) for chunk, tokens in tokenized)
+        tokenized = prefetch(captions, lambda item: (*item[:2], encoder.tokenize(item[2])), workers=1)
+        encoded = ((chunk, images, _stored(encoder, tokens, dtype)) for chunk, images, tokens in tokenized)
         chunks.fill("text", missing, encoded)
     if chunks.missing():
         return None
-    with safe_open(artifact.path(chunks.file(0)), "pt") as chunk:
+    with safe_open(artifact.path(chunks.first_file()), "pt") as chunk:
         width, pooled = (chunk.get_slice(name).get_shape()[1] for name in ("tokens", "pooled"))
     precision = dtype_name(compute_dtype(default_device()))
-    return TextContent(
-        rows=index.rows, max_tokens=config.max_tokens, dimensions=width, pooled=pooled, precision=precision
-    )
+    rows = sum(map(len, (captions for chunk in range(chunks.count) for captions in image_captions(index, chunk))))
+    return TextContent(rows=rows, max_tokens=config.max_tokens, dimensions=width, pooled=pooled, precision=precision)
 
 
-def _captions(index: Index, chunks: list[int], batch_size: int) -> Iterator[tuple[int, list[str]]]:
+def image_captions(index: Index, chunk: int) -> list[list[str]]:
+    """Return the captions of every image of a chunk. An image without a caption gets the empty one."""
+    return [captions or [""] for captions in index.read(chunk, ["captions"])["captions"]]
+
+
+def _captions(index: Index, chunks: list[int], batch_size: int) -> Iterator[tuple[int, int, list[str]]]:
+    """Yield (chunk, number of images that end in this batch, captions)."""
     for chunk in chunks:
-        # An image without a caption gets the embedding of the empty one.
-        captions = [caption or "" for caption in index.read(chunk, ["caption"])["caption"]]
-        for start in range(0, len(captions), batch_size):
-            yield chunk, captions[start : start + batch_size]
+        # Each caption, and whether it is the last one of its image.
+        listed = [(text, text is own[-1]) for own in image_captions(index, chunk) for text in own]
+        for start in range(0, len(listed), batch_size):
+            batch = listed[start : start + batch_size]
+            yield chunk, sum(is_last for _, is_last in batch), [text for text, _ in batch]
 
 
 def _stored(encoder: TextEncoder, tokens: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -186,4 +192,5 @@ STAGE = Stage(
     chunks=lambda job: Index.open(job.run).chunks(Artifact(job.run, NAME)),
     needs_gpu=True,
     unneeded=unneeded,
+    summary=lambda artifact, content: f"{content.rows:,} captions in {artifact.folder}",
 )

@@ -109,6 +109,9 @@ class _Block(_Fusable):
 class EfficientNetLite0(_Fusable):
     """EfficientNet-Lite0: images (N, 3, 224, 224), scaled as (pixel - 127) / 128, to features (N, 1280)."""
 
+    stride = 16
+    """Of the feature map of `patches`."""
+
     def __init__(self) -> None:
         super().__init__()
         self._conv_stem, self._bn0 = _Conv(3, 32, 3, stride=2), _norm(32)

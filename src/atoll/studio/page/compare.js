@@ -1,7 +1,7 @@
 // The view Compare: routings and dense models in rows, seeds in columns, with the same prompt and the same noise.
 
 import { announce, element } from "./dom.js";
-import { clearErrors, conditionFields, exampleButtons, field, numberInput, select, showFieldError } from "./form.js";
+import { clearErrors, conditionFields, exampleButtons, field, numberInput, select, showFieldError, sizeField } from "./form.js";
 import { conditionText, describeRouting, plural } from "./format.js";
 import { Generation } from "./generation.js";
 import { copyButton } from "./image-view.js";
@@ -50,6 +50,7 @@ export class CompareView {
     this.guidanceScale = numberInput("guidance_scale", { min: 0, max: limits.guidance_scale, step: "any" });
     this.seed = numberInput("seed", { min: 0, max: Number.MAX_SAFE_INTEGER - MAX_SEEDS });
     this.seeds = select("seeds", counts.map((count) => [count, count]));
+    this.size = sizeField(run);
     this.start = element("button", { class: "primary", type: "submit" }, "Compare");
     this.stop = element("button", { type: "button", hidden: true, click: () => this.cancel() }, "Cancel");
     return element(
@@ -75,6 +76,7 @@ export class CompareView {
         field("Steps", this.steps),
         field("Guidance scale", this.guidanceScale),
       ),
+      this.size.node,
       element("div", { class: "actions" }, this.start, this.stop),
     );
   }
@@ -88,6 +90,7 @@ export class CompareView {
     this.seeds.value = String(Math.min(MAX_SEEDS, Math.max(1, settings.seeds)));
     this.steps.value = settings.steps;
     this.guidanceScale.value = settings.guidance_scale;
+    this.size.write(settings);
   }
 
   read() {
@@ -98,6 +101,7 @@ export class CompareView {
       seeds: Number(this.seeds.value),
       steps: this.steps.valueAsNumber,
       guidance_scale: this.guidanceScale.valueAsNumber,
+      ...this.size.read(),
     };
   }
 
@@ -164,10 +168,10 @@ export class CompareView {
     return element("div", { class: "headline" }, element("h2", {}, conditionText(settings)), link);
   }
 
-  row(variant, { seeds, seed, prompt, label, steps, guidance_scale }) {
+  row(variant, { seeds, seed, prompt, label, steps, guidance_scale, width, height }) {
     const dense = variant in DENSE;
     const model = dense ? { model: variant } : { model: "experts", routing: variant };
-    const shared = { prompt, label, ...model, steps, guidance_scale, num_images: 1 };
+    const shared = { prompt, label, ...model, steps, guidance_scale, num_images: 1, width, height };
     const generations = Array.from({ length: seeds }, (_, column) => new Generation({ ...shared, seed: seed + column }, this.studio));
     const cost = element("p", { class: "cost" });
     const description = element("p", {}, DENSE[variant] ?? describeRouting(variant));
@@ -185,8 +189,7 @@ export class CompareView {
   }
 
   cell(generation, dense) {
-    const { size } = this.studio.run;
-    const { settings } = generation;
+    const { settings, size } = generation;
     const image = element("img", { alt: "", width: size[1], height: size[0] });
     const label = `seed ${settings.seed}: open in Generate`;
     const frame = element("a", { class: "frame empty", href: hashOf("generate", settings), "aria-label": label }, image);

@@ -45,6 +45,21 @@ export function conditionFields({ conditioning: { text, labels }, limits }) {
   };
 }
 
+/** Return the field of the size of the images: null if the run has one size. */
+export function sizeField({ sizes }) {
+  const node = select("width", sizes.map(([height, width]) => [`${width}x${height}`, `${width} × ${height}`]));
+  return {
+    node: sizes.length > 1 ? field("Size", node) : null,
+    read() {
+      const [width, height] = node.value.split("x").map(Number);
+      return sizes.length > 1 ? { width, height } : {};
+    },
+    write({ width, height }) {
+      if (sizes.length > 1) selectValue(node, width && height ? `${width}x${height}` : node.options[0].value);
+    },
+  };
+}
+
 /** Return buttons with example prompts; null if the run takes no prompts. `choose` gets the caption that is clicked. */
 export function exampleButtons({ examples, conditioning }, count, choose) {
   const captions = conditioning.text ? examples.slice(0, count) : [];

@@ -48,7 +48,8 @@ export function fileName(settings) {
 
 /** Return all settings but the prompt in one line. */
 export function settingsText(settings) {
-  const { steps, guidance_scale: scale, seed } = settings;
+  const { steps, guidance_scale: scale, seed, width, height } = settings;
   const parts = [modelName(settings), plural(steps, "step"), `guidance scale ${scale}`, `seed ${seed}`];
+  if (width && height) parts.push(`${width} × ${height}`);
   return parts.map((part) => part.replaceAll(" ", "\u00a0")).join(" · ");
 }

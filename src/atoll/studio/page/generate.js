@@ -77,9 +77,8 @@ export class GenerateView {
 
   resultNodes(generation) {
     const { settings, routed, experts } = generation;
-    const { size } = this.studio.run;
     const legend = routed && experts.length > 1 ? new ExpertLegend(generation, this.studio.topics) : null;
-    const views = generation.images.map((_, index) => new ImageView(generation, index, { size, legend }));
+    const views = generation.images.map((_, index) => new ImageView(generation, index, { legend }));
     if (legend) legend.views = views;
     return [
       element("h2", {}, conditionText(settings)),
@@ -96,11 +95,11 @@ export class GenerateView {
 
   /** Return the progress bar, a button to cancel, and a link to Compare. */
   progressNode(generation) {
-    const { prompt, label, steps, guidance_scale, seed } = generation.settings;
+    const { prompt, label, steps, guidance_scale, seed, width, height } = generation.settings;
     const bar = element("progress", { max: steps, value: 0, "aria-label": "Completed steps" });
     const status = element("p", { class: "status" });
     const cancel = element("button", { type: "button", click: () => generation.cancel() }, "Cancel");
-    const hash = hashOf("compare", { prompt, label, steps, guidance_scale, seed });
+    const hash = hashOf("compare", { prompt, label, steps, guidance_scale, seed, width, height });
     const compare = element("a", { class: "button", href: hash }, "Compare models");
     const node = element("div", { class: "generation-progress" }, bar, status, cancel, compare);
     const update = () => {

@@ -24,6 +24,12 @@ export class Generation extends EventTarget {
     this.controller = new AbortController();
   }
 
+  /** Height and width of the images. */
+  get size() {
+    const { width, height } = this.settings;
+    return width && height ? [height, width] : this.studio.run.size;
+  }
+
   get ended() {
     return !["waiting", "generating"].includes(this.state);
   }

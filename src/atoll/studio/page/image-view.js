@@ -7,9 +7,9 @@ import { describeStep, weightsChart, weightsTable } from "./weights-chart.js";
 
 /** The figure of image `index` of a generation. With a legend, it shows the chart of the routing weights. */
 export class ImageView {
-  constructor(generation, index, { size, legend }) {
+  constructor(generation, index, { legend }) {
     Object.assign(this, { generation, index, single: null });
-    const { settings, images, experts } = generation;
+    const { settings, images, experts, size } = generation;
     this.routed = legend !== null;
     this.image = element("img", { class: "generated", alt: "", width: size[1], height: size[0] });
     this.tag = element("span", { class: "tag", hidden: true });

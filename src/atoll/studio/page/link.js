@@ -1,6 +1,6 @@
 // Settings in the URL: #generate?prompt=red+apple&routing=top-2&seed=7
 
-const NUMBERS = ["num_images", "steps", "guidance_scale", "seed", "expert", "seeds"];
+const NUMBERS = ["num_images", "steps", "guidance_scale", "seed", "expert", "seeds", "width", "height"];
 const LISTS = ["variants"];
 
 /** Return the hash of a view with its settings. */

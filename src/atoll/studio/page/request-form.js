@@ -1,7 +1,7 @@
 // The form of the view Generate: the condition, the model and the sampling settings.
 
 import { element } from "./dom.js";
-import { clearErrors, conditionFields, exampleButtons, field, numberInput, select, selectValue, showFieldError } from "./form.js";
+import { clearErrors, conditionFields, exampleButtons, field, numberInput, select, selectValue, showFieldError, sizeField } from "./form.js";
 import { describeRouting } from "./format.js";
 
 const RANDOM_SEEDS = 1_000_000; // random seeds are below this: short enough to read and type
@@ -21,6 +21,7 @@ export class RequestForm {
     this.guidanceScale = numberInput("guidance_scale", { min: 0, max: limits.guidance_scale, step: "any" });
     this.seed = numberInput("seed", { min: 0, max: Number.MAX_SAFE_INTEGER });
     this.numImages = numberInput("num_images", { min: 1, max: limits.num_images });
+    this.size = sizeField(run);
     this.settings = this.settingsNode(settingsOpen);
     this.node = element(
       "form",
@@ -52,6 +53,7 @@ export class RequestForm {
       this.routingText,
       element("div", { class: "pair" }, field("Steps", this.steps), field("Guidance scale", this.guidanceScale)),
       element("div", { class: "pair" }, field("Seed", this.seed), field("Images", this.numImages)),
+      this.size.node,
       element("button", { type: "button", click: () => this.randomSeed() }, "Generate with a new seed"),
     );
   }
@@ -82,6 +84,7 @@ export class RequestForm {
       guidance_scale: this.guidanceScale.valueAsNumber,
       seed: this.seed.valueAsNumber,
       num_images: this.numImages.valueAsNumber,
+      ...this.size.read(),
     };
   }
 
@@ -95,6 +98,7 @@ export class RequestForm {
     this.guidanceScale.value = settings.guidance_scale;
     this.seed.value = settings.seed;
     this.numImages.value = settings.num_images;
+    this.size.write(settings);
     this.updateRouting();
   }
 

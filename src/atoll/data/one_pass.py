@@ -1,0 +1,275 @@
+"""One pass over the source: every image is read and decoded once, for all stages that need its pixels.
+
+    source ──> threads: read, check, decode, crop and resize ──> batches ──> encoders ──> chunk files
+
+The unit is a chunk of the source. Its images are decoded ahead in threads, in a bounded queue. Each encoder (the
+features network, the autoencoder, …) gets batches that are formed inside the chunk, per size if its output depends on
+the size. So the bytes depend neither on the number of workers nor on interruptions. An accelerator computes one batch
+while the host prepares the next one, and another thread writes the files of the chunk before.
+
+The files of the encoders are written first and the part of the index last. So a chunk with a part is complete. If a
+part is missing, all of its files are made again, because another set of its images may be readable now.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+from operator import itemgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll.core.artifacts import Artifact
+from atoll.core.config_sections import Data
+from atoll.core.device import Download
+from atoll.core.errors import AtollError
+from atoll.core.progress import progress
+from atoll.core.sizes import Size, nearest_size, upscaling
+from atoll.data import growth
+from atoll.data.chunks import Chunks, Worker, part_name, prefetch
+from atoll.data.images import BadImage, fit, image_size, open_image
+from atoll.data.sources.base import SourceImage
+from atoll.data.stages import ingest
+from atoll.data.stages.base import Encoder, Job, Pixels, Stage
+from atoll.data.stages.ingest import Index
+from atoll.data.stages.listing import Listing
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An image of the source after its only decoding."""
+
+    image: SourceImage
+    original: tuple[int, int] = (0, 0)
+    """Width and height in the file, upright."""
+    size: Size | None = None
+    """Its bucket; None if it is rejected."""
+    pixels: dict[tuple[Size, Size], Pixels] = field(default_factory=dict)
+    """The image (height, width, 3) in every `Encoder.view`."""
+    reason: str | None = None
+    """Why it is rejected."""
+    digest: str = ""
+    """Hash of its bytes and metadata."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Decodes images to their buckets, and to the sizes that encoders take."""
+
+    data: Data
+    sizes: tuple[Size, ...]
+
+    def __call__(self, image: SourceImage, encoders: Sequence[Encoder], known: Size | None) -> Decoded:
+        """Decode an image. With `known`, it was readable before, with this size: then it must still be."""
+        encoded = None
+        try:
+            encoded = image.read()
+            original = image_size(encoded)
+            size = known or self._bucket(original)
+            views = {encoder.view(size) for encoder in encoders} or {(size, size)}
+            opened = open_image(encoded, [target for target, _ in views])
+            pixels = {view: np.asarray(fit(opened, *view)) for view in views}
+            return Decoded(image, original, size, pixels, digest=ingest.image_digest(image, encoded))
+        except BadImage as bad:
+            if known:
+                raise AtollError(f"the source changed: {image.id!r} was readable before; now: {bad.reason}") from bad
+            return Decoded(image, reason=bad.reason, digest=ingest.image_digest(image, encoded))
+
+    def _bucket(self, original: tuple[int, int]) -> Size:
+        size = nearest_size(self.sizes, *original)
+        limit = self.data.max_upscale
+        if self.data.buckets != "off" and upscaling(size, *original) > limit:
+            width, height = original
+            raise BadImage(
+                f"{width}x{height} pixels are too few for {size}: they would be enlarged by more than "
+                f"data.max_upscale = {limit:g}"
+            )
+        return size
+
+
+class _Batches:
+    """The encoded batches of one chunk. The last one may still be in work on the accelerator.
+
+    Its result is copied behind it, and ahead of the next batch. So waiting for the copy does not wait for that batch.
+    """
+
+    def __init__(self, encoders: dict[str, Encoder]) -> None:
+        self.encoders = encoders
+        self.waiting: dict[tuple[str, Size | None], list[Decoded]] = defaultdict(list)
+        self.done: dict[tuple[str, Size | None], list[dict[str, Tensor]]] = defaultdict(list)
+        self.in_work: list[tuple[tuple[str, Size | None], list[str], Download]] = []
+
+    def add(self, decoded: Decoded) -> None:
+        """Add a readable image; encode the batches that it fills."""
+        for name, encoder in self.encoders.items():
+            key = (name, decoded.size if encoder.by_size else None)
+            self.waiting[key].append(decoded)
+            if len(self.waiting[key]) == encoder.batch_size:
+                self._encode(key)
+
+    def _encode(self, key: tuple[str, Size | None]) -> None:
+        images, encoder = self.waiting.pop(key), self.encoders[key[0]]
+        size = images[0].size
+        assert size is not None
+        pixels = np.stack([image.pixels[encoder.view(size)] for image in images])
+        tensors = encoder.encode(pixels, size)
+        self.in_work.append((key, list(tensors), Download(*tensors.values())))
+        # The results of a batch are collected when the next one is queued, so that the accelerator does not wait.
+        self._collect(leave=1)
+
+    def _collect(self, leave: int) -> None:
+        while len(self.in_work) > leave:
+            key, names, copies = self.in_work.pop(0)
+            self.done[key].append(dict(zip(names, copies.wait(), strict=True)))
+
+    def finish(self) -> None:
+        """Encode the batches that are not full, after all images are added."""
+        for key in list(self.waiting):
+            self._encode(key)
+
+    def tensors(self, images: list[Decoded], sizes: tuple[Size, ...]) -> dict[str, dict[str, Tensor]]:
+        """Wait for the last batch; return the tensors of the chunk, by encoder and name, from its readable `images`."""
+        self._collect(leave=0)
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, encoder in self.encoders.items():
+            tensors: dict[str, Tensor] = {}
+            # In the order of the run's sizes, since sums over a chunk depend on it.
+            for size in sizes if encoder.by_size else (None,):
+                batches = self.done.get((name, size), [])
+                members = [image.image.split == "train" for image in images if size in (None, image.size)]
+                joined = {part: torch.cat([batch[part] for batch in batches]) for part in batches[0]} if batches else {}
+                if joined and encoder.summarize:
+                    summary = encoder.summarize(joined, torch.tensor(members))
+                    for part, value in summary.items():
+                        tensors[part] = tensors[part] + value if part in tensors else value
+                tensors |= {part_name(part, size, sizes) if size else part: value for part, value in joined.items()}
+            found[name] = tensors
+        return found
+
+
+def fill(job: Job, stages: Sequence[Stage], worker: Worker) -> None:
+    """Make this worker's missing chunks of some stages of the pass."""
+    for stage in stages:
+        if stage.name == "ingest":
+            stage.begin(job)
+    listing = Listing.of(job)
+    # The index comes first, because the inputs of all other stages contain its identity.
+    # The listing has the number of classes, which decides whether the clusters need features.
+    # A committed stage is here if somebody deleted the index; whether it fits the new one is checked afterwards.
+    stages = [stage for stage in stages if not stage.unneeded(job) and not stage.artifacts(job)[0].manifest()]
+    for stage in stages:
+        stage.begin(job)
+    if unchecked := [chunk for chunk, names in _missing(job, stages, worker).items() if "ingest" in names]:
+        growth.reuse_pass(job, stages, unchecked)
+    todo = _missing(job, stages, worker)
+    if not todo:
+        return
+    encoders = {
+        stage.name: stage.encoder(job)
+        for stage in stages
+        if stage.encoder and any(stage.name in names for names in todo.values())
+    }
+    chunks: dict[str, Chunks] = {stage.name: _chunks(job, stage) for stage in stages}
+    parts, data = ingest.source_chunks(job), job.config.data
+    assert parts is not None
+    decoder, rejected, sizes = Decoder(data, listing.buckets), 0, listing.buckets
+
+    def work(item: tuple[int, SourceImage, Size | None]) -> tuple[int, Decoded]:
+        chunk, image, known = item
+        return chunk, decoder(image, [encoders[name] for name in todo[chunk] if name in encoders], known)
+
+    def write(chunk: int, batches: _Batches, rows: list[Decoded]) -> None:
+        tensors = batches.tensors([row for row in rows if row.size], sizes)
+        _write(chunks, chunk, tensors=tensors, rows=rows if "ingest" in todo[chunk] else None)
+
+    images = prefetch(_listed(job, parts, list(todo)), work, data.workers)
+    total = sum(map(parts.length, todo))
+    label = ", ".join(stage.name for stage in stages)
+    with ExitStack() as stack:
+        bar = stack.enter_context(progress(label, parts.rows, parts.rows - total))
+        writer = stack.enter_context(ThreadPoolExecutor(1))
+        written: Future[None] | None = None
+        for chunk, members in groupby(images, key=itemgetter(0)):
+            batches = _Batches({name: encoders[name] for name in todo[chunk] if name in encoders})
+            rows: list[Decoded] = []
+            for _, decoded in members:
+                if decoded.size is not None:
+                    batches.add(decoded)
+                # The pixels are in the batch now; keeping them would keep the whole chunk in memory.
+                rows.append(replace(decoded, pixels={}))
+                bar.update()
+            bar.update(parts.length(chunk) - len(rows))  # rejected before
+            batches.finish()
+            if written:
+                written.result()
+            # The thread waits for the last batch, so that the accelerator gets the next chunk meanwhile.
+            written = writer.submit(write, chunk, batches, rows)
+            # Stop early: a wrong source should not take hours to be noticed.
+            rejected += sum(row.reason is not None for row in rows)
+            if rejected > data.max_rejects * parts.rows:
+                written.result()
+                with suppress(ingest.PartsRemovedError):
+                    ingest.check_rejects(parts, data)
+        if written:
+            written.result()
+
+
+def _chunks(job: Job, stage: Stage) -> Chunks:
+    found = stage.chunks(job) if stage.chunks else None
+    assert found is not None  # the source is listed
+    return found
+
+
+def _missing(job: Job, stages: Sequence[Stage], worker: Worker) -> dict[int, list[str]]:
+    """Return the chunks to make, each with the stages that need it."""
+    missing = {stage.name: set(_chunks(job, stage).missing(worker)) for stage in stages}
+    unchecked = missing.get("ingest", set())
+    todo = sorted(set().union(*missing.values()))
+    return {chunk: [name for name, own in missing.items() if chunk in own or chunk in unchecked] for chunk in todo}
+
+
+def _listed(job: Job, parts: Chunks, wanted: list[int]) -> Iterator[tuple[int, SourceImage, Size | None]]:
+    """Yield (chunk, image, size) of the wanted chunks: all images, or the readable ones if they are known."""
+    # Every worker lists the source from its start, because a repeated key gets an id that depends on the images
+    # before it. But it decodes only the images of its chunks.
+    stream, chosen, index = job.source.images(), set(wanted), Index.find(job.run)
+    for chunk in range(max(wanted) + 1):
+        images = list(islice(stream, parts.length(chunk)))
+        if len(images) < parts.length(chunk):
+            raise _changed(parts.artifact, f"it has only {chunk * parts.size + len(images):,} images")
+        if chunk not in chosen:
+            continue
+        known = ingest.sizes_by_id(parts, index, chunk)
+        if known is None:
+            yield from ((chunk, image, None) for image in images)
+            continue
+        by_id = {image.id: image for image in images}
+        for id, size in known.items():
+            if id not in by_id:
+                raise _changed(parts.artifact, f"{id!r} is no longer in it")
+            yield chunk, by_id[id], size
+    if max(wanted) == parts.count - 1 and next(stream, None) is not None:
+        raise _changed(parts.artifact, f"it has more than {parts.rows:,} images")
+
+
+def _changed(artifact: Artifact, how: str) -> AtollError:
+    return AtollError(f"the source changed since it was listed: {how}; delete {artifact.folder} and start again")
+
+
+def _write(
+    chunks: dict[str, Chunks], chunk: int, *, tensors: dict[str, dict[str, Tensor]], rows: list[Decoded] | None
+) -> None:
+    """Write the files of a chunk, the part of the index last."""
+    for name, parts in tensors.items():
+        if parts:  # a chunk without readable images has no file
+            chunks[name].artifact.write_tensors(chunks[name].file(chunk), parts)
+    if rows is not None:
+        table = [
+            ingest.row_of(row.image, size=row.size, original=row.original, reason=row.reason, digest=row.digest)
+            for row in rows
+        ]
+        ingest.write_part(chunks["ingest"], chunk, table)
