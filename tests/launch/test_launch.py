@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,13 @@ def ended(process: subprocess.Popen[str], seconds: float = 300) -> tuple[int, st
     return process.returncode, out, err
 
 
+def kill(run: Path, step: str) -> None:
+    """Kill all processes of a step, its supervisor included."""
+    for process in trainers(run, step) + attempts(run, step):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
 def log_of(run: Path, step: str) -> str:
     return (run / "launch" / "logs" / f"{step}.log").read_text()
 
@@ -77,14 +84,17 @@ def test_killed_and_preempted_experts_finish_with_equal_weights(engine: Local, n
     run = new_run()
     with Watch(run) as watch:
         launch = engine.launch(run, "--jobs", "experts")
-        wait_until(lambda: watch.checkpoints("experts/000"), launch, "a checkpoint of expert 0")
-        for process in trainers(run, "experts/000") + attempts(run, "experts/000"):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        again = engine.launch(run, "--jobs", "experts", "--json")
-        wait_until(lambda: watch.checkpoints("experts/001"), launch, "a checkpoint of expert 1")
-        with engine.preempted(run, "experts/001"):
-            pass
+        # Each expert is interrupted at its own first checkpoint: either of the two may be far ahead of the other.
+        with ExitStack() as preempted:
+            interruptions = {
+                "experts/000": lambda: kill(run, "experts/000"),
+                "experts/001": lambda: preempted.enter_context(engine.preempted(run, "experts/001")),
+            }
+            while interruptions:
+                wait_until(lambda: any(map(watch.checkpoints, interruptions)), launch, "a checkpoint")
+                for step in filter(watch.checkpoints, list(interruptions)):
+                    interruptions.pop(step)()
+            again = engine.launch(run, "--jobs", "experts", "--json")
         code, _, err = ended(launch)
         assert code == 0, err
         code, out, err = ended(again)
