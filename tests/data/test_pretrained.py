@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,28 @@ def save_vision_model(folder: Path, network: object, size: dict[str, int]) -> No
 
 
 # Where networks run
+
+
+def test_images_are_encoded_in_parts_that_do_not_depend_on_the_cores() -> None:
+    """Nine images of 224 pixels are three parts: in order, equal for one and two threads, and close to one batch."""
+    extractor, before = open_extractor("efficientnet-lite0"), torch.get_num_threads()
+    pixels = shape_images(224, ("circle", "square", "triangle") * 3)
+    pixels[3:] = 255 - pixels[3:]
+    pixels[6:] //= 2
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(extractor(pixels))
+            assert torch.get_num_threads() == threads
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(torch.get_num_threads).result() == threads, "a thread that starts later"
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    one_by_one = torch.cat([extractor(pixels[row : row + 1]) for row in range(9)])
+    assert_allclose(found[0], one_by_one, atol=1e-5)
+    assert (one_by_one @ one_by_one.T - torch.eye(9)).max() < 0.999, "the images must differ"
 
 
 def test_without_a_driver_a_cuda_build_runs_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

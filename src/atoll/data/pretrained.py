@@ -1,19 +1,23 @@
 """Pretrained networks: find or download their files, hash them, load them without running foreign code."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from atoll.core.artifacts import sha256_of
 from atoll.core.errors import AtollError, first_line
 from atoll.core.untrusted import Foreign
 from atoll.data.hub import hint, local_folder, print_hint
+
+T = TypeVar("T")
 
 # Configuration, weights, vocabularies and SentencePiece models. Pickled weights and Python code are never downloaded.
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
@@ -106,3 +110,38 @@ def deterministic_inference() -> Iterator[None]:
             yield
     finally:
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+# Four images of 224 pixels a side. With more, the maps of EfficientNet-Lite0 leave the caches of the processor: on one
+# core of an AMD EPYC an image took 15 ms in parts of 2 or 4 images, 21 ms in parts of 8 and 27 ms in a batch of 32.
+_PART_PIXELS = 4 * 224 * 224
+
+
+def encode_images(encode: Callable[[Tensor], T], x: Tensor) -> list[T]:
+    """Apply a frozen network to images (N, C, H, W); return its outputs for consecutive parts of the batch.
+
+    An accelerator takes the batch as a whole. On a CPU, a part has few images and each core works on its own parts:
+    this is faster than all cores in every operation of the whole batch, and needs less memory. The parts do not depend
+    on the number of cores, so neither do the results.
+    """
+    size = max(1, _PART_PIXELS // (x.shape[-2] * x.shape[-1]))
+    with deterministic_inference():
+        if x.device.type != "cpu" or len(x) <= size:
+            return [encode(x)]
+    threads = torch.get_num_threads()
+
+    def encode_part(part: Tensor) -> T:
+        with torch.inference_mode():  # a property of the thread
+            return encode(part)
+
+    try:
+        return list(_core_pool(threads).map(encode_part, torch.split(x, size)))
+    finally:
+        # The threads of the pool have set the default of threads that start later.
+        torch.set_num_threads(threads)
+
+
+@cache
+def _core_pool(threads: int) -> ThreadPoolExecutor:
+    """Return threads whose torch operations use one core each."""
+    return ThreadPoolExecutor(threads, "encode", initializer=torch.set_num_threads, initargs=(1,))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from atoll.core.device import device
 from atoll.core.errors import AtollError
-from atoll.data.pretrained import deterministic_inference, fingerprint, load_pretrained, model_folder
+from atoll.data.pretrained import deterministic_inference, encode_images, fingerprint, load_pretrained, model_folder
 from atoll.data.stages.features import Extractor, open_extractor
 from atoll.data.stages.ingest import Pixels
 from atoll.data.vision import efficientnet, inception
@@ -48,9 +48,7 @@ def _open_inception(file: Path | None) -> Vision:
         return resized(x, inception.SIDE, "bilinear").sub_(128).div_(128)
 
     def features(x: Tensor) -> Tensor:
-        with deterministic_inference():
-            output: Tensor = network(prepared(x))
-        return output
+        return torch.cat(encode_images(network, prepared(x)))
 
     def maps(x: Tensor) -> list[Tensor]:
         with deterministic_inference():

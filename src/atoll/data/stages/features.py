@@ -24,7 +24,7 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import FEATURES, FeaturesContent
 from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks, Worker
-from atoll.data.pretrained import deterministic_inference, fingerprint, load_pretrained, model_folder
+from atoll.data.pretrained import deterministic_inference, encode_images, fingerprint, load_pretrained, model_folder
 from atoll.data.stages import ingest
 from atoll.data.stages.base import Encoder, Job, Pixels, Stage
 from atoll.data.stages.ingest import Index
@@ -78,9 +78,7 @@ class Extractor:
     def raw(self, x: Tensor) -> Tensor:
         """Return features (N, D) without normalization, of pixels (N, 3, side, side) from 0 to 255. Overwrite `x`."""
         x = x.sub_(self._mean).mul_(self._scale)
-        with deterministic_inference():
-            features: Tensor = self.network(x)
-        return features.float()
+        return torch.cat(encode_images(self.network, x)).float()
 
     def patches(self, pixels: Pixels, grid: tuple[int, int]) -> Tensor:
         """Return a grid of features (N, rows, columns, C) on the device, of images (N, height, width, 3)."""

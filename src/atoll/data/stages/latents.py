@@ -30,7 +30,7 @@ from atoll.core.sizes import Size
 from atoll.core.untrusted import Foreign
 from atoll.data import autoencoder as shipped
 from atoll.data.chunks import Chunks, Worker, select_rows
-from atoll.data.pretrained import deterministic_inference, fingerprint, model_folder
+from atoll.data.pretrained import deterministic_inference, encode_images, fingerprint, model_folder
 from atoll.data.sources.open import find_kind
 from atoll.data.stages import ingest
 from atoll.data.stages.base import Encoder, Job, Pixels, Stage
@@ -141,8 +141,11 @@ class Codec:
     def encode_tensor(self, pixels: Pixels) -> dict[str, Tensor]:
         """Return the tensors of `encode` on the device of the autoencoder, without waiting for it."""
         x = upload(torch.from_numpy(pixels), self.device).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
-        with deterministic_inference():
-            output = self.network.encode(x.to(self.dtype))
+        parts = encode_images(self._posterior, x.to(self.dtype))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _posterior(self, x: Tensor) -> dict[str, Tensor]:
+        output = self.network.encode(x)
         # AutoencoderKL returns a Gaussian posterior, AutoencoderTiny only latents.
         if hasattr(output, "latent_dist"):
             return {"mean": output.latent_dist.mean.float(), "std": output.latent_dist.std.float()}
