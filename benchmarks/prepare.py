@@ -80,7 +80,7 @@ def _stack(images: list[Image.Image], side: int) -> "np.ndarray[tuple[int, ...],
     return np.stack([np.asarray(image.resize((side, side), Image.Resampling.LANCZOS)) for image in images])
 
 
-def compare(folder: Path, images: Path, autoencoder: str, *, name: str, repeats: int) -> Iterator[Row]:
+def compare(folder: Path, images: Path, autoencoder: str, *, name: str, warmup: int) -> Iterator[Row]:
     resolution = RESOLUTION[name]
     config = settings(images, autoencoder, resolution)
 
@@ -93,7 +93,7 @@ def compare(folder: Path, images: Path, autoencoder: str, *, name: str, repeats:
         "prepare": prepared,
         "loop": lambda: plain_loop(images, autoencoder, resolution, out=folder / "loop.safetensors"),
     }
-    times = interleave(sides, repeats=repeats)
+    times = interleave(sides, repeats=3, warmup=warmup)
     count = len(list(images.glob("*.jpg")))
     yield Row(f"prepare ({name}, {count} JPEG of {SIDE} px): rate / plain loop", times["loop"] / times["prepare"], 0.9)
     yield Row(f"prepare ({name}): images per second", count / times["prepare"])
@@ -104,10 +104,11 @@ def measure(quick: bool) -> list[Row]:
     folder = Path(tempfile.mkdtemp(prefix="atoll-bench-"))
     try:
         images = write_images(folder / "images", 64 if quick else 1024, SIDE)
-        rows = list(compare(folder, images, "emoji", name="emoji", repeats=3))
+        rows = list(compare(folder, images, "emoji", name="emoji", warmup=1))
         if not quick:
-            few = write_images(folder / "few", 64, SIDE)
-            rows += compare(folder, few, str(write_large(folder / "vae")), name="large", repeats=3)
+            # Few, because each image takes seconds. A warm-up would change little for the same reason.
+            few = write_images(folder / "few", 8, SIDE)
+            rows += compare(folder, few, str(write_large(folder / "vae")), name="large", warmup=0)
         return rows
     finally:
         shutil.rmtree(folder)

@@ -187,6 +187,8 @@ def test_the_command_writes_images_of_a_size_with_their_settings(sized_run: Path
     assert json.loads(capsys.readouterr().out)["size"] == "20x12"
     with Image.open(tmp_path / "000.png") as image:
         assert image.size == (20, 12)
+    with Image.open(tmp_path / "grid.png") as grid:
+        assert grid.width - grid.height == 20 - 12, "the cell of the grid has the size of the image"
     assert read_settings(tmp_path / "000.png")["size"] == "20x12"
     assert cli.main([*arguments, "--size", "28x12"]) == 0
     assert "images of 28x12 may be worse" in capsys.readouterr().err

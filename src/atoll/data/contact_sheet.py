@@ -62,12 +62,13 @@ def _thumbnail(size: Size, side: int) -> Size:
 
 
 def sheet(images: list[Image.Image], columns: int = _COLUMNS) -> Image.Image:
-    """Return images in a grid of squares on white, row by row, each in the middle of its square."""
-    side = max((max(image.size) for image in images), default=_SIDE)
+    """Return images in a grid on white, row by row, each in the middle of a cell as large as the largest image."""
+    width = max((image.width for image in images), default=_SIDE)
+    height = max((image.height for image in images), default=_SIDE)
     rows = max(1, -(-len(images) // columns))
-    page = Image.new("RGB", (columns * (side + _GAP) + _GAP, rows * (side + _GAP) + _GAP), "white")
+    page = Image.new("RGB", (columns * (width + _GAP) + _GAP, rows * (height + _GAP) + _GAP), "white")
     for number, image in enumerate(images):
         row, column = divmod(number, columns)
-        left, top = (side - image.width) // 2, (side - image.height) // 2
-        page.paste(image, (_GAP + column * (side + _GAP) + left, _GAP + row * (side + _GAP) + top))
+        left, top = (width - image.width) // 2, (height - image.height) // 2
+        page.paste(image, (_GAP + column * (width + _GAP) + left, _GAP + row * (height + _GAP) + top))
     return page
