@@ -6,7 +6,7 @@
 # class-conditional AdaLN-Zero DiT, trained with DDPM on cluster 4 alone. Its layout has no modern block, so all experts
 # that start from it are DiTs of the papers.
 set -euo pipefail
-export DATASET=cifar10 STEPS=${STEPS:-1600} TOTAL=${TOTAL:-64} LR=${LR:-8.0e-3}
+export DATASET=cifar10 STEPS=${STEPS:-800} TOTAL=${TOTAL:-64} LR=${LR:-8.0e-3}
 modern='{name: ModernDiT-XS/4, width: 96, depth: 4, heads: 3}'
 export NETWORK=$modern
 source recipes/common/lib.sh
@@ -32,7 +32,7 @@ link "$(arm k8)/router" "$(arm pretrained8)/router"
 train pretrained8 --jobs experts --train.init_from "$(arm pretrained)/new"
 train pretrained-ddpm2 --jobs experts --experts 0 3 --train.init_from "$(arm pretrained)/keep"
 reuse pretrained8 pretrained-ddpm2 1 2 4 5 6 7
-for name in ddpm2 pretrained8 pretrained-ddpm2; do
-    evaluate $name --models experts --routings top-1 top-2 --without trajectories --diversity 64 8
+for name in k8 ddpm2 pretrained8 pretrained-ddpm2; do
+    evaluate $name --models experts --routings top-1 --without trajectories --diversity 32 8
 done
 table k8 ddpm2 pretrained8 pretrained-ddpm2

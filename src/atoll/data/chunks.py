@@ -142,8 +142,11 @@ def _metadata(table: Path, mtime_ns: int) -> pq.FileMetaData:  # noqa: ARG001 - 
     return pq.read_metadata(table)
 
 
-def prefetch(items: Iterable[T], work: Callable[[T], R], workers: int) -> Iterator[R]:
-    """Apply `work` to every item in threads, some items ahead of the consumer, and yield the results in order."""
+def prefetch(items: Iterable[T], work: Callable[[T], R], workers: int, *, ahead: int = 0) -> Iterator[R]:
+    """Apply `work` to every item in threads, some items ahead of the consumer, and yield the results in order.
+
+    At least `ahead` results may wait: as many as the consumer takes at once, so that they are made while it works.
+    """
     # A generator that is not exhausted may be finalized when the interpreter exits. Module globals are None by then,
     # and `ThreadPoolExecutor.shutdown` would fail on them, so this frame keeps its own reference.
     is_finalizing = sys.is_finalizing
@@ -153,7 +156,7 @@ def prefetch(items: Iterable[T], work: Callable[[T], R], workers: int) -> Iterat
         for item in items:
             pending.append(pool.submit(work, item))
             # Two items per thread: one in work and one waiting, so that no thread is idle while the consumer works.
-            if len(pending) > 2 * workers:
+            if len(pending) > max(2 * workers, ahead):
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()

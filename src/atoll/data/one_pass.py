@@ -186,7 +186,8 @@ def fill(job: Job, stages: Sequence[Stage], worker: Worker) -> None:
         tensors = batches.tensors([row for row in rows if row.size], sizes)
         _write(chunks, chunk, tensors=tensors, rows=rows if "ingest" in todo[chunk] else None)
 
-    images = prefetch(_listed(job, parts, list(todo)), work, data.workers)
+    batch_size = max((encoder.batch_size for encoder in encoders.values()), default=0)
+    images = prefetch(_listed(job, parts, list(todo)), work, data.workers, ahead=batch_size)
     total = sum(map(parts.length, todo))
     label = ", ".join(stage.name for stage in stages)
     with ExitStack() as stack:
