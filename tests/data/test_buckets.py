@@ -134,15 +134,14 @@ def test_patches_have_the_ratio_of_the_bucket(buckets: Path, photographs: Path) 
 
 
 def test_there_is_a_contact_sheet_for_each_size(buckets: Path) -> None:
-    """Thumbnails have the ratio of their size, in the middle of squares of 32 pixels."""
+    """Thumbnails have the ratio of their size and a longer side of 32 pixels, 4 pixels apart."""
     for size, (width, height) in {"36x24": (32, 21), "24x36": (21, 32), "32x32": (32, 32)}.items():
         page = np.asarray(Image.open(buckets / f"data/clusters/size_{size}.png"))
-        cell = page[4 : 4 + 32, 4 : 4 + 32]
-        inked = np.argwhere((cell != 255).any(2))
-        top, left = inked.min(0)
-        assert ((32 - height) // 2, (32 - width) // 2) == (top, left)
-        assert tuple(inked.max(0) - inked.min(0) + 1) == (height, width)
-        cells = [page[y : y + 32, x : x + 32] for y in range(4, len(page), 36) for x in range(4, page.shape[1], 36)]
+        inked = np.argwhere((page[: height + 8, : width + 8] != 255).any(2))
+        assert tuple(inked.min(0)) == (4, 4)
+        assert tuple(inked.max(0)) == (height + 3, width + 3)
+        lefts, tops = range(4, page.shape[1], width + 4), range(4, len(page), height + 4)
+        cells = [page[top : top + height, left : left + width] for top in tops for left in lefts]
         assert sum((cell != 255).any() for cell in cells) == Index.open(buckets).content.sizes[size].images
 
 
