@@ -155,7 +155,7 @@ class Stage:
         index = Artifact(artifact.run, layout.INGEST).manifest()
         recorded = artifact.read(self.kind).ingest
         if index and recorded and recorded != index.digest:
-            raise AtollError(f"{artifact.folder} is stale: data/ingest has changed since. Delete {artifact.folder}")
+            raise AtollError(f"{artifact.folder} is stale: {layout.INGEST} has changed since. Delete {artifact.folder}")
 
     def begin(self, job: Job) -> None:
         """Write the plan of its artifacts, before the pass makes their chunks."""
