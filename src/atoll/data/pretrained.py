@@ -1,4 +1,4 @@
-"""Pretrained networks: find or download their files, hash them, load them without running foreign code."""
+"""Pretrained networks: find or download their files, hash them, load them without running foreign code, run them."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +122,7 @@ def encode_images(encode: Callable[[Tensor], T], x: Tensor) -> list[T]:
 
     An accelerator takes the batch as a whole. On a CPU, a part has few images and each core works on its own parts:
     this is faster than all cores in every operation of the whole batch, and needs less memory. The parts do not depend
-    on the number of cores, so neither do the results.
+    on the number of cores, so neither do the results of a batch of several parts.
     """
     size = max(1, _PART_PIXELS // (x.shape[-2] * x.shape[-1]))
     with deterministic_inference():
