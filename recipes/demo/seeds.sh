@@ -9,12 +9,20 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 run=$1
 shift
 if [ $# -eq 0 ]; then set -- 0 1 2; fi
+
+share() { # share FOLDER: copy a folder of RUN to the run of this seed by hard links, completely or not at all
+    [ -d "$run/$1" ] && [ ! -d "$other/$1" ] || return 0
+    mkdir -p "$(dirname "$other/$1")"
+    cp -al "$run/$1" "$other/$1.part"
+    mv "$other/$1.part" "$other/$1"
+}
+
 for seed in "$@"; do
     other=$run
     if [ "$seed" != 0 ]; then
         other=$run-seed$seed
-        mkdir -p "$other"
-        [ -d "$other/data" ] || { cp -al "$run/data" "$other/data.part" && mv "$other/data.part" "$other/data"; }
+        share data
+        share evaluation/reference # features of the real images
         sed "/^train:/,/^[a-z]/ s/^  seed: 0/  seed: $seed/" "$run/atoll.yaml" > "$other/atoll.yaml"
         $atoll launch "$other" --jobs experts router monolith --max-parallel "${JOBS:-2}" --island.cores 1
     fi

@@ -23,6 +23,7 @@ declare -A flags=(
     [shift]="--experts.default '{time_shift: auto}'"
     [ema]="--train.ema '{short: $((IMAGES / 160)), medium: $((IMAGES / 40)), long: $((IMAGES / 10))}'"
     [lr]="--train.lr 8.0e-3"
+    [x0]="--experts.default x0"
     [stacked]=""
 )
 for flag in $STACK; do
