@@ -9,9 +9,9 @@ IMAGES=${IMAGES:-51200}
 BATCH=${BATCH:-32}
 NUM_IMAGES=${NUM_IMAGES:-2048}
 KID_ARMS=${KID_ARMS:-"base equal"}
-STACK=${STACK:-"muon modern flip lr"} # what the arms `stacked` and `equal` combine
+STACK=${STACK:-"muon modern flip lr times"} # what the arms `stacked` and `equal` combine
 EQUAL=${EQUAL:-80} # Newton-Schulz adds 24 % of FLOPs for 2,048 tokens in a batch and width 128
-if [ $# -gt 0 ]; then arms=("$@"); else arms=(base muon modern align flip shift ema lr stacked equal); fi
+if [ $# -gt 0 ]; then arms=("$@"); else arms=(base muon modern align flip shift ema lr times stacked equal); fi
 
 modern=${NETWORK/DiT-/ModernDiT-}
 declare -A flags=(
@@ -24,6 +24,7 @@ declare -A flags=(
     [ema]="--train.ema '{short: $((IMAGES / 160)), medium: $((IMAGES / 40)), long: $((IMAGES / 10))}'"
     [lr]="--train.lr 8.0e-3"
     [x0]="--experts.default x0"
+    [times]="--experts.default flow-matching-logit-normal"
     [stacked]=""
 )
 for flag in $STACK; do
