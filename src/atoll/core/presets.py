@@ -90,7 +90,7 @@ PRESETS: dict[str, Settings] = {
         "features": {"resolution": 128},
         "clusters": {"count": 5},
         "text": {"max_tokens": 16},
-        # Two objectives, to show that they mix. Expert 1 loses little by it (recipes/demo).
+        # Two objectives, to show that they mix. recipes/demo has the cost.
         "experts": {"default": _X0_MIDDLE_TIMES, 1: _MIDDLE_TIMES},
         "networks": {"default": {"name": "DiT-XS/4", "width": 256, "depth": 4, "heads": 4}},
         "train": {
