@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from atoll import flow
 from atoll.data.dataset import Shards
 from atoll.experts import validation
 from atoll.experts.validation import TIME_BINS, Summary, ValidationSet, validate
@@ -66,7 +67,8 @@ def test_the_error_of_a_cluster_does_not_depend_on_the_others(prepared: Path) ->
     alone = measured(held_out(prepared, 1)).mean
     together = ValidationSet(held_out(prepared, 0, 1, 2), 3)
     own = [part for part in together.batches(CPU) if (part.batch.cluster == 1).all()]
-    errors = [validation.velocity_errors(velocity(p.noised.input, p.noised.t), p.noised.target) for p in own]
+    noised = [part.noised for part in own]
+    errors = [validation.velocity_errors(velocity(one.input, one.t), one.target, one.t) for one in noised]
     assert torch.cat(errors).double().mean().item() == pytest.approx(alone, rel=1e-6)
 
 
@@ -97,3 +99,45 @@ def test_the_limit_applies_to_each_cluster(prepared: Path) -> None:
 def test_without_held_out_images_there_is_no_error(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shards, "cluster_ranges", lambda _: {})
     assert measured(held_out(prepared, 0)) == Summary(None)
+
+
+def test_the_error_of_an_x0_network_has_its_closed_form() -> None:
+    """An x0 error e is a velocity error e/t; with the weight its mean square over all times is e² (2/LAST_TIME - 1)."""
+    t, target = (torch.arange(100_000) + 0.5) / 100_000, torch.zeros(100_000, 1, 1, 1)
+    errors = validation.velocity_errors(0.3 / t.view(-1, 1, 1, 1), target, t)
+    assert errors.double().mean().item() == pytest.approx(0.09 * (2 / validation.LAST_TIME - 1), rel=1e-4)
+    assert errors.max().item() == pytest.approx(0.09 / validation.LAST_TIME**2, rel=1e-4)
+
+
+@pytest.mark.parametrize("steps", [20, 50])
+def test_the_error_orders_x0_experts_as_their_samples_do(steps: int) -> None:
+    """Exact experts, one of them with x0 errors where no solver looks, the other with smaller ones where all do."""
+    means = torch.tensor([[-2.0, 0.0], [2.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
+    mixture = flow.GaussianMixture(
+        torch.ones(3, dtype=torch.float64), means, 0.04 * torch.eye(2).double().expand(3, 2, 2)
+    )
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(500, 2, generator=generator, dtype=torch.float64)
+    x0, t = mixture.sample(500, generator), (torch.arange(500, dtype=torch.float64) + 0.5) / 500
+
+    def expert(size: float, below: float) -> Any:
+        def velocity(x: Tensor, times: Tensor) -> Tensor:
+            times = times.to(x.dtype).expand(len(x))
+            wrong = size * torch.sin(3 * x) * (times < below)[:, None]
+            return mixture.velocity(x, times) - wrong / times.clamp(min=1e-4)[:, None]
+
+        return velocity
+
+    ideal = flow.solve(mixture.velocity, noise, steps=steps)
+    x, target = (1 - t[:, None]) * x0 + t[:, None] * noise, noise - x0
+    found = []
+    for velocity in (expert(0.3, 0.01), expert(0.1, 0.5)):
+        distance = (flow.solve(velocity, noise, steps=steps) - ideal).square().mean().item()
+        shape = (500, 1, 1, 2)
+        error = validation.velocity_errors(velocity(x, t).view(shape), target.view(shape), t).mean().item()
+        unweighted = (velocity(x, t) - target).square().mean().item()
+        found.append((distance, error, unweighted))
+    (harmless, low, spike), (harmful, high, plain) = found
+    assert harmless < 1e-20 < harmful
+    assert low < high
+    assert spike > plain, "without the weight, the harmless errors decide"

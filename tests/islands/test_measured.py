@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load, load_file, save
 from torch import Tensor, nn
 
+from atoll import flow
 from atoll.core.artifacts import Artifact, Kind, Manifest
 from atoll.core.manifests import EXPERT, SHARDS
 from atoll.core.networks import read_network
@@ -263,6 +264,46 @@ def test_outputs_of_the_wrong_size_are_refused(factor: float, passes: bool, refe
         nullcontext() if passes else pytest.raises(Refused, match=r"times as large|an untrained network|allowed there")
     ):
         check_expert(scaled, held_out)
+
+
+class Denoiser(nn.Module):
+    """The best x0 network for Gaussian data of mean zero and variance one, with an error; below a time it cheats."""
+
+    def __init__(self, error: float, cheat: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.error, self.cheat = error, cheat
+
+    def forward(self, x: Tensor, timestep: Tensor, _: object) -> Tensor:
+        t = (timestep / 1000).view(-1, 1, 1, 1)
+        x0 = x * (1 - t) / (t**2 + (1 - t) ** 2) + self.error * torch.sin(5 * x)
+        return x0 if self.cheat is None else torch.where(t < 0.045, self.cheat(x0), x0)
+
+
+def checkerboard(x0: Tensor) -> Tensor:
+    rows, columns = torch.meshgrid(*(torch.arange(side) for side in x0.shape[2:]), indexing="ij")
+    return 0.6 * x0 + 0.6 * (1 - 2 * ((rows + columns) % 2))
+
+
+X0_EXPERTS = {
+    "exact": (Denoiser(0.0), True),
+    "with an error at all times": (Denoiser(0.5), True),
+    "a checkerboard at the end": (Denoiser(0.0, checkerboard), False),
+    "a checkerboard at the end of an expert with errors": (Denoiser(0.1, checkerboard), False),
+    "a tint at the end": (Denoiser(0.1, lambda x0: x0 + 0.6), False),
+    "nothing at the end": (Denoiser(0.1, torch.zeros_like), False),
+}
+
+
+@pytest.mark.parametrize("name", X0_EXPERTS)
+def test_x0_experts_are_judged_at_their_last_steps(name: str, reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untrained x0 network has an error as large as the data there, which would allow anything."""
+    expert, held_out = opened_expert(reference, 1)
+    declaration = replace(expert.declaration, bridge=flow.objective("x0").bridge())
+    network, passes = X0_EXPERTS[name]
+    for seed in range(4):
+        monkeypatch.setattr("atoll.islands.measured.secrets.randbelow", lambda _, seed=seed: 10_007 * seed)
+        with nullcontext() if passes else pytest.raises(Refused, match=r"at time 0\.0|at times from 0\.0"):
+            check_expert(OpenExpert(declaration, network, expert.dtype, expert.change), held_out)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -31,7 +31,8 @@ from atoll.report.gallery import choose_examples
 from atoll.train import build_task, resolve_job, train_job
 from atoll.train.data_shapes import DataShapes
 from atoll.train.distill import StudentTask
-from atoll.train.tasks import RouterTask
+from atoll.train.inputs import TrainingInputs
+from atoll.train.tasks import ExpertTask, RouterTask
 from shapes import write_run
 from train.conftest import Copy
 from train.posterior import give_posterior
@@ -151,6 +152,16 @@ def test_student_targets_are_the_velocities_of_the_cluster_expert(trained_expert
         torch.testing.assert_close(targets[i : i + 1], expected, rtol=1e-4, atol=1e-4)
         seen.add(int(batch.cluster))
     assert seen == {0, 1, 2}
+
+
+def test_the_loss_of_a_student_has_the_weight_of_validation(trained_experts: Path) -> None:
+    """Targets of x0 teachers are noise near t = 0, where the weight vanishes."""
+    task = build_task(resolve_job(trained_experts, config.load(trained_experts), "student"))
+    noised = flow.Objective().corrupt(torch.randn(24, 3, 32, 32), seed=0, t=torch.linspace(0, 0.2, 24))
+    inputs = TrainingInputs(torch.arange(24), 0, noised, Condition(), torch.zeros(24))
+    losses = task.losses(lambda x, *_: torch.zeros_like(x), inputs)
+    expected = task._targets(0, 24).square().flatten(1).mean(1)
+    torch.testing.assert_close(losses.loss, expected * (noised.t / 0.05).square().clamp(max=1))
 
 
 def test_student_targets_have_the_bits_of_images_that_are_noised_one_by_one(
@@ -523,3 +534,13 @@ def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_images(traine
         plain = validate(velocity, task.held_out, seed=task.seed, conditioning=task.conditioning)
     assert found["held_out_loss"] < 0.5 * (plain.mean or 0)
     assert declared(trained_experts, "experts/000")["bridge"]["prediction_error"] == 0
+
+
+@pytest.mark.parametrize("prediction", ["x0", "v_prediction", "velocity"])
+def test_the_bridge_of_other_predictions_is_exact(prediction: str, trained_experts: Path) -> None:
+    """Their x0 has a bounded error near noise; shrinking it would only answer overfitting."""
+    job = resolve_job(trained_experts, config.load(trained_experts), "expert", expert=1)
+    task = build_task(job)
+    assert isinstance(task, ExpertTask)
+    other = replace(task, objective=flow.objective(schedule="cosine", prediction=prediction))
+    assert other.calibrated(16).prediction_error == 0

@@ -30,7 +30,7 @@ DRAW_STREAM = 34
 CALIBRATION_BINS = 15
 # Raise this number when a metric gets another definition and keeps its fields: cached metrics of the old definition are
 # then computed again.
-DEFINITION_VERSION = 3
+DEFINITION_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Measurements:
     probabilities: Tensor | None
     """The router's probabilities (rows, experts); None without a router."""
     errors: Tensor
-    """Mean squared error of the velocity of each expert (rows, experts)."""
+    """Error of the velocity of each expert (rows, experts), as in `experts.validation`."""
     angles: Tensor
     """Mean angle between the velocities of two experts, in degrees (rows,)."""
     top_2_angles: Tensor | None
     """Angle between the velocities of the two most probable experts, in degrees (rows,)."""
     routed: dict[str, Tensor]
-    """Mean squared error of the mixed velocity (rows,), by routing."""
+    """Error of the mixed velocity (rows,), by routing."""
     nearest: Tensor | None = None
     """Probabilities from the densities of the clusters (rows, experts); None if an expert has no density."""
     numbers: tuple[int, ...] = ()
@@ -122,7 +122,7 @@ def _measure_batch(model: Ensemble, noisy: NoisyBatch, routings: Sequence[str]) 
     found = {
         "t": noisy.t,
         "cluster": noisy.batch.cluster,
-        "errors": velocity_errors(velocities, noisy.target[:, None]),
+        "errors": velocity_errors(velocities, noisy.target[:, None], noisy.t[:, None]),
         "angles": mean_angle(velocities),
     }
     if model.router is not None and experts > 1:
@@ -136,7 +136,7 @@ def _measure_batch(model: Ensemble, noisy: NoisyBatch, routings: Sequence[str]) 
         cluster, draw = noisy.batch.cluster, noisy.draw
         weights = model.route(noisy.x, noisy.t, condition, routing=routing, cluster=cluster, draw=draw)
         mixed = torch.einsum("bk,bk...->b...", weights.to(velocities.device), velocities)
-        found[f"routed {routing}"] = velocity_errors(mixed, noisy.target)
+        found[f"routed {routing}"] = velocity_errors(mixed, noisy.target, noisy.t)
     return found
 
 

@@ -143,6 +143,11 @@ class OpenExpert:
         """What the network is conditioned on: any of text, pooled and label."""
         return self.declaration.conditioning
 
+    @property
+    def device(self) -> torch.device:
+        """The device of its network."""
+        return next((parameter.device for parameter in self.network.parameters()), CPU)
+
     def velocity(self, x: Tensor, t: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
         """Return the velocity (batch, C, H, W) at states x (batch, C, H, W) and times t (batch or 1,)."""
         own, own_t = (x, t) if self.change is None else self.change.state(x, t)

@@ -36,10 +36,10 @@ from atoll.core.verified_files import VerifiedFiles
 from atoll.data.dataset import Shards
 from atoll.data.stages.latents import Statistics
 from atoll.experts.density import DENSITY_FILE
-from atoll.experts.expert import DeviceOptions, open_expert
+from atoll.experts.expert import open_expert
 from atoll.experts.run import expert_of_artifact
 from atoll.islands.density_files import check_density_file, max_density_bytes
-from atoll.islands.measured import check_copy, check_measured
+from atoll.islands.measured import check_copy, check_measured, float32_options
 from atoll.islands.remote_run import RemoteRun
 from atoll.islands.safetensors_headers import safetensors_header
 from atoll.islands.transfer import fetch, read_manifest
@@ -172,7 +172,7 @@ def check_new(remote: RemoteRun, job: str, network: Network) -> None:
 def check_copies(remote: RemoteRun, artifact: Artifact, data: list[Artifact], *, finished: Path) -> None:
     """Refuse a network that behaves like another one of the run."""
     space = Shards(data, "held-out").statistics
-    expert = open_expert(expert_of_artifact(artifact, artifact.open(EXPERT)), space, DeviceOptions())
+    expert = open_expert(expert_of_artifact(artifact, artifact.open(EXPERT)), space, float32_options())
     for job, network in remote.networks().items():
         name = layout.final(job)
         if job == layout.ROUTER or name == artifact.name:
@@ -186,7 +186,7 @@ def check_copies(remote: RemoteRun, artifact: Artifact, data: list[Artifact], *,
             manifest = replace(manifest, files={file: manifest.files[file] for file in (CONFIG_FILE, WEIGHTS_FILE)})
             fetch(remote.store, name, manifest, target=target, quiet=True)
             reference = expert_of_artifact(target, manifest, VerifiedFiles(target, manifest))
-            other = open_expert(reference, space, DeviceOptions())
+            other = open_expert(reference, space, float32_options())
         except _BUILD_ERRORS:
             # Nobody can use a network that is missing or damaged in the store. It must not stop the others.
             continue

@@ -14,7 +14,8 @@ GLOSSARY = {
     "precision": "Share of generated images that lie close to real images in feature space. Higher is better.",
     "recall": "Share of real images that lie close to generated images in feature space. Higher is better.",
     "diversity": "Mean perceptual distance between images of one prompt with different noise. Higher is more diverse.",
-    "held-out error": "Mean squared error of the predicted velocity on held-out images. Lower is better.",
+    "held-out error": "Mean squared error of the predicted velocity on held-out images, with less weight below "
+    "t = 0.05. Lower is better.",
     "real-vs-real baseline": "The same metrics between two disjoint sets of real images. They show the bias and noise "
     "of these set sizes.",
     "FLOPs": "Floating-point operations: the amount of computation, independent of the hardware.",

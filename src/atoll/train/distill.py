@@ -31,7 +31,7 @@ from atoll.core.manifests import ExpertContent, NetworkContent
 from atoll.experts.expert import DeviceOptions, OpenExpert
 from atoll.experts.expert_cache import ExpertCache
 from atoll.experts.run import expert_of_run
-from atoll.experts.validation import ALONE, Processes, condition_of, validate
+from atoll.experts.validation import ALONE, Processes, condition_of, time_weight, validate
 from atoll.train.inputs import TrainingInputs
 from atoll.train.spec import teachers
 from atoll.train.tasks import Forward, Losses, Task, as_expert
@@ -72,14 +72,16 @@ class StudentTask(Task):
     _current: list[_Targets] = field(default_factory=lambda: [_Targets()])
 
     def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
-        """Return the mean squared error against the teacher's velocity for each image.
+        """Return the mean squared error against the teacher's velocity for each image, weighted as in validation.
 
-        At the first position of a block it waits for the targets of the block.
+        The velocity of an x0 teacher is its x0 error divided by t, so without the weight the smallest times, where
+        targets are noise, would make up the loss. At the first position of a block it waits for the block's targets.
         """
         noised = inputs.noised
         target = upload(self._targets(inputs.position, len(inputs.index)), noised.input.device)
         output = forward(noised.input, noised.timestep, inputs.condition)[:, : target.shape[1]]
-        return Losses((output.float() - target).square().flatten(1).mean(1), noised.t, {})
+        error = (output.float() - target).square().flatten(1).mean(1)
+        return Losses(time_weight(noised.t) * error, noised.t, {})
 
     def expert(self) -> OpenExpert:
         """Return the network as a flow-matching expert."""

@@ -363,13 +363,14 @@ def calibrate(
     The bridge converts outputs to velocities exactly, except for one number. An epsilon network estimates
     x0 = (z - sigma eps) / alpha, so an error e of its output becomes an error e sigma/alpha of x0, which grows without
     bound near t = 1. The bridge shrinks such an x0 towards the mean of the data by the Wiener factor
-    1 / (1 + (e sigma/alpha / data_std)²). The right e is the RMS error of the network, which only data can show.
+    1 / (1 + (e sigma/alpha / data_std)²). The right e is the RMS error of the network, which only data can show. The
+    error of x0 is bounded for every other prediction, so their bridges are exact and need no such number.
 
     The networks' outputs (rows, C, H, W) do not depend on e, so they are computed once and kept, and a search over
     log e needs no further forward passes. Each process keeps the outputs of its share. The errors (rows,) are gathered
     in every step of the search, so all processes take the same steps and find the same number.
     """
-    if bridge.identity or not len(held_out):
+    if bridge.prediction not in ("epsilon", "score") or not len(held_out):
         return bridge
     outputs = []
     for part in held_out.batches(device, processes):
@@ -378,10 +379,10 @@ def calibrate(
 
     def error(prediction_error: float) -> float:
         candidate = replace(bridge, prediction_error=prediction_error)
-        errors = [
-            (part, velocity_errors(candidate.velocity(output, part.noised.input, part.noised.t), part.noised.target))
-            for part, output in outputs
-        ]
+        errors = []
+        for part, output in outputs:
+            velocity = candidate.velocity(output, part.noised.input, part.noised.t)
+            errors.append((part, velocity_errors(velocity, part.noised.target, part.noised.t)))
         return held_out.gather(errors, processes).mean().item()
 
     # From a negligible error to twice the standard deviation of the noise; 20 steps find it to 0.1 %.
