@@ -59,6 +59,21 @@ def test_a_row_has_the_latents_and_caption_of_its_image(prepared: Path, shapes: 
     assert batch.index.tolist() == chosen.tolist()
 
 
+def test_ids_of_a_few_images_are_read_from_their_files_alone(prepared: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(prepared / "data/shards", run / "data/shards")
+    shards = Shards.open(run, ALL)
+    ids, captions = shards.ids(), shards.captions()
+    wanted = [len(shards) - 1, 0, len(shards) - 2, 1, 0]  # of the first and the last file, out of order
+    files = sorted((run / "data/shards").glob("*/train-*.parquet"))
+    for file in files[1:-1]:
+        file.unlink()
+    assert len(files) > 2
+    assert shards.ids(wanted) == [ids[row] for row in wanted]
+    assert shards.captions(wanted) == [captions[row] for row in wanted]
+    assert shards.ids([]) == []
+
+
 def test_an_epoch_has_every_image_once_and_epochs_differ(prepared: Path) -> None:
     shards = Shards.open(prepared, ALL)
     count = len(shards)

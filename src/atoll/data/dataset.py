@@ -343,9 +343,13 @@ class Shards:
         return self._column("caption", indices)
 
     def _column(self, name: str, indices: list[int] | None) -> list[str]:
-        tables = [pq.read_table(file.path.with_suffix(".parquet"), columns=[name])[name] for file in self._files]
-        values = [value for table in tables for value in table.to_pylist()]
-        return values if indices is None else [values[index] for index in indices]
+        wanted = np.arange(len(self)) if indices is None else np.array(indices, dtype=np.int64)
+        owner = np.searchsorted(self._ends, wanted, side="right")
+        rows = wanted - np.array([0, *self._ends])[owner]
+        # Only files that hold some of these images: a job may have thousands of files.
+        paths = {number: self._files[number].path.with_suffix(".parquet") for number in np.unique(owner).tolist()}
+        values = {number: pq.read_table(path, columns=[name])[name].to_pylist() for number, path in paths.items()}
+        return [values[number][row] for number, row in zip(owner.tolist(), rows.tolist(), strict=True)]
 
 
 def _order(positions: np.ndarray[Any, Any], count: int, seed: int) -> np.ndarray[Any, Any]:

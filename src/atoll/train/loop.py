@@ -44,6 +44,9 @@ from atoll.train.tasks import Task
 REQUEUE = 75
 """Exit code of a job that was interrupted and saved (EX_TEMPFAIL of sysexits.h): run the same command again."""
 
+NAMED = 16
+"""Images that the error of a bad step names: a few lines of text. Each name may be in a file of its own."""
+
 
 class Requeue(Exception):  # noqa: N818 - not an error
     """The job was interrupted by a signal or a callback, and saved a checkpoint."""
@@ -249,8 +252,8 @@ class StepCheck:
         if bad.any():
             losses = bad[:-1]
             what, rows = ("loss", self._index[losses]) if losses.any() else ("gradient", self._index)
-            ids = self._task.shards.ids(rows.tolist())
-            shown = ", ".join(ids[:16]) + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")
+            shown = ", ".join(self._task.shards.ids(rows[:NAMED].tolist()))
+            shown += f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
             raise AtollError(
                 f"{self._task.name}: the {what} is not finite on images {shown}. This step was not applied; the newest "
                 f"checkpoint is {self._newest_checkpoint()}. Lower train.lr or train.max_grad_norm, or inspect these "
