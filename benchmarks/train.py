@@ -86,9 +86,9 @@ class Bare:
     def __init__(self, job: TrainSpec) -> None:
         self.network = build(job.network)
         self.align = None if job.align is None else (job.align, Projector(job.align))
-        self.optimizers = [make_optimizer(self.network, job.settings)]
+        self.optimizers = [make_optimizer(self.network, job.settings, ALONE)]
         if self.align is not None:
-            self.optimizers.append(projector_state(self.align[1], job.settings).optimizer)
+            self.optimizers.append(projector_state(self.align[1], job.settings, ALONE).optimizer)
         batch = Shards.open(job.run, [0]).read(torch.arange(job.settings.batch_size).numpy(), patches=True)
         self.patches = batch.patches
         condition = condition_of(batch, job.conditioning)
@@ -152,7 +152,7 @@ def checkpoint_pause(folder: Path, name: str) -> list[Row]:
     config = make_run(folder).model_copy(update={"networks": {"default": name}})
     job = resolve_job(folder, config, "expert", expert=0)
     network = build(job.network)
-    state = TrainState(network, EMA(network, {"ema": 1000.0}), make_optimizer(network, job.settings))
+    state = TrainState(network, EMA(network, {"ema": 1000.0}), make_optimizer(network, job.settings, ALONE))
     saver = CheckpointSaver(Checkpoints(folder, "pause", {}, ALONE, keep_last=1), lambda _: None)
     blob = b"\0" * sum(tensor.numel() * tensor.element_size() for tensor in state.tensors().values())
     counter = iter(range(1, 10_000))

@@ -3,9 +3,13 @@
 import math
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,13 +24,15 @@ from atoll.train import muon as module
 from atoll.train import resolve_job
 from atoll.train.cost import image_cost, parameter_count
 from atoll.train.data_shapes import DataShapes
+from atoll.train.distributed import DistContext
 from atoll.train.loop import make_optimizer
 from atoll.train.memory import job_bytes
-from atoll.train.muon import STEPS, HiddenMatrix, Muon, hidden_matrices, newton_schulz, stacks_of
+from atoll.train.muon import STEPS, HiddenMatrix, Muon, hidden_matrices, newton_schulz, shares_of, stacks_of
 from train.conftest import Copy
-from train.test_parallel import assert_close_weights, losses, run_two
+from train.test_parallel import ENVIRONMENT, assert_close_weights, losses, run_two
 from train.workers import assert_same_weights, finish, start, wait_for, weights
 
+ALONE = DistContext(0, 1, torch.device("cpu"))
 MUON = {"optimizer": "muon", "total_images": 96}
 DIFFUSERS = {
     "PixArtExpert": {"caption_channels": 8, "cross_attention_dim": 16, "sample_size": 8},
@@ -81,7 +87,7 @@ def test_the_update_of_a_matrix_has_the_rms_of_adamw() -> None:
     """The RMS of an orthogonal matrix is 1/sqrt(larger side); that of the update 0.2 within the band around 1."""
     network = with_gradients(tiny(width=64, heads=4))
     before = {name: weight.detach().clone() for name, weight in network.named_parameters()}
-    make_optimizer(network, Train(optimizer="muon", lr=1.0)).step()
+    make_optimizer(network, Train(optimizer="muon", lr=1.0), ALONE).step()
     for name in names_of(network):
         change = network.get_parameter(name).detach() - before[name]
         assert 0.65 * 0.2 < change.square().mean().sqrt() < 1.25 * 0.2, name
@@ -108,7 +114,7 @@ def test_hidden_matrices_of_diffusers_networks_have_gradients_and_exclude_norms_
     assert all(matrix.weight.grad is not None and matrix.count == 1 for matrix in found)
     assert not [name for name in names_of(network) if "norm" in name or "emb" in name or "table" in name]
     before = [weight.detach().clone() for weight in network.parameters()]
-    make_optimizer(network, Train(optimizer="muon")).step()
+    make_optimizer(network, Train(optimizer="muon"), ALONE).step()
     assert any(not torch.equal(old, new) for old, new in zip(before, network.parameters(), strict=True))
 
 
@@ -122,7 +128,7 @@ def test_steps_equal_those_of_torch_muon_and_adamw(monkeypatch: pytest.MonkeyPat
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, weight in theirs.named_parameters():
         groups[name in hidden].append(weight)
-    optimizer = make_optimizer(ours, settings)
+    optimizer = make_optimizer(ours, settings, ALONE)
     references = [
         torch.optim.AdamW(groups[0], lr=0.01, betas=(0.9, settings.beta2), weight_decay=0.1, fused=True),
         torch.optim.Muon(groups[1], lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
@@ -146,10 +152,29 @@ def test_queries_keys_and_values_are_orthogonalized_separately() -> None:
     network = with_gradients(tiny())
     before = network.blocks[0].attention.qkv.weight.detach().clone()
     gradient = network.blocks[0].attention.qkv.weight.grad.view(3, 32, 32)
-    make_optimizer(network, Train(optimizer="muon", lr=0.5)).step()
+    make_optimizer(network, Train(optimizer="muon", lr=0.5), ALONE).step()
     expected = newton_schulz(gradient.clone(), torch.float32) * -0.5 * 0.2 * math.sqrt(32)
     change = network.blocks[0].attention.qkv.weight.detach() - before
     torch.testing.assert_close(change.view(3, 32, 32), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_gate_and_value_of_a_swiglu_are_two_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two weights of torch.optim.Muon, in float32 too; and their initial range is that of two matrices."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    network = tiny(mlp="swiglu")
+    inner = network.blocks[0].mlp.inner.weight  # (2 · 88, 32)
+    assert inner.abs().max().item() == pytest.approx(math.sqrt(6 / (88 + 32)), rel=0.01), "Xavier of (88, 32)"
+    parts = [nn.Parameter(part.detach().clone()) for part in inner.chunk(2)]
+    reference = torch.optim.Muon(parts, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    optimizer = make_optimizer(network, Train(optimizer="muon", lr=0.01, weight_decay=0.1), ALONE)
+    for step in range(2):
+        before = inner.detach().clone()
+        with_gradients(network, step)
+        for part, gradient in zip(parts, inner.grad.chunk(2), strict=True):
+            part.grad = gradient.clone()
+        optimizer.step()
+        reference.step()
+        assert (inner - torch.cat(parts)).norm() < 1e-4 * (inner - before).norm()
 
 
 def test_stacks_are_limited_and_do_not_change_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +182,8 @@ def test_stacks_are_limited_and_do_not_change_the_update(monkeypatch: pytest.Mon
     for limit in (1, 3 * 4 * 32 * 32, 1 << 30):
         monkeypatch.setattr(module, "STACK_BYTES", limit)
         network = with_gradients(tiny())
-        changes.append((len(stacks_of(network)), network))
-        make_optimizer(network, Train(optimizer="muon")).step()
+        changes.append((len(stacks_of(hidden_matrices(network))), network))
+        make_optimizer(network, Train(optimizer="muon"), ALONE).step()
     assert [count for count, _ in changes] == [14, 11, 3], "one for each weight, some, and one for each shape"
     for weights_of in zip(*(network.parameters() for _, network in changes), strict=True):
         torch.testing.assert_close(weights_of[0], weights_of[1], atol=1e-6, rtol=1e-5)
@@ -167,7 +192,7 @@ def test_stacks_are_limited_and_do_not_change_the_update(monkeypatch: pytest.Mon
 
 def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments() -> None:
     network = with_gradients(tiny())
-    optimizer = make_optimizer(network, Train(optimizer="muon", weight_decay=0.1))
+    optimizer = make_optimizer(network, Train(optimizer="muon", weight_decay=0.1), ALONE)
     assert isinstance(optimizer, Muon)
     optimizer.found_inf = torch.zeros(())
     optimizer.step()
@@ -191,10 +216,9 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments() -> None
 def test_flops_are_those_of_the_products() -> None:
     """Counted by torch for one update of all matrices, and shared between the images of a batch."""
     network, shapes = with_gradients(tiny()), DataShapes((4, 8, 8), None, ())
-    stacks = stacks_of(network)
+    optimizer = make_optimizer(network, Train(optimizer="muon"), ALONE)
     with FlopCounterMode(display=False) as counter:
-        for stack in stacks:
-            stack.step(1.0, weight_decay=0.0, dtype=torch.float32, found_inf=None)
+        optimizer.step()
     cost = image_cost(network.config, shapes)
     assert cost.muon_flops == counter.get_total_flops() == sum(matrix.flops for matrix in hidden_matrices(network))
     weight = HiddenMatrix(nn.Parameter(torch.empty(64, 16)), 2)  # two matrices of 32 x 16
@@ -207,7 +231,7 @@ def test_the_memory_has_one_moment_and_the_stacks() -> None:
     """With one small image the update needs more than the activations: a few copies of the largest stack."""
     network, shapes = tiny(width=256, heads=4), DataShapes((4, 8, 8), None, ())
     hidden = 4 * sum(matrix.weight.numel() for matrix in hidden_matrices(network))
-    largest = max(stack.momentum.nbytes for stack in stacks_of(network))
+    largest = max(stack.momentum.nbytes for stack in stacks_of(hidden_matrices(network)))
     cuda = torch.device("cuda")
     muon, adamw = (
         job_bytes(
@@ -264,6 +288,71 @@ def test_a_killed_job_with_muon_resumes_to_the_same_weights(job: tuple[str, ...]
     assert finish(broken, *job) == 0
     assert len(list((straight / folder / "final").glob("ema-*.safetensors"))) == 2
     assert_same_weights(straight / folder / "final", broken / folder / "final")
+
+
+def test_shares_have_about_the_same_flops_and_every_matrix_once() -> None:
+    network = tiny(mlp="swiglu", depth=5)
+    matrices = list(hidden_matrices(network))
+    for processes in (1, 2, 3, 8, 64):
+        shares = shares_of(network, processes)
+        weights_of = [[weight for stack in share for weight, _ in stack.views()] for share in shares]
+        assert len(shares) == processes
+        assert sorted(id(weight) for share in weights_of for weight in share) == sorted(id(m.weight) for m in matrices)
+        flops = {id(matrix.weight): matrix.flops for matrix in matrices}
+        totals = [sum(flops[id(weight)] for weight in share) for share in weights_of]
+        assert max(totals) - min(totals) <= max(flops.values())
+
+
+STEPS_OF_TWO = """
+import sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+from torch.utils.flop_counter import FlopCounterMode
+from atoll.core.config_sections import Train
+from atoll.train.distributed import init_distributed
+from atoll.train.loop import make_optimizer
+from train.test_muon import three_steps, tiny
+
+with init_distributed(torch.device("cpu")) as context:
+    network = tiny(mlp="swiglu")
+    with FlopCounterMode(display=False) as counter:
+        three_steps(network, make_optimizer(network, Train(optimizer="muon", lr=0.01, weight_decay=0.1), context))
+    found = {name: weight.detach() for name, weight in network.named_parameters()}
+    save_file(found | {"flops": torch.tensor(counter.get_total_flops())}, f"{sys.argv[1]}/{context.rank}.safetensors")
+"""
+
+
+def three_steps(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take three steps, of which the second is not finite."""
+    for step in range(3):
+        with_gradients(network, step)
+        if step == 1:
+            for weight in network.parameters():
+                weight.grad.fill_(torch.nan)
+        optimizer.found_inf = torch.tensor(float(step == 1))
+        optimizer.step()
+
+
+def test_two_processes_share_newton_schulz_and_have_the_weights_of_one(tmp_path: Path) -> None:
+    """What both do together is what is counted: the products of one process, once."""
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS_OF_TWO)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    result = subprocess.run(
+        [sys.executable, *launcher, str(script), str(tmp_path)],
+        env=environment, capture_output=True, text=True, timeout=3600, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
+    alone = tiny(mlp="swiglu")
+    flops = [int(found.pop("flops")) for found in (first, second)]
+    assert sum(flops) == 3 * image_cost(alone.config, DataShapes((4, 8, 8), None, ())).muon_flops
+    assert min(flops) > 0.4 * sum(flops)
+    three_steps(alone, make_optimizer(alone, Train(optimizer="muon", lr=0.01, weight_decay=0.1), ALONE))
+    for name, weight in alone.named_parameters():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], weight.detach(), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.slow

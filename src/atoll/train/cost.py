@@ -53,7 +53,7 @@ class Cost:
     """The linear layer with the most FLOPs: the first one of the MLP of a transformer."""
 
     muon_flops: int
-    """FLOPs of Muon in one optimizer step; 0 for a network without transformer blocks."""
+    """FLOPs of Muon in one optimizer step, of all processes together; 0 for a network without transformer blocks."""
 
     def training_flops(self, settings: Train) -> int:
         """Return the FLOPs of training on one image.

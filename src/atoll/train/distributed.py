@@ -97,6 +97,10 @@ class DistContext:
             dist.all_reduce(values)
         return values
 
+    def broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
+        """Start to copy a tensor of one process to all, in the group of training; None for a single process."""
+        return dist.broadcast(tensor, source, async_op=True) if self.size > 1 else None
+
     def average_gradients(self, module: nn.Module) -> None:
         """Replace the gradients of a module that is not wrapped by their means over all processes."""
         gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]

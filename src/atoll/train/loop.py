@@ -86,8 +86,8 @@ def train(
     state = TrainState(
         task.network,
         EMA(task.network, settings.ema),
-        make_optimizer(task.network, settings),
-        None if task.projector is None else projector_state(task.projector.to(context.device), settings),
+        make_optimizer(task.network, settings, context),
+        None if task.projector is None else projector_state(task.projector.to(context.device), settings, context),
     )
     images, seconds = checkpoints.load_newest(state)
     # The batch size is among the inputs that a checkpoint must agree with, so the step count follows from the images.
@@ -169,20 +169,19 @@ def train(
     return Outcome(state.ema, logger.seconds)
 
 
-def make_optimizer(network: nn.Module, settings: Train) -> torch.optim.Optimizer:
+def make_optimizer(network: nn.Module, settings: Train, context: DistContext) -> torch.optim.Optimizer:
     """Return a fused AdamW optimizer, or Muon."""
     betas = (0.9, settings.beta2)
     options: dict[str, Any] = {"lr": settings.lr, "betas": betas, "weight_decay": settings.weight_decay, "fused": True}
     if settings.optimizer == "muon":
-        device = next(network.parameters()).device
-        return Muon(network, dtype=muon_dtype(device, settings.precision), **options)
+        return Muon(network, context, dtype=muon_dtype(context.device, settings.precision), **options)
     return torch.optim.AdamW(network.parameters(), **options)
 
 
-def projector_state(projector: nn.Module, settings: Train) -> TrainState:
+def projector_state(projector: nn.Module, settings: Train, context: DistContext) -> TrainState:
     """Return the state of the alignment's projector: without EMA, since only training uses it, and with AdamW."""
     settings = settings.model_copy(update={"optimizer": "adamw"})
-    return TrainState(projector, EMA(projector, {}), make_optimizer(projector, settings))
+    return TrainState(projector, EMA(projector, {}), make_optimizer(projector, settings, context))
 
 
 def clip(network: nn.Module, max_norm: float) -> Tensor:

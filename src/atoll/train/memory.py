@@ -39,7 +39,7 @@ from atoll.nets.blocks import set_checkpointing, transformer_blocks
 from atoll.train.align import AlignmentSpec, Projector
 from atoll.train.cost import condition_like
 from atoll.train.data_shapes import DataShapes
-from atoll.train.muon import hidden_matrices, muon_dtype, stacks_of
+from atoll.train.muon import hidden_matrices, muon_dtype, shares_of, update_matrices
 from atoll.train.tasks import PREVIEW_CALIBRATION_IMAGES
 
 FLOAT = torch.float32.itemsize
@@ -71,6 +71,8 @@ class _Pass:
     """Number of processes between which FSDP2 divides the weights."""
     muon: torch.dtype | None
     """The precision of Muon; None without an update by Muon."""
+    muon_shares: int
+    """Number of processes between which Muon divides the matrices."""
     fused_norms: bool
     """Whether RMSNorm is one kernel: on GPUs, but not on CPUs."""
     align: AlignmentSpec | None = None
@@ -102,6 +104,7 @@ def job_bytes(
         checkpointing=settings.activation_checkpointing,
         parts=processes if sharded else 1,
         muon=muon_dtype(device, settings.precision) if settings.optimizer == "muon" else None,
+        muon_shares=processes,
         fused_norms=device.type != "cpu",
         align=align,
     )
@@ -186,10 +189,10 @@ def _peak(one: _Pass) -> int:
             )
             del output, loss
     if one.muon:
-        for stack in stacks_of(network):
-            meter.ignore([stack.momentum])
-            with meter, torch.device("meta"):
-                stack.step(1.0, weight_decay=1.0, dtype=one.muon, found_inf=torch.zeros(()))
+        shares = shares_of(network, one.muon_shares)
+        meter.ignore(stack.momentum for share in shares for stack in share)
+        with meter, torch.device("meta"):
+            update_matrices(shares, 1.0, 1.0, dtype=one.muon, found_inf=torch.zeros(()))
     return meter.peak + (_gathered_bytes(one) if one.parts > 1 else 0)
 
 

@@ -12,23 +12,33 @@ Training", Liu et al. 2025, arXiv 2502.16982; `match_rms_adamw` in torch.optim.M
 
 Hidden matrices are the weights of linear layers inside the transformer blocks. AdamW trains the rest: embeddings, the
 final layer, tables, biases and norms, and the modulation of a block, whose input is the timestep and not a token.
-Queries, keys and values that share one layer are orthogonalized separately, as Jordan et al. recommend.
+Queries, keys and values that share one layer are orthogonalized separately, as Jordan et al. recommend, and so are gate
+and value of a SwiGLU, which are initialized separately too.
 
 Matrices of equal shape are stacked (n, rows, columns), so that one batched product serves all of them. The momentum is
 stored in stacks too; the state of a parameter is a view. A step that is not finite is skipped on the device, as by
 fused AdamW (`found_inf`), so the host does not wait.
+
+Under DDP, each process runs Newton-Schulz for its share of the matrices and sends O to the others. The rest of the
+update, which has no matrix products, is the same on all processes: they have the same gradients after the exchange.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from atoll.core.device import compute_dtype
 from atoll.nets.blocks import transformer_blocks
+from atoll.nets.layers import CrossAttention, SelfAttention
+from atoll.nets.mlp import SwiGlu
+from atoll.train.distributed import DistContext
 
 MOMENTUM = 0.95
 STEPS = 5
@@ -44,8 +54,8 @@ MOMENTUM_BUFFER = "momentum_buffer"
 STACK_BYTES = 128 << 20
 """Largest stack in float32. A step needs a few copies of a stack. 128 MiB are 100 matrices of width 576 (DiT-S has
 384), or 24 of DiT-XL's 1152: enough to occupy a GPU, and small beside the activations of training."""
-FUSED = {"qkv": 3, "key_value": 2}
-"""Number of matrices in the weights of layers with these names in `atoll.nets.layers`. Those of diffusers hold one."""
+FUSED = {(SelfAttention, "qkv"): 3, (CrossAttention, "key_value"): 2, (SwiGlu, "inner"): 2}
+"""Number of matrices in the weights of these layers. All others hold one."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +81,11 @@ def hidden_matrices(network: nn.Module) -> Iterator[HiddenMatrix]:
     """Yield the weights that Muon trains; none for a network without transformer blocks (a UNet)."""
     for block in transformer_blocks(network):
         for name, layer in block.named_modules():
-            parts = name.split(".")
+            owner, _, own_name = name.rpartition(".")
             # In blocks of diffusers, the modulation and its embedders are parts of the norms.
-            if isinstance(layer, nn.Linear) and not any(part.startswith(("modulation", "norm")) for part in parts):
-                yield HiddenMatrix(layer.weight, FUSED.get(parts[-1], 1))
+            excluded = any(part.startswith(("modulation", "norm")) for part in name.split("."))
+            if isinstance(layer, nn.Linear) and not excluded:
+                yield HiddenMatrix(layer.weight, FUSED.get((type(block.get_submodule(owner)), own_name), 1))
 
 
 class Stack:
@@ -82,6 +93,7 @@ class Stack:
 
     def __init__(self, matrices: list[HiddenMatrix]) -> None:
         self._matrices, (self._rows, self._columns) = matrices, matrices[0].shape
+        self._weights = [matrix.weight for matrix in matrices]
         count = sum(matrix.count for matrix in matrices)
         self.momentum = torch.zeros(count, self._rows, self._columns, device=matrices[0].weight.device)
 
@@ -91,41 +103,104 @@ class Stack:
         for matrix, part in zip(self._matrices, self.momentum.split_with_sizes(sizes), strict=True):
             yield matrix.weight, part.view_as(matrix.weight)
 
-    @torch.no_grad()
-    def step(self, lr: float, *, weight_decay: float, dtype: torch.dtype, found_inf: Tensor | None) -> None:
-        """Update the weights, unless `found_inf` is 1."""
-        weights: list[Tensor] = [matrix.weight for matrix in self._matrices]
-        # Without a branch on a value of the device: a bad step adds 0 to momentum and weights.
-        keep = 1.0 if found_inf is None else 1.0 - found_inf
-        update = newton_schulz(self._momentum_step(weights, found_inf, keep), dtype)
-        # In float32 before it is scaled: a sum of two dtypes would be one kernel for every weight.
-        update = update.float().mul_(-lr * RMS * math.sqrt(max(self._rows, self._columns)) * keep)
-        if weight_decay:
-            torch._foreach_mul_(weights, 1 - lr * weight_decay * keep)
-        torch._foreach_add_([part for weight in weights for part in self._split(weight)], list(update))
+    def begin(self, dtype: torch.dtype, found_inf: Tensor | None, *, own: bool) -> Tensor:
+        """Update the momentum; return the orthogonalized matrices, or room for them if another process has them.
 
-    def _momentum_step(self, weights: list[Tensor], found_inf: Tensor | None, keep: Tensor | float) -> Tensor:
-        """Update the momentum; return the Nesterov momentum (n, rows, columns), a tensor without other references."""
-        gradients = (torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
+        They are (n, smaller side, larger side), without gaps in memory, so that they can be sent.
+        """
+        if not own:
+            self._add_gradients(found_inf)
+            return torch.empty_like(self._wide(self.momentum), dtype=dtype, memory_format=torch.contiguous_format)
+        return self._wide(newton_schulz(self._add_gradients(found_inf).lerp_(self.momentum, MOMENTUM), dtype))
+
+    def _add_gradients(self, found_inf: Tensor | None) -> Tensor:
+        """Update the momentum; return the gradients (n, rows, columns), a tensor without other references."""
+        gradients = (torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self._weights)
         gradient = torch.cat([self._split(part) for part in gradients])
         if found_inf is not None:
             gradient.masked_fill_(found_inf.bool(), 0.0)  # 0 times a value that is not finite would not be 0
-        self.momentum.lerp_(gradient, (1 - MOMENTUM) * keep)
-        return gradient.lerp_(self.momentum, MOMENTUM)
+        self.momentum.lerp_(gradient, (1 - MOMENTUM) * _keep(found_inf))
+        return gradient
+
+    def finish(self, orthogonal: Tensor, lr: float, weight_decay: float, *, found_inf: Tensor | None) -> None:
+        """Update the weights with the result of `begin`."""
+        keep = _keep(found_inf)
+        # In float32 before it is scaled: a sum of two dtypes would be one kernel for every weight.
+        scale = -lr * RMS * math.sqrt(max(self._rows, self._columns)) * keep
+        update = self._wide(orthogonal.float().mul_(scale))
+        if weight_decay:
+            torch._foreach_mul_(self._weights, 1 - lr * weight_decay * keep)
+        torch._foreach_add_([part for weight in self._weights for part in self._split(weight)], list(update))
+
+    def _wide(self, matrices: Tensor) -> Tensor:
+        """Transpose matrices that have more rows than columns; the second time, transpose them back."""
+        return matrices.mT if self._rows > self._columns else matrices
 
     def _split(self, weight: Tensor) -> Tensor:
         return weight.view(-1, self._rows, self._columns)
 
 
-def stacks_of(network: nn.Module) -> list[Stack]:
-    """Return the hidden matrices of a network in stacks of equal shape and at most `STACK_BYTES`, but one weight."""
+def _keep(found_inf: Tensor | None) -> Tensor | float:
+    # Without a branch on a value of the device: a bad step adds 0 to momentum and weights.
+    return 1.0 if found_inf is None else 1.0 - found_inf
+
+
+def stacks_of(matrices: Iterable[HiddenMatrix]) -> list[Stack]:
+    """Return matrices in stacks of equal shape and at most `STACK_BYTES`, but one weight."""
     by_shape: dict[tuple[int, int], list[list[HiddenMatrix]]] = {}
-    for matrix in hidden_matrices(network):
+    for matrix in matrices:
         stacks = by_shape.setdefault(matrix.shape, [[]])
         if sum(other.weight.nbytes for other in stacks[-1]) + matrix.weight.nbytes > STACK_BYTES and stacks[-1]:
             stacks.append([])
         stacks[-1].append(matrix)
     return [Stack(stack) for stacks in by_shape.values() for stack in stacks]
+
+
+def shares_of(network: nn.Module, processes: int) -> list[list[Stack]]:
+    """Divide the hidden matrices between processes, with about the same FLOPs for each; return each one's stacks."""
+    shares: list[list[HiddenMatrix]] = [[] for _ in range(processes)]
+    # The largest first, each to the process that has the least.
+    for matrix in sorted(hidden_matrices(network), key=lambda matrix: -matrix.flops):
+        min(shares, key=lambda share: sum(other.flops for other in share)).append(matrix)
+    return [stacks_of(share) for share in shares]
+
+
+@torch.no_grad()
+def update_matrices(
+    shares: list[list[Stack]],
+    lr: float,
+    weight_decay: float,
+    *,
+    dtype: torch.dtype,
+    found_inf: Tensor | None = None,
+    rank: int = 0,
+    send: Callable[[Tensor, int], dist.Work | None] | None = None,
+) -> None:
+    """Update all matrices, unless `found_inf` is 1.
+
+    `send` starts to copy a tensor from one process to all. The processes take turns, one stack of each, and two turns
+    may be under way: results of one are sent while the next is computed.
+    """
+    ahead = 2 * (len(shares) - 1)  # none with a single process, which has nothing to wait for
+    begun: deque[tuple[Stack, Tensor, dist.Work | None]] = deque()
+
+    def begin(stack: Stack, owner: int) -> tuple[Stack, Tensor, dist.Work | None]:
+        orthogonal = stack.begin(dtype, found_inf, own=owner == rank)
+        return stack, orthogonal, None if send is None else send(orthogonal, owner)
+
+    def finish(stack: Stack, orthogonal: Tensor, sent: dist.Work | None) -> None:
+        if sent is not None:
+            sent.wait()  # on a GPU, its stream waits and not the host
+        stack.finish(orthogonal, lr, weight_decay, found_inf=found_inf)
+
+    for turn in zip_longest(*shares):
+        for owner, stack in enumerate(turn):
+            if stack is not None:
+                begun.append(begin(stack, owner))
+            if len(begun) > ahead:
+                finish(*begun.popleft())
+    while begun:
+        finish(*begun.popleft())
 
 
 def newton_schulz(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -162,10 +237,10 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     """1 on the device if the next step must be skipped, else 0."""
 
-    def __init__(self, network: nn.Module, *, dtype: torch.dtype, **options: Any) -> None:
+    def __init__(self, network: nn.Module, context: DistContext, *, dtype: torch.dtype, **options: Any) -> None:
         """Take the precision of Newton-Schulz, and the options of AdamW; learning rate and decay are those of both."""
-        self._stacks, self._dtype = stacks_of(network), dtype
-        momenta = {weight: view for stack in self._stacks for weight, view in stack.views()}
+        self._shares, self._context, self._dtype = shares_of(network, context.size), context, dtype
+        momenta = {weight: view for share in self._shares for stack in share for weight, view in stack.views()}
         super().__init__(list(momenta), {key: options[key] for key in ("lr", "weight_decay")})
         # One optimizer for the loop: AdamW keeps its moments in the common state, from which checkpoints are written,
         # and its group is among the groups whose learning rate the loop sets.
@@ -182,5 +257,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
         self._adamw.step()
         group = self.param_groups[0]
-        for stack in self._stacks:
-            stack.step(group["lr"], weight_decay=group["weight_decay"], dtype=self._dtype, found_inf=self.found_inf)
+        update_matrices(
+            self._shares, group["lr"], group["weight_decay"], dtype=self._dtype, found_inf=self.found_inf,
+            rank=self._context.rank, send=self._context.broadcast,
+        )  # fmt: skip
