@@ -33,6 +33,7 @@ def test_the_experts_of_24b_have_three_billion_parameters() -> None:
     assert found.gpu_days["A100"] == pytest.approx(1176, rel=0.2)
     assert found.gpu_days["H100"] < 448
     assert experts[0].bytes < 80e9
+    assert found.faster == [], "limited by the FLOPs of 128 images per GPU; one GPU has too little memory"
     assert costs_of("ddm24b", gpus=1).jobs[0].bytes > 60e9
 
 
@@ -43,7 +44,24 @@ def test_the_experts_of_imagenet256_divide_the_batch_as_in_ddm() -> None:
     assert sum(job.images for job in experts) == 800_000 * 256
     router, flops = found.jobs[8].flops, sum(job.flops for job in experts)
     assert 0.03 < router / flops < 0.07
-    assert found.gpu_days["A100"] == pytest.approx(found.flops / (312e12 * 0.5 * 86400))
+
+
+def test_imagenet256_on_eight_gpus_is_limited_by_bytes_and_the_dry_run_names_what_is_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """4 images per GPU: 10 % of the rate, where one GPU per expert reaches 40 %."""
+    found = costs_of("imagenet256", gpus=8)
+    assert 12 < found.gpu_days["H100"] < 22
+    one, sharded, larger = found.faster
+    assert 4 < one.gpu_days["H100"] < 5.5
+    assert sharded.gpu_days["H100"] == pytest.approx(found.gpu_days["H100"] / 2, rel=0.2)
+    assert sharded.bytes < one.bytes / 4
+    assert larger.gpu_days["H100"] < 0.6 * found.gpu_days["H100"]
+    cli.main(["init", str(tmp_path / "run"), "--preset", "imagenet256"])
+    assert cli.main(["train", str(tmp_path / "run"), "--dry-run", "--gpus", "8"]) == 0
+    shown = capsys.readouterr().out
+    for change in ("--gpus 1", "--train.parallel fsdp2", "--train.batch_size 64"):
+        assert f"faster with {change}" in shown
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)

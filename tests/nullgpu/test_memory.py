@@ -140,13 +140,23 @@ def test_the_estimate_of_a_preview(fresh: Path, monkeypatch: pytest.MonkeyPatch,
     ],
 )
 def test_the_estimate_of_two_processes(fresh: Path, *, parallel: str, precision: str, checkpointing: str) -> None:
+    measure_two(
+        fresh, networks__default="DiT-S/2", train__batch_size="32", train__precision=precision,
+        train__activation_checkpointing=checkpointing, train__parallel=parallel,
+    )  # fmt: skip
+
+
+def test_the_estimate_of_two_processes_with_muon(fresh: Path) -> None:
+    """With one image for each, the update needs more memory than the activations."""
+    measure_two(
+        fresh, networks__default="DiT-B/2", train__batch_size="2", train__precision="bfloat16", train__optimizer="muon"
+    )
+
+
+def measure_two(run: Path, **overrides: str) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    overrides = {
-        "networks__default": "DiT-S/2", "train__batch_size": "32", "train__precision": precision,
-        "train__activation_checkpointing": checkpointing, "train__parallel": parallel,
-    }  # fmt: skip
     processes = []
     for rank in range(RANKS):
         environment = {
@@ -154,7 +164,7 @@ def test_the_estimate_of_two_processes(fresh: Path, *, parallel: str, precision:
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }  # fmt: skip
-        command = [sys.executable, "-c", RANK, str(fresh), json.dumps(overrides)]
+        command = [sys.executable, "-c", RANK, str(run), json.dumps(overrides)]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * RANKS

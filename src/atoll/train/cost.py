@@ -17,6 +17,7 @@ from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError, first_line
 from atoll.core.networks import DiffusersConfig, NetworkConfig, RouterConfig, read_network
 from atoll.nets import Condition, build
+from atoll.nets.blocks import transformer_blocks
 from atoll.train.data_shapes import DataShapes
 from atoll.train.muon import hidden_matrices
 
@@ -54,6 +55,9 @@ class Cost:
 
     muon_flops: int
     """FLOPs of Muon in one optimizer step, of all processes together; 0 for a network without transformer blocks."""
+
+    blocks: int
+    """Number of transformer blocks."""
 
     def training_flops(self, settings: Train) -> int:
         """Return the FLOPs of training on one image.
@@ -103,7 +107,7 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
             raise AtollError(f"a {config.class_name} does not take latents of shape {shape}: {reason}") from error
     parameters = sum(parameter.numel() for parameter in network.parameters())
     largest, muon = max(products, key=lambda product: product.flops), sum(m.flops for m in hidden_matrices(network))
-    return Cost(parameters, counter.get_total_flops(), largest, muon)
+    return Cost(parameters, counter.get_total_flops(), largest, muon, len(transformer_blocks(network)))
 
 
 def condition_like(config: NetworkConfig, text: tuple[int, int] | None, rows: int) -> Condition:

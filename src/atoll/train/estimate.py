@@ -1,10 +1,13 @@
 """`atoll train --dry-run`: estimated memory, FLOPs and time of one job or of a run.
 
-It needs only the configuration: before the data is prepared, its shapes are predicted.
+It needs only the configuration: before the data is prepared, its shapes are predicted. The time of a job is measured
+against the matrix products of this machine. The GPU-days of a run are computed (`step_time`), and so are those of a few
+changes of its settings, of which the faster ones are printed.
 """
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -22,11 +25,11 @@ from atoll.core.presets import PUBLISHED, Published
 from atoll.train.cost import image_cost, measured_rate, parameter_count
 from atoll.train.memory import job_bytes
 from atoll.train.spec import TrainSpec, resolve_job
+from atoll.train.step_time import GPUS, UTILIZATION, step_seconds
 
-UTILIZATION = 0.5
-"""Share of the matrix-product rate that training is assumed to reach: an order of magnitude for transformers."""
-GPUS = {"A40": 149.7e12, "A100": 312e12, "H100": 989e12}
-"""Dense bfloat16 FLOPs per second of GPUs, from the vendors' data sheets."""
+FASTER = 0.9
+"""A change is printed if it needs at most this share of the GPU-days: the estimate is no more precise than that."""
+DAY = 86_400
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,14 @@ class JobCosts:
     def of(cls, spec: TrainSpec, gpus: int | None = None) -> Self:
         """Count the costs of a job on some number of GPUs; None is this machine."""
         settings, cost, processes = spec.settings, image_cost(spec.network, spec.shapes), _processes(gpus)
-        flops = cost.training_flops(settings)
         return cls(
             job=spec.job,
             parameters=cost.parameters,
             images=settings.total_images,
             steps=settings.total_images // settings.batch_size,
             forward_flops_per_image=cost.forward_flops,
-            flops_per_image=flops,
-            flops=flops * settings.total_images + (spec.align.flops * spec.align.images if spec.align else 0),
+            flops_per_image=cost.training_flops(settings),
+            flops=_flops(spec),
             bytes=_teacher_bytes(spec, torch.bfloat16 if gpus else compute_dtype(device()))
             + job_bytes(
                 spec.network,
@@ -86,7 +88,19 @@ class RunCosts:
     parameters: int
     flops: int
     gpu_days: dict[str, float]
+    faster: "list[Change]"
     published: Published | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the settings that needs fewer GPU-days, so that the same GPUs train a run faster."""
+
+    change: str
+    gpu_days: dict[str, float]
+    """Of the GPUs with enough memory."""
+    bytes: int
+    """Memory of one process of the largest job."""
 
 
 def _processes(gpus: int | None) -> int:
@@ -130,18 +144,62 @@ def estimate(spec: TrainSpec, gpus: int | None = None) -> JobEstimate:
 
 def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts:
     """Count the costs of the shared start, all experts and the router of a run on GPUs."""
-    config = planned_for_gpus(config)
-    specs = [resolve_job(run, config, "expert", expert=number) for number in range(config.clusters.count)]
-    first = [resolve_job(run, config, "start")] if config.shared_start.flops_share else []
-    costs = [JobCosts.of(spec, _processes(gpus)) for spec in (*first, *specs, resolve_job(run, config, "router"))]
-    flops = sum(job.flops for job in costs)
+    config, processes = planned_for_gpus(config), _processes(gpus)
+    specs = _all_jobs(run, config)
+    costs, days, faster = [JobCosts.of(spec, processes) for spec in specs], _gpu_days(specs, processes), []
+    for change, other, count in _changes(config, processes):
+        jobs = _all_jobs(run, other)
+        needed = {name: found for name, found in _gpu_days(jobs, count).items() if found < FASTER * days[name]}
+        most = max(JobCosts.of(spec, count).bytes for spec in jobs) if needed else 0
+        if fitting := {name: found for name, found in needed.items() if most < GPUS[name].memory}:
+            faster.append(Change(change, fitting, most))
     return RunCosts(
         jobs=costs,
         parameters=sum(job.parameters for job in costs if job.job != layout.START),
-        flops=flops,
-        gpu_days={name: flops / (rate * UTILIZATION * 86_400) for name, rate in GPUS.items()},
+        flops=sum(job.flops for job in costs),
+        gpu_days=days,
+        faster=faster,
         published=PUBLISHED.get(config.preset or ""),
     )
+
+
+def _all_jobs(run: Path, config: Config) -> list[TrainSpec]:
+    experts = [resolve_job(run, config, "expert", expert=number) for number in range(config.clusters.count)]
+    first = [resolve_job(run, config, "start")] if config.shared_start.flops_share else []
+    return [*first, *experts, resolve_job(run, config, "router")]
+
+
+def _gpu_days(specs: list[TrainSpec], gpus: int) -> dict[str, float]:
+    """Return the days of all jobs on each kind of GPU."""
+    days = dict.fromkeys(GPUS, 0.0)
+    for spec in specs:
+        settings, cost = spec.settings, image_cost(spec.network, spec.shapes)
+        steps = max(1, settings.total_images // settings.batch_size)
+        for name, gpu in GPUS.items():
+            step = step_seconds(cost, _flops(spec) / steps, settings, gpu=gpu, gpus=gpus)
+            days[name] += gpus * steps * step / DAY
+    return days
+
+
+def _flops(spec: TrainSpec) -> int:
+    """Return the FLOPs of a job."""
+    per_image = image_cost(spec.network, spec.shapes).training_flops(spec.settings)
+    return per_image * spec.settings.total_images + (spec.align.flops * spec.align.images if spec.align else 0)
+
+
+def _changes(config: Config, gpus: int) -> Iterator[tuple[str, Config, int]]:
+    """Yield what often needs fewer GPU-days: the text for the user, the configuration, and the GPUs per job."""
+
+    def with_train(**values: object) -> Config:
+        return config.model_copy(update={"train": config.train.model_copy(update=values)})
+
+    train = config.train
+    if gpus > 1:
+        yield "--gpus 1 and the jobs side by side", config, 1
+        if train.parallel == "ddp" and train.optimizer == "adamw":
+            yield "--train.parallel fsdp2", with_train(parallel="fsdp2"), gpus
+    larger = 2 * train.batch_size
+    yield f"--train.batch_size {larger} (half as many steps)", with_train(batch_size=larger), gpus
 
 
 def show_estimate(spec: TrainSpec, gpus: int | None, as_json: bool) -> None:
@@ -174,11 +232,15 @@ def show_run_estimate(run: Path, config: Config, gpus: int | None, *, as_json: b
         numbers = (f"{job.parameters / 1e6:,.1f} M", f"{forward:,.1f}", f"{job.images:,}", f"{job.steps:,}")
         table.add_row(job.job, *numbers, f"{job.flops:.3g}", f"{memory:.1f} GiB")
     console.print(table)
-    days = ", ".join(f"{count:,.1f} {name}" for name, count in found.gpu_days.items())
+    shares = {name: found.flops / (days * DAY * GPUS[name].flops) for name, days in found.gpu_days.items()}
+    days = ", ".join(f"{count:,.1f} {name} ({shares[name]:.0%})" for name, count in found.gpu_days.items())
     console.print(
-        f"total: {found.parameters / 1e9:.2f} B parameters, {found.flops:.3g} FLOPs; GPU-days at "
-        f"{UTILIZATION:.0%} of the bfloat16 rate: {days}; {_processes(gpus)} GPUs per job"
+        f"total: {found.parameters / 1e9:.2f} B parameters, {found.flops:.3g} FLOPs; GPU-days (share of the bfloat16 "
+        f"rate): {days}; {_processes(gpus)} GPUs per job"
     )
+    for other in found.faster:
+        days = ", ".join(f"{count:,.1f} {name}" for name, count in other.gpu_days.items())
+        console.print(f"faster with {other.change}: {days} GPU-days, {other.bytes / 2**30:.1f} GiB per GPU")
     if found.published:
         table = Table(title=f"published: {found.published.source}", show_header=False)
         for key, value in asdict(found.published).items():
