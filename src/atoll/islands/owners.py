@@ -199,7 +199,11 @@ def _push_networks(remote: RemoteRun, run: Path) -> list[str]:
     """Check, sign and upload the finished networks that the snapshot lacks, and add them to it."""
     check = not remote.trust.current.withdrawn_keys
     signed = remote.snapshot(check=check)
-    listed = remote.trust.usable(signed.content) if signed else {}
+    if signed is None or signed.content.root < remote.trust.current.version:
+        # Every version of the root has a snapshot, even an empty one: without it, users who saw a snapshot of an
+        # admitter whose key was withdrawn would refuse the run as rolled back.
+        signed = remote.write_snapshot({}, check=check)
+    listed = remote.trust.usable(signed.content)
     added: dict[str, Network] = {}
     for job in layout.jobs(run):
         manifest = Artifact(run, layout.final(job)).manifest()
@@ -211,11 +215,9 @@ def _push_networks(remote: RemoteRun, run: Path) -> list[str]:
             )
         if job not in listed:
             added[job] = _push_network(remote, run, job, manifest=manifest)
-    outdated = signed is None or signed.content.root < remote.trust.current.version
-    if added or (outdated and listed):
-        signed = remote.write_snapshot(added, check=check)
-    if signed is not None:
-        save_snapshot(run, signed)
+    if added:
+        signed = remote.write_snapshot(added)
+    save_snapshot(run, signed)
     return [layout.final(job) for job in sorted({*added, *listed})]
 
 

@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from zlib import crc32
 
@@ -219,19 +220,20 @@ class RemoteRun:
         snapshot again, so that no network is lost.
         """
         assert self.signer is not None
-        root, taken = self.trust.current.version, 0
+        root, taken = self.trust.current.version, set[str]()
         while True:
+            # Listed before the snapshot is read: a key that is skipped was looked at, and holds no later snapshot.
+            taken |= {entry.key for entry in self.store.entries(layout.SNAPSHOTS)}
             found = self.snapshot(check=check)
             listed = self.trust.usable(found.content) if found else {}
-            version = found.content.version + 1 if found and found.content.root == root else 1
-            content = Snapshot(
-                run=self.trust.run, root=root, version=max(version, taken + 1), networks=listed | networks
-            )
+            first = found.content.version + 1 if found and found.content.root == root else 1
+            version = next(number for number in count(first) if layout.snapshot(root, number) not in taken)
+            content = Snapshot(run=self.trust.run, root=root, version=version, networks=listed | networks)
             signed = Signed(content, (self.signer.sign(content.statement()),))
             if self.store.create(layout.snapshot(*content.order), signed.to_json()):
                 check_seen(self.trust, content.order)
                 return signed
-            taken = content.version  # also if the object that took the key is not a valid snapshot
+            taken.add(layout.snapshot(*content.order))  # in a folder, a link takes a key and is not listed
 
 
 def read_all(store: Store, folder: str) -> dict[str, bytes]:
