@@ -187,19 +187,21 @@ def test_a_signature_is_for_one_run_role_slot_and_digest(change: dict[str, Any])
         trust.verify(made, "publish", "experts/001/final", digest=TWO)
 
 
-def test_replaced_keys_stay_valid_and_withdrawn_ones_do_not() -> None:
+def test_what_a_replaced_key_signed_stays_valid_where_it_is_listed_and_a_withdrawn_key_is_not_valid() -> None:
     trust = chain(signed(V1, "owner"))
     made = person("ann").sign(trust.statement("publish", "experts/001/final", TWO))
     replaced = after(V1, publishers={"ann": {"key": person("dan").public}})
     trust = chain(signed(V1, "owner"), signed(replaced, "owner"))
-    assert trust.verify(made, "publish", "experts/001/final", digest=TWO) == "ann"
+    assert trust.verify(made, "publish", "experts/001/final", digest=TWO, listed=True) == "ann"
+    with pytest.raises(Refused, match="does not allow"):
+        trust.verify(made, "publish", "experts/001/final", digest=TWO)
     late = person("ann").sign(trust.statement("publish", "experts/001/final", TWO))
     with pytest.raises(Refused, match="does not allow"):
-        trust.verify(late, "publish", "experts/001/final", digest=TWO)
+        trust.verify(late, "publish", "experts/001/final", digest=TWO, listed=True)
     withdrawn = after(replaced, withdrawn_keys=(person("ann").public,))
     trust = chain(signed(V1, "owner"), signed(replaced, "owner"), signed(withdrawn, "owner"))
     with pytest.raises(Refused, match="which was withdrawn"):
-        trust.verify(made, "publish", "experts/001/final", digest=TWO)
+        trust.verify(made, "publish", "experts/001/final", digest=TWO, listed=True)
 
 
 def test_a_withdrawn_digest_and_an_unpublished_version_are_refused() -> None:

@@ -343,11 +343,12 @@ class Trust:
         version = self.current.version
         return Statement(run=self.run, role=role, slot=slot, version=version, digest=digest, previous=previous)
 
-    def verify(self, signature: Signature, role: Role, slot: str, *, digest: str) -> str:
+    def verify(self, signature: Signature, role: Role, slot: str, *, digest: str, listed: bool = False) -> str:
         """Check a signature. Return the name of the signer, or raise `Refused`.
 
-        The key must be allowed by the version of the root that the signature names, so that signatures stay valid when
-        a key is replaced. A withdrawn key is not valid in any version.
+        The key must be allowed by the version of the root that the signature names and, since its signer chose that
+        number, by the newest version. What a snapshot has `listed` stays valid when a key is replaced or loses a right.
+        A withdrawn key is not valid in any version.
         """
         what = slot or role
         if signature.version > self.current.version:
@@ -357,7 +358,7 @@ class Trust:
         if digest in self.current.withdrawn:
             raise Refused(f"{what} was withdrawn by the owners of the run")
         name = self.roots[signature.version - 1].signer_name(signature.key, role, slot)
-        if name is None:
+        if name is None or not (listed or self.current.signer_name(signature.key, role, slot)):
             raise Refused(f"{what} is signed by a key that the root does not allow for it: {signature.key}")
         signature.check(
             Statement(
@@ -379,7 +380,8 @@ class Trust:
                 signed = parse_signed(Snapshot, data, name)
                 content = signed.content
                 if content.run == self.run and content.root <= self.current.version and signed.signatures:
-                    self.verify(signed.signatures[0], "snapshot", "", digest=content.digest)
+                    # Of an earlier version, too: an owner's snapshot under the newest version is later than all these.
+                    self.verify(signed.signatures[0], "snapshot", "", digest=content.digest, listed=True)
                     if signed.signatures[0].version == content.root:
                         valid.append(signed)
             except Refused:

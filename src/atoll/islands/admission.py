@@ -115,8 +115,9 @@ def review(
 ) -> Reviewed:
     """Download a network into quarantine and run all checks; raise `Refused` if one fails.
 
-    Without `measure`, its behavior is not measured and no shards are downloaded. With `finished`, its behavior is
-    compared with that of the other networks of the run, which are downloaded into this folder and stay there.
+    Without `measure`, it is one that a snapshot lists: its behavior is not measured and no shards are downloaded. With
+    `finished`, its behavior is compared with that of the other networks of the run, which are downloaded into this
+    folder and stay there.
     """
     name = layout.final(job)
     shutil.rmtree(quarantine, ignore_errors=True)
@@ -124,7 +125,7 @@ def review(
         manifest = read_manifest(remote.store, name, digest)
         if manifest is None:
             raise Refused(f"{remote.store.url} has no manifest for {name}")
-        signature = remote.read_signature("publish", name, digest)
+        signature = remote.read_signature("publish", name, digest, listed=not measure)
         number = layout.expert_number(job)
         clusters = range(len(remote.trust.current.shards)) if number is None else [number]
         shards = tuple(map(remote.shards, clusters))

@@ -122,13 +122,13 @@ class RemoteRun:
             return None
         return self.signer.sign(self.trust.statement(role, slot, digest, previous=previous))
 
-    def verify(self, signature: Signature | None, role: Role, slot: str, *, digest: str) -> str:
-        """Return the name of the signer, or raise `Refused`."""
+    def verify(self, signature: Signature | None, role: Role, slot: str, *, digest: str, listed: bool = False) -> str:
+        """Return the name of the signer, or raise `Refused`; `listed` as in `Trust.verify`."""
         if signature is None:
             raise Refused(f"{slot or role} is not signed")
         if signature.version > self.trust.current.version:
             self.refresh()
-        return self.trust.verify(signature, role, slot, digest=digest)
+        return self.trust.verify(signature, role, slot, digest=digest, listed=listed)
 
     def may_take(self, key: str | None, record: Record, *, keys: Collection[str | None]) -> bool:
         """Return whether a key may take a lease that is not free: its own, or any as an owner or admitter.
@@ -159,8 +159,8 @@ class RemoteRun:
         if signature := self.sign(role, name, digest, previous=previous):
             self.store.write(signature_key(name, digest), to_json(signature.model_dump()))
 
-    def read_signature(self, role: Role, name: str, digest: str) -> Signature:
-        """Return the valid signature over an artifact, or raise `Refused`."""
+    def read_signature(self, role: Role, name: str, digest: str, *, listed: bool = False) -> Signature:
+        """Return the valid signature over an artifact, or raise `Refused`; `listed` as in `Trust.verify`."""
         key = signature_key(name, digest)
         data = self.store.read(key, _MAX_SIGNATURE)
         if data is None:
@@ -169,7 +169,7 @@ class RemoteRun:
             signature = Signature.model_validate(strict_json(data, key), strict=True)
         except ValidationError as error:
             raise Refused(f"{key} is not a signature: {wrong_fields(error)}") from error
-        self.verify(signature, role, name, digest=digest)
+        self.verify(signature, role, name, digest=digest, listed=listed)
         return signature
 
     # Data and networks
