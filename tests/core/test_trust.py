@@ -174,7 +174,7 @@ def test_anyone_may_publish_experts_of_an_open_run_but_nothing_else(slot: str) -
 
 
 OTHER: list[dict[str, Any]] = [
-    {"run": "b" * 32}, {"role": "checkpoint"}, {"slot": "experts/000/final"}, {"digest": ONE}, {"previous": ONE},
+    {"run": "b" * 64}, {"role": "checkpoint"}, {"slot": "experts/000/final"}, {"digest": ONE}, {"previous": ONE},
 ]  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def test_a_withdrawn_digest_and_an_unpublished_version_are_refused() -> None:
 
 def snapshot(signer: str, root: int = 1, version: int = 1, **changes: Any) -> bytes:
     network = Network(manifest=ONE, weights=TWO, publisher=person("ann").public)
-    values: dict[str, Any] = {"run": RUN, "root": root, "version": version, "networks": {"experts/001": network}}
+    values: dict[str, Any] = {"run": V1.digest, "root": root, "version": version, "networks": {"experts/001": network}}
     content = Snapshot.model_validate(values | changes)
     return Signed(content, (person(signer).sign(content.statement()),)).to_json()
 
@@ -240,7 +240,7 @@ def test_the_newest_snapshot_of_an_admitter_counts() -> None:
     assert newest(trust, *files) == (2, 1)
     assert newest(trust, *files[:2]) == (1, 3)
     assert newest(chain(signed(V1, "owner")), *files) == (1, 3), "root 2 is not known"
-    assert newest(trust, b"{}", b"", snapshot("mallory"), snapshot("eve", run="b" * 32)) is None
+    assert newest(trust, b"{}", b"", snapshot("mallory"), snapshot("eve", run="b" * 64)) is None
 
 
 def test_withdrawn_networks_publishers_and_admitters_leave_the_snapshot() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from atoll import cli
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import EXPERT
-from atoll.core.trust import Trust
+from atoll.core.trust import Root, Signed, Trust, parse_signed
 from atoll.islands.admit import admit
 from atoll.islands.leases import Lease
 from atoll.islands.owners import change_root, push
@@ -96,6 +97,44 @@ def test_an_admitted_expert_outlives_the_right_of_its_publisher(
     assert admit(remote(store, by="eve"), tmp_path / "a") == {JOB: "admitted"}
     publish_version(owner, store, publishers={}, admitters={})
     assert pull(remote(store, tmp_path / "m"), tmp_path / "m")[JOB] == "fetched"
+
+
+def hostile_twin(published: Published, place: Path, *, versions: int, **changes: Any) -> Store:
+    """A run of mallory's with the number and the settings of an honest one."""
+    twin = Store.open(place)
+    twin.write("atoll.yaml", published.objects["atoll.yaml"])
+    first = next(data for name, data in published.objects.items() if name.startswith("root/000001"))
+    values = parse_signed(Root, first, "it").content.model_dump() | {"owners": {"m": person("mallory").public}}
+    previous = None
+    for version in range(1, versions + 1):
+        root = Root.model_validate(values | changes | {"version": version, "previous": previous})
+        signed = Signed(root, (person("mallory").sign(root.statement()),))
+        twin.write(layout.root(version, root.digest), signed.to_json())
+        previous = root.digest
+    return twin
+
+
+def test_a_run_with_the_same_number_does_not_lock_out_its_readers(
+    store: Store, published: Published, tmp_path: Path
+) -> None:
+    """A user looks first at mallory's run, whose root has more versions."""
+    twin = hostile_twin(published, tmp_path / "twin", versions=4)
+    assert cli.main(["trust", f"file://{twin.path}"]) == 0
+    assert cli.main(["pull", twin.url, str(tmp_path / "t"), "--unsigned"]) == 0
+    assert cli.main(["pull", f"{store.url}#sha256={published.fingerprint}", str(tmp_path / "m")]) == 0
+
+
+def test_a_snapshot_of_a_run_with_the_same_number_does_not_count(
+    store: Store, published: Published, tmp_path: Path
+) -> None:
+    """Eve also admits for mallory, who copies what she signed there into the honest run."""
+    twin = hostile_twin(published, tmp_path / "twin", versions=2, admitters={"eve": person("eve").public})
+    with pytest.MonkeyPatch.context() as patch:  # eve is another user
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path / "eve"))
+        for _ in range(3):
+            signed = remote(twin, by="eve").write_snapshot({})
+    store.write(layout.snapshot(2, 3), signed.to_json())
+    assert "experts/000" in remote(store).networks()
 
 
 def test_keys_of_snapshots_that_strangers_take_cost_one_read_each(

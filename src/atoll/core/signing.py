@@ -55,8 +55,8 @@ PublicKey = Annotated[str, AfterValidator(_is_key)]
 class Statement(Content):
     """What a signature is about."""
 
-    run: RunId
-    """Random number of the run."""
+    run: Digest | RunId
+    """Digest of version 1 of the root, which identifies the run; in a statement about a root, its random number."""
     role: Role
     """In which role the signer signs."""
     slot: str = Field(max_length=200)

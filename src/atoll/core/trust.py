@@ -75,7 +75,7 @@ class Root(Content):
     format: Literal[1] = Field(
         1, description="format of this file; a number that this version does not know is refused"
     )
-    run: RunId = Field(description="random number of the run; every signature names it")
+    run: RunId = Field(description="random number, so that two runs never have the same digest of version 1")
     version: Version = Field(description="counts up by one")
     previous: Digest | None = Field(description="digest of the version before; null in version 1")
     expires: date = Field(description="last day on which this version is valid (UTC)")
@@ -146,8 +146,8 @@ class Snapshot(Content):
 
     format: Literal[1] = 1
     """Format of this file."""
-    run: RunId
-    """Random number of the run."""
+    run: Digest
+    """Digest of version 1 of the root, which identifies the run."""
     root: Version
     """The version of the root under which it was signed."""
     version: Version
@@ -327,8 +327,8 @@ class Trust:
 
     @property
     def run(self) -> str:
-        """The number of the run."""
-        return self.current.run
+        """The digest of version 1, which identifies the run: its number is free to choose for whoever writes a root."""
+        return self.roots[0].digest
 
     def check_valid(self, source: str) -> None:
         """Raise `AtollError` if the newest version has expired."""
