@@ -11,7 +11,8 @@ import pytest
 
 from atoll import cli
 from atoll.core.artifacts import to_json
-from atoll.islands import lease_records
+from atoll.core.errors import AtollError
+from atoll.islands import lease_records, worker
 from atoll.islands.lease_records import Record, key_of, list_leases
 from atoll.islands.leases import KEPT_EPOCHS, Lease, LeaseLost
 from atoll.islands.remote_run import Access, RemoteRun
@@ -203,13 +204,73 @@ def test_a_withdrawn_key_leaves_the_work_of_others(published: Published, tmp_pat
     store = Store.open(f"memory://{tmp_path.name}")
     published.copy(store)
     write(store, 0, state="failed", failures=3)
-    worker = open_worker(store.url, tmp_path / "a", Access(None, True, person("ann")))
-    assert worker._acquire_any(2)[0] is None, "three failures: nobody takes it"
+    ann = open_worker(store.url, tmp_path / "a", Access(None, True, person("ann")))
+    assert ann._acquire_any(2)[0] is None, "three failures: nobody takes it"
     run = tmp_path / "owner"
     shutil.copytree(published.run, run)
     change_root(run, person("owner"), withdrawn_keys=(person("bob").public,))
     push(run, store, person("owner"))
-    lease, _ = worker._acquire_any(2)
+    lease, _ = ann._acquire_any(2)
     assert lease is not None
     lease.renew()
     assert current(store) == lease.record
+
+
+CHOICES: dict[str, dict[str, str]] = {
+    "allowed": {"train.lr": "0.5"},
+    "endless": {"train.total_images": "1000000000000000"},
+    "five times": {"train.total_images": "800"},
+    "batch": {"train.batch_size": "4000000000"},
+    "batch that fits the limits of shared settings": {"train.batch_size": "1048576"},
+    "EMAs": {"train.ema": "{" + ", ".join(f"e{n}: 1" for n in range(120)) + "}"},
+    "EMAs one by one": {f"train.ema.e{n}": "1" for n in range(9)},
+    "layers": {"networks.2.depth": "1000000000"},
+    "nested": {"train.lr": "[" * 4000},
+    "aliases": {"train.seed": "[&a0 [1], " + ", ".join(f"&a{n} [{f'*a{n - 1}, ' * 8}]" for n in range(1, 6)) + "]"},
+}
+"""Settings of a lease record. Ann's worker has those of the run: 160 images in batches of 8."""
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_settings_without_a_checkpoint_do_not_bind_the_next_worker(
+    name: str, published: Published, tmp_path: Path
+) -> None:
+    """The record names a checkpoint that nobody has published."""
+    store = Store.open(f"memory://{tmp_path.name}")
+    published.copy(store)
+    write(store, 0, state="released", overrides=CHOICES[name], checkpoint=f"{JOB}/checkpoints/{'0' * 16}@{'1' * 64}")
+    ann = open_worker(store.url, tmp_path / "a", Access(None, True, person("ann")))
+    lease, _ = ann._acquire_any(2)
+    assert lease is not None
+    assert ann._open_job(lease, 2) == (ann._resolve(2, {"train.precision": "float32"}), set())
+    assert lease.record.overrides == {"train.precision": "float32"}
+    assert (lease.record.checkpoint, lease.record.images, lease.record.published) == (None, 0, 0)
+
+
+@pytest.mark.parametrize("name", list(CHOICES)[1:])
+def test_settings_far_beyond_those_of_the_run_are_refused(name: str, published: Published, tmp_path: Path) -> None:
+    """Also with a checkpoint: before the worker downloads it, or builds the network."""
+    store = Store.open(f"memory://{tmp_path.name}")
+    published.copy(store)
+    ann = open_worker(store.url, tmp_path / "a", Access(None, True, person("ann")))
+    with pytest.raises(AtollError) as refused:
+        ann._resolve(2, CHOICES[name])
+    assert len(str(refused.value)) < 300
+
+
+def test_a_worker_without_enough_memory_goes_on(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(f"memory://{tmp_path.name}")
+    published.copy(store)
+
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(worker, "train_job", exhausted)
+    ann = open_worker(store.url, tmp_path / "a", Access(None, True, person("ann")))
+    assert ann.run() == 0
+    assert sorted(ann.failed) == ["experts/001", "experts/002"]
+    found = current(store)
+    assert found is not None
+    assert (found.state, found.failures) == ("failed", 1)

@@ -591,7 +591,8 @@ def test_a_checkpoint_without_a_step_left_is_not_resumed(
     assert made
     ann = open_worker(store.url, tmp_path / "a", Access(None, True, person("ann")))
     assert ann.run(expert=1) == 1
-    assert "the published checkpoint is ignored: it leaves nothing to train" in capsys.readouterr().out
+    ignored = "the published checkpoint and its settings are ignored: it leaves nothing to train"
+    assert ignored in capsys.readouterr().out
     weights = "experts/001/final/diffusion_pytorch_model.safetensors"
     assert save(load_file(tmp_path / "a" / weights)) == save(load_file(reference / weights))
 

@@ -151,6 +151,16 @@ class Config(Section):
         return chosen.get("default") if expert is None else chosen.get(expert, chosen.get("default"))
 
 
+class PlainLoader(yaml.SafeLoader):
+    """YAML without aliases: a few hundred bytes of nested aliases can expand to gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Return the next node, or raise an error if it is an alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it contains an alias")
+        return super().compose_node(parent, index)
+
+
 def load(run: str | Path, overrides: Mapping[str, str] | None = None) -> Config:
     """Read `RUN/atoll.yaml`, apply dotted overrides and validate the result."""
     file = Path(run) / CONFIG_FILE
@@ -179,8 +189,8 @@ def resolve(values: object, overrides: Mapping[str, str] | None = None, source: 
 def _from_text(text: str) -> Any:
     """Parse a command-line value as YAML; return it unchanged if it is not YAML, such as *.tar."""
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # a date that does not exist is the latter
+        return yaml.load(text, PlainLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):  # a date that does not exist, thousands of brackets
         return text
 
 
@@ -206,7 +216,7 @@ def _explain(error: Any) -> str:
     if "[key]" in error["loc"]:
         return f"unknown key '{loc[0]}.{loc[1]}'; expected 'default' or the number of an expert"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}" + ("" if error["type"] == "value_error" else f", got {error['input']!r}")
+    return f"{where}: {message}" + ("" if error["type"] == "value_error" else f", got {error['input']!r:.80}")
 
 
 def keys_at(path: list[str]) -> list[str]:

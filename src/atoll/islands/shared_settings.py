@@ -14,7 +14,7 @@ import yaml
 
 from atoll.core import config as configuration
 from atoll.core import renamed
-from atoll.core.config import Config
+from atoll.core.config import Config, PlainLoader
 from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError
 from atoll.core.untrusted import MAX_TEXT, Refused, check_bounded
@@ -59,6 +59,9 @@ _LIMITS = {
 """Maximum values of numbers, by key."""
 _MAX_NUMBER = 1 << 16
 """Maximum value of all other numbers."""
+MAX_FACTOR = 4
+"""Images and batch size that a contributor may choose, divided by those of the run. A choice: room for experiments, but
+whoever takes over an expert does not train for years, or with more memory than they have."""
 _MAX_EMAS = 8  # each EMA is one more copy of the weights in memory
 
 
@@ -97,7 +100,7 @@ def read_shared(data: bytes, source: str) -> Config:
     if len(data) > MAX_BYTES:
         raise Refused(f"{source} has {len(data):,} bytes; the limit is {MAX_BYTES:,}")
     try:
-        values = yaml.load(data.decode("utf-8"), _Loader)
+        values = yaml.load(data.decode("utf-8"), PlainLoader)
     except (yaml.YAMLError, ValueError) as error:
         raise Refused(f"{source} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
@@ -107,13 +110,13 @@ def read_shared(data: bytes, source: str) -> Config:
     return configuration.resolve(values, source=source)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML without aliases: a few hundred bytes of nested aliases can expand to gigabytes."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it contains an alias")
-        return super().compose_node(parent, index)
+def check_choice(config: Config, run: Config) -> None:
+    """Refuse settings of a contributor beyond the limits of shared settings, or far beyond those of the run."""
+    read_shared(shared_part(config), "the choice of a contributor")
+    for key in ("total_images", "batch_size"):
+        value, limit = getattr(config.train, key), MAX_FACTOR * getattr(run.train, key)
+        if value > limit:
+            raise Refused(f"train.{key} is {value:,}; a contributor may choose {MAX_FACTOR} times that of the run")
 
 
 def _check_section(section: object, content: Any, source: str) -> None:

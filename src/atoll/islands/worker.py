@@ -31,6 +31,7 @@ from atoll.islands.leases import DURATION, Lease, LeaseLost
 from atoll.islands.pull import pull_start
 from atoll.islands.remote_run import Access, RemoteRun, default_folder
 from atoll.islands.safetensors_headers import safetensors_header
+from atoll.islands.shared_settings import check_choice
 from atoll.islands.store import Store
 from atoll.islands.transfer import fetch, read_manifest, upload
 from atoll.train.cost import parameter_count
@@ -205,7 +206,7 @@ class Worker:
                 print(f"{lease.job}: stopped at {lease.record.images:,} images; any worker can resume it", flush=True)
         except LeaseLost as lost:
             print(f"{lost}; nothing was published", flush=True)
-        except (AtollError, RuntimeError) as error:
+        except (AtollError, RuntimeError, MemoryError) as error:
             self._skipped.add(expert)
             self.failed.append(lease.job)
             print(f"{lease.job} failed: {error}", flush=True)
@@ -224,45 +225,46 @@ class Worker:
         own = layout.shards(expert)
         fetch(self.store, own, self.remote.shards(expert), target=Artifact(self.folder, own))
         pull_start(self.remote, self.folder)
-        overrides = dict(lease.record.overrides)
-        try:
-            check_overrides(overrides)
-            spec = self._resolve(expert, overrides)
-        except AtollError as error:
-            # The overrides in the lease come from another worker. If they are not allowed, training starts anew.
-            print(f"{lease.job}: the settings of the previous worker are ignored: {error}", flush=True)
-            lease.renew(overrides=self._overrides_for(expert), checkpoint=None, images=0, published=0)
-            spec = self._resolve(expert, self._overrides_for(expert))
+        overrides, pointer = lease.record.overrides, lease.record.checkpoint
+        if pointer is not None:
+            # Both come from another worker. Settings count only with a checkpoint that was made with them.
+            try:
+                check_overrides(overrides)
+                spec = self._resolve(expert, overrides)
+                return spec, self._fetch_checkpoint(pointer, spec)
+            except AtollError as error:
+                print(f"{lease.job}: the published checkpoint and its settings are ignored: {error}", flush=True)
+        choice = self._overrides_for(expert)
+        if (overrides, pointer) != (choice, None):
+            lease.renew(overrides=choice, checkpoint=None, images=0, published=0)
+        spec = self._resolve(expert, choice)
         remove_incompatible(spec)
-        pointer = lease.record.checkpoint
-        return spec, set() if pointer is None else self._fetch_checkpoint(pointer, spec)
+        return spec, set()
 
     def _resolve(self, expert: int, overrides: dict[str, str]) -> TrainSpec:
         config = configuration.load(self.folder, {**LOCAL_OVERRIDES, **overrides})
+        check_choice(config, self.config)
         spec = resolve_job(self.folder, config, "expert", expert=expert)
         check_allowed(spec, self.remote.policy)
         return spec
 
     def _fetch_checkpoint(self, pointer: str, spec: TrainSpec) -> set[str]:
-        """Download the checkpoint of another worker and return its keys; ignore one that fails any check."""
+        """Download the checkpoint of another worker and return its keys; refuse one that fails any check."""
         name, _, digest = pointer.partition("@")
-        try:
-            manifest = read_manifest(self.store, name, digest)
-            if manifest is None:
-                raise Refused("it no longer exists")
-            check_checkpoint(manifest, spec)
-            self.remote.read_signature("checkpoint", name, digest)
-            images = CHECKPOINT.parse(manifest, spec.job).images
-            target = Artifact(self.folder, layout.checkpoint(spec.job, images))
-            fetch(self.store, name, manifest, target=target)
-            for file in manifest.files:
-                if file.endswith(".safetensors"):
-                    safetensors_header(target.path(file))
-            print(f"{spec.job}: resuming from {images:,} images", flush=True)
-            return checkpoint_keys(name, manifest)
-        except AtollError as error:
-            print(f"{spec.job}: the published checkpoint is ignored: {error}", flush=True)
-            return set()
+        manifest = read_manifest(self.store, name, digest)
+        if manifest is None:
+            raise Refused("it no longer exists")
+        check_checkpoint(manifest, spec)
+        self.remote.read_signature("checkpoint", name, digest)
+        remove_incompatible(spec)
+        images = CHECKPOINT.parse(manifest, spec.job).images
+        target = Artifact(self.folder, layout.checkpoint(spec.job, images))
+        fetch(self.store, name, manifest, target=target)
+        for file in manifest.files:
+            if file.endswith(".safetensors"):
+                safetensors_header(target.path(file))
+        print(f"{spec.job}: resuming from {images:,} images", flush=True)
+        return checkpoint_keys(name, manifest)
 
     def _publish_expert(self, lease: Lease, spec: TrainSpec, manifest: Manifest, *, previous: str | None) -> None:
         """Check the result like any contribution, upload it, and propose it; an admitter adds it to the snapshot."""
