@@ -110,7 +110,7 @@ def parsers(published: Published, reference: Path, tmp_path_factory: pytest.Temp
     folder = tmp_path_factory.mktemp("fuzz")
     objects = published.objects
     root = next(data for name, data in sorted(objects.items()) if name.startswith("root/000002"))
-    snapshot = next(data for name, data in sorted(objects.items()) if name.startswith("snapshot/"))
+    snapshot = next(data for name, data in sorted(objects.items(), reverse=True) if name.startswith("snapshot/"))
     trust = Trust.of({name: data for name, data in objects.items() if name.startswith("root/")}, None, "it")
     expert = Artifact(reference, "experts/001/final")
     manifest, shards = expert.open(EXPERT), Artifact(reference, "data/shards/cluster_001").open(SHARDS)

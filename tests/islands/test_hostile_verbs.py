@@ -565,8 +565,9 @@ def test_a_withdrawn_expert_is_not_loaded_and_can_be_trained_again(
     assert cli.main(["push", str(run), place.url, *owner]) == 0
     code, output = verb("pull", place, str(model), "--json")
     assert (code, json.loads(output.splitlines()[-1])["experts/000"]) == (0, "missing")
-    with pytest.raises(AtollError, match="withdrawn from"):
-        atoll.load(model, "expert:0")
+    for folder in (model, run):
+        with pytest.raises(AtollError, match="withdrawn from"):
+            atoll.load(folder, "expert:0")
     ann = open_worker(place.url, tmp_path / "ann", Access(None, True, person("ann")))
     lease, _ = ann._acquire_any(0)
     assert lease is not None

@@ -62,9 +62,10 @@ def open_network(artifact: Artifact, kind: Kind[Any], *, verify: bool = False) -
         listed = signed.content.networks if signed else {}
         usable = trust.usable(signed.content) if signed else {}
         made_here = job == layout.MERGED or (artifact.run / layout.metrics(job)).is_file()
-        own = made_here and job not in listed
+        withdrawn = manifest.digest in trust.current.withdrawn
+        own = made_here and job not in listed and not withdrawn
         if not own and (job not in usable or usable[job].manifest != manifest.digest):
-            state = "differs from that of, or was withdrawn from," if job in listed else "is not part of"
+            state = "differs from that of, or was withdrawn from," if job in listed or withdrawn else "is not part of"
             raise AtollError(
                 f"{artifact.folder} {state} the signed snapshot of this shared run; move it away, and get the networks "
                 "of the snapshot with atoll pull"
