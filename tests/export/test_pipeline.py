@@ -107,6 +107,25 @@ def test_a_plain_euler_scheduler_uses_the_euler_solver_of_atoll(pipe: AtollPipel
         other(label=LABELS, shift=3.0, **FEW)
 
 
+@pytest.mark.parametrize("scheduler", [diffusers.DDIMScheduler(), diffusers.EulerDiscreteScheduler()])
+def test_a_scheduler_without_velocities_is_refused_before_any_network_runs(
+    pipe: AtollPipeline, scheduler: diffusers.SchedulerMixin
+) -> None:
+    other, ran = AtollPipeline(**pipe.components), []
+    other.scheduler = scheduler
+    networks = [module for module in other.components.values() if isinstance(module, torch.nn.Module)]
+    hooks = [part.register_forward_hook(lambda *_: ran.append(1)) for module in networks for part in module.modules()]
+    try:
+        with pytest.raises(AtollError, match=f"{type(scheduler).__name__} cannot be used .* does not take velocities"):
+            other("a red circle", **FEW)
+        assert not ran
+        other("a red circle", solver="heun", **FEW)  # the scheduler is not used
+        assert ran
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def test_scheduler_times_uses_the_times_of_the_scheduler(pipe: AtollPipeline, conditioned_run: Path) -> None:
     """The usual loop of diffusers over the same velocity gives the same latents."""
     ensemble, scheduler = atoll.load(conditioned_run), diffusers.FlowMatchEulerDiscreteScheduler()

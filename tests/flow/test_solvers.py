@@ -6,6 +6,7 @@ import torch
 from oracles import FLOAT, separated_mixture
 
 from atoll import flow
+from atoll.core.errors import AtollError
 from atoll.core.names import SOLVERS
 
 MIXTURE = separated_mixture()
@@ -72,16 +73,62 @@ def test_flow_heun_converges_like_heun_at_a_large_shift() -> None:
     assert error("flow-heun", 160, 12) == pytest.approx(error("heun", 160, 12), rel=1e-3)
 
 
+FLOW: dict[str, Any] = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+
+
 @pytest.mark.parametrize(
     "scheduler",
     [
-        diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_karras_sigmas=True),
-        diffusers.EulerDiscreteScheduler(),
-        diffusers.DDIMScheduler(),
+        diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
+        diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True),
+        diffusers.FlowMatchHeunDiscreteScheduler(),
+        diffusers.FlowMatchLCMScheduler(),
+        diffusers.DPMSolverMultistepScheduler(**FLOW),
+        diffusers.DPMSolverMultistepScheduler(**FLOW, algorithm_type="sde-dpmsolver++", flow_shift=3.0),
+        diffusers.DPMSolverSinglestepScheduler(**FLOW),
+        diffusers.UniPCMultistepScheduler(**FLOW, flow_shift=5.0),
+        diffusers.LTXEulerAncestralRFScheduler(),
     ],
-    ids=["flow sigmas of Karras", "sigmas that are no times", "no sigmas"],
+    ids=lambda scheduler: type(scheduler).__name__,
 )
-def test_a_scheduler_with_other_settings_keeps_its_times(scheduler: Any) -> None:
+def test_schedulers_that_take_velocities_are_accepted(scheduler: Any) -> None:
+    before = torch.get_rng_state()
+    flow.check_scheduler(scheduler)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "reason"),
+    [
+        (diffusers.DDIMScheduler(), "velocities"),
+        (diffusers.DDIMScheduler(prediction_type="v_prediction"), "velocities"),
+        (diffusers.DDPMScheduler(), "velocities"),
+        (diffusers.EulerDiscreteScheduler(), "velocities"),
+        (diffusers.EulerDiscreteScheduler(timestep_spacing="trailing"), "velocities"),
+        (diffusers.DPMSolverMultistepScheduler(), "velocities"),
+        # Its last step ends near the data, but its states before are off the path.
+        (diffusers.DEISMultistepScheduler(prediction_type="v_prediction"), "velocities"),
+        (diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction"), "velocities"),
+        (diffusers.UniPCMultistepScheduler(use_flow_sigmas=True), "velocities"),
+        (diffusers.DEISMultistepScheduler(**FLOW), "leaves noise"),
+        (diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True), "velocities"),
+        (diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "`mu` must be passed"),
+        (diffusers.CogVideoXDPMScheduler(), "missing 2 required positional arguments"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_schedulers_are_refused(scheduler: Any, reason: str) -> None:
+    """Also by `run_scheduler`, before it evaluates the velocity."""
+    recorded = RecordedTimes()
+    message = f"{type(scheduler).__name__} cannot be used .*{reason}.* Use FlowMatchEulerDiscreteScheduler"
+    with pytest.raises(AtollError, match=message):
+        flow.run_scheduler(scheduler, recorded, NOISE.float(), steps=10)
+    assert recorded == []
+
+
+def test_a_scheduler_with_other_settings_keeps_its_times() -> None:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_karras_sigmas=True)
     scheduler.set_timesteps(10)
     own = scheduler.timesteps / 1000
     recorded = RecordedTimes()

@@ -39,6 +39,7 @@ from atoll.experts.folder import COMPONENTS, PIPELINE_CLASS, ModelIndex, fetch, 
 from atoll.experts.folder import verify as verify_folder
 from atoll.experts.rescaling import rescaling
 from atoll.export.model_card import CARD_FILE
+from atoll.flow import check_scheduler
 from atoll.nets import Condition, Router, build
 
 __all__ = ["AtollPipeline", "ExpertModel", "RouterModel"]
@@ -305,6 +306,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         ours, known = _settings(self.scheduler), _settings(plain)
         if type(self.scheduler) is type(plain) and ours == known and not scheduler_times:
             return {"solver": "euler", "shift": self.scheduler.config.shift}
+        check_scheduler(self.scheduler)  # before the text encoder and the experts run
         sampler.scheduler = self.scheduler
         return {"solver": "flow-euler"} if scheduler_times else {}
 

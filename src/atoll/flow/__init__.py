@@ -19,7 +19,7 @@ from atoll.flow.schedules import (
     Schedule,
     schedule,
 )
-from atoll.flow.solvers import Step, diffusers_scheduler, run_scheduler, solve, solver_times, step
+from atoll.flow.solvers import Step, check_scheduler, diffusers_scheduler, run_scheduler, solve, solver_times, step
 
 __all__ = [
     "LINEAR",
@@ -43,6 +43,7 @@ __all__ = [
     "Step",
     "TimeSampling",
     "Weighting",
+    "check_scheduler",
     "convert",
     "diffusers_scheduler",
     "from_pair",
