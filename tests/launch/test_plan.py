@@ -20,6 +20,7 @@ from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Content, Kind
 from atoll.core.errors import AtollError
+from atoll.core.presets import PRESETS
 from atoll.islands.leases import Lease
 from atoll.islands.store import Store
 from atoll.launch.base import LaunchSettings
@@ -246,7 +247,23 @@ def test_by_default_every_gpu_of_the_machine_gets_an_island(
     launcher = open_launcher("local", LaunchSettings(fresh, config.island))
     assert launcher.max_parallel == 1
     assert variable not in launcher.environment(experts, 0)
-    assert LaunchSettings(fresh, config.island).gpus(experts) == 0, "on Slurm and Ray"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_for_gpus_request_one_from_slurm_and_ray(
+    preset: str, fresh: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, gpus = str(tmp_path / "other"), int(preset not in ("emoji", "demo"))
+    assert main(["init", run, "--preset", preset, "--data.source", configuration.load(fresh).data.source]) == 0
+    assert main(["launch", run, "--on", "slurm", "--print"]) == 0
+    shown = capsys.readouterr()
+    assert f"island.gpus is auto: jobs request {'one' if gpus else 'no'} GPU" in shown.err
+    scripts = shown.out.split("#!/bin/bash")[1:]
+    assert [script.count("#SBATCH --gpus-per-node=1\n") for script in scripts] == [gpus] * 3  # prepare, experts, router
+    assert "torch.distributed.run" not in shown.out
+    tasks = re.findall("# .* x ({.*})", printed(capsys, run, "--on", "ray"))
+    assert tasks == ["{'CPU': 1.0, 'GPU': 1.0}" if gpus else "{'CPU': 1.0}"] * len(tasks) != []
+    assert "gpus-per-node" not in printed(capsys, run, "--on", "slurm", "--island.gpus", "0")
 
 
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")

@@ -47,11 +47,15 @@ class Launch:
         config = configuration.load(run, self.overrides)
         from contextlib import redirect_stdout
 
-        from atoll.launch.base import LaunchSettings
+        from atoll.launch.base import LaunchSettings, scheduler_gpus
         from atoll.launch.launch import as_dict, open_launcher, show, submit
         from atoll.launch.plan import LaunchRequest
 
-        launcher = open_launcher(self.on, LaunchSettings(run, config.island, self.retries, self.max_parallel))
+        gpus = scheduler_gpus(config)
+        if self.on != "local" and config.island.gpus == "auto":
+            requested = "one GPU" if gpus else "no GPU; set island.gpus to train on GPUs"
+            print(f"island.gpus is auto: jobs request {requested}", file=sys.stderr, flush=True)
+        launcher = open_launcher(self.on, LaunchSettings(run, config.island, self.retries, self.max_parallel, gpus))
         request = LaunchRequest(self.jobs, self.experts, self.prepare_workers, self.overrides)
         if self.print:
             print(show(launcher, run, config, request=request))

@@ -334,7 +334,9 @@ class Island(Section):
 
     nodes: int = Field(1, ge=1, description="nodes per job")
     gpus: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        "auto", description="GPUs per node; auto is one if this machine has GPUs, and none on Slurm and Ray"
+        "auto",
+        description="GPUs per node; auto is one if this machine has GPUs, and on Slurm and Ray if train.precision is "
+        "bfloat16, as in the presets for GPUs; else none",
     )
     processes: int | None = Field(None, ge=1, description="processes per node; null is one per GPU, or one")
     cores: int | None = Field(

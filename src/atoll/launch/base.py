@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from atoll.core import layout
+from atoll.core.config import Config
 from atoll.core.config_sections import Island
 from atoll.launch.plan import Group, Step
 
@@ -48,7 +49,7 @@ class LaunchSettings:
     retries: int = 3
     max_parallel: int | None = None
     gpus_if_auto: int = 0
-    """GPUs of an island with `island.gpus: auto`; a scheduler cannot know what the user wants."""
+    """GPUs on each node of an island with `island.gpus: auto`."""
 
     @property
     def gpus_per_island(self) -> int:
@@ -84,6 +85,14 @@ class LaunchSettings:
     def logs(self) -> Path:
         """Return the folder of the logs."""
         return logs_of(self.run)
+
+
+def scheduler_gpus(config: Config) -> int:
+    """Return the GPUs per node that `island.gpus: auto` requests from Slurm and Ray.
+
+    The machine that submits may have none. So the run decides: nobody chooses bfloat16 to train on CPUs.
+    """
+    return int(config.train.precision == "bfloat16")
 
 
 def logs_of(run: Path) -> Path:
