@@ -205,12 +205,13 @@ def test_several_workers_divide_each_stage_alone(prepared: Path, tmp_path: Path,
     run = tmp_path / "run"
     config = write_run(run, shapes)
     divisible = [stage for stage in STAGES if stage.divisible]
-    assert [stage.name for stage in divisible] == ["ingest", "features", "latents", "patches", "text"]
+    assert [stage.name for stage in divisible] == ["ingest", "features", "latents", "patches", "text", "shards"]
     for stage in divisible:
+        if stage.name == "shards":
+            prepare(run, config, ["clusters"])
         for index in () if stage.name == "patches" else (2, 0, 1):
             assert not stage.is_done(open_job(run, config))
             prepare(run, config, [stage.name], worker=Worker(index, 3))
-    prepare(run, config)
     assert without_settings(run) == without_settings(prepared)
 
 
@@ -299,7 +300,7 @@ def test_the_worker_option_is_checked() -> None:
 
 def test_several_workers_need_a_divisible_stage(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["prepare", str(prepared), "--worker", "0/2", "--stage", "text", "clusters"]) == 2
-    assert "--worker divides the stages ingest, features, latents, patches, text;" in capsys.readouterr().err
+    assert "--worker divides the stages ingest, features, latents, patches, text, shards;" in capsys.readouterr().err
 
 
 def test_a_stage_names_the_missing_stage_before_it(

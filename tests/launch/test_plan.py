@@ -68,12 +68,17 @@ def test_the_plan_of_a_new_run_with_two_prepare_workers(fresh: Path) -> None:
         "encode": (["prepare/encode-0-of-2", "prepare/encode-1-of-2"], ()),
         "clusters": (["prepare/clusters"], ("encode",)),
         "text": (["prepare/text-0-of-2", "prepare/text-1-of-2"], ("encode",)),
-        "shards": (["prepare/shards"], ("clusters", "encode", "text")),
+        "shards": (["prepare/shards-0-of-2", "prepare/shards-1-of-2"], ("clusters", "encode", "text")),
         "experts": (["experts/000", "experts/001", "experts/002"], ("shards",)),
         "router": (["router"], ("shards",)),
         "monolith": (["monolith"], ("shards",)),
         "student": (["student"], ("shards", "experts")),
     }
+
+
+def test_no_worker_of_the_shards_is_without_a_cluster(fresh: Path) -> None:
+    shards, _ = groups(fresh, prepare_workers=8)["shards"]
+    assert shards == [f"prepare/shards-{worker}-of-3" for worker in range(3)]
 
 
 def test_the_plan_of_a_new_run_with_one_prepare_worker(fresh: Path) -> None:

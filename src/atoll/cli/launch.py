@@ -26,7 +26,7 @@ class Launch:
     experts: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: all)")] = ()
     """Experts to train, by number."""
     prepare_workers: int = 1
-    """Number of jobs that divide the pass over the images, and of those that divide the stage text."""
+    """Number of jobs that divide the pass over the images, and of those that divide the stages text and shards."""
     max_parallel: Annotated[
         int | None, arg(metavar="N", help_behavior_hint="(default: local: by GPUs, or 1; slurm: no limit)")
     ] = None

@@ -100,7 +100,7 @@ def reuse_chunks(job: Job, stage: Stage) -> None:
     """Take over the unchanged chunks of a stage that is made from the index."""
     artifact = stage.artifacts(job)[0]
     old, index = previous(Artifact(job.run, layout.INGEST)), Index.find(job.run)
-    if not stage.divisible or index is None or old.manifest() is None or not _is_same(job, stage):
+    if stage.chunks is None or index is None or old.manifest() is None or not _is_same(job, stage):
         return
     stage.begin(job)
     pairs = zip(index.keys(), Index(old, old.open(INGEST)).keys(), strict=False)

@@ -45,11 +45,12 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, work
     passing = [stage for stage in chosen if stage.in_pass]
     if not _make_pass(job, passing, worker) and not stages:
         return
+    finished = False
     for stage in chosen:
         if not stage.in_pass:
             # Without given stages, only the last worker comes here, and nobody shares the rest with it.
-            _make(job, stage, worker if stages else Worker())
-    if shards.STAGE in chosen:
+            finished = _make(job, stage, worker if stages else Worker())
+    if shards.STAGE in chosen and finished:
         growth.remove_previous(run)
 
 
@@ -70,13 +71,13 @@ def _make_pass(job: Job, stages: Sequence[Stage], worker: Worker) -> bool:
     return all(finished)
 
 
-def _make(job: Job, stage: Stage, worker: Worker) -> None:
-    """Run a stage that needs no pixels."""
+def _make(job: Job, stage: Stage, worker: Worker) -> bool:
+    """Run a stage that needs no pixels. Return whether it is finished."""
     _check_order(job, stage)
     if not stage.is_done(job):
         _print_note(job, stage)
         growth.reuse_chunks(job, stage)
-    _finish(job, stage, worker, start=time.monotonic())
+    return _finish(job, stage, worker, start=time.monotonic())
 
 
 def _finish(job: Job, stage: Stage, worker: Worker, *, start: float) -> bool:

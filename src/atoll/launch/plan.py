@@ -184,6 +184,7 @@ def _preparation(run: Path, config: Config, request: LaunchRequest) -> list[Grou
     groups = []
     for name, stages in members.items():
         count = request.prepare_workers if all(stage.divisible for stage in stages) else 1
+        count = min(count, config.clusters.count) if name == "shards" else count
         chosen = ("--stage", *(stage.name for stage in stages))
         steps = []
         for worker in range(count):

@@ -1,7 +1,8 @@
 """A stage of `atoll prepare`: a step from the source, or from the artifacts of earlier stages, to its artifacts.
 
 A divisible stage is computed in chunks (`data/chunks.py`), which several workers divide. The worker that finds all
-chunks present finishes the stage. The bytes of the artifact do not depend on which worker made which chunk.
+chunks present finishes the stage. The shards have an artifact for each cluster, and workers divide the artifacts. The
+bytes do not depend on which worker made what.
 
 The stages that need pixels are computed together, in one pass over the source (`data/one_pass.py`).
 """
@@ -95,7 +96,9 @@ class Stage:
     uses: Callable[[Config], str]
     """The main setting, for `--dry-run`."""
     chunks: Callable[[Job], Chunks | None] | None = None
-    """The chunks of a divisible stage; None as long as their number is unknown."""
+    """The chunks that workers divide; None as long as their number is unknown."""
+    by_artifact: bool = False
+    """Whether workers divide its artifacts, which are independent of each other."""
     encoder: Callable[[Job], Encoder] | None = None
     """Open the network that makes its chunks in the pass; None if it is not a part of the pass."""
     needs_gpu: bool = False
@@ -110,7 +113,7 @@ class Stage:
     @property
     def divisible(self) -> bool:
         """Whether several workers can divide it."""
-        return self.chunks is not None
+        return self.by_artifact or self.chunks is not None
 
     @property
     def in_pass(self) -> bool:
@@ -164,7 +167,8 @@ class Stage:
 
     def make(self, job: Job, worker: Worker) -> bool:
         """Run the stage, or this worker's part of it. Return whether the stage is finished now."""
-        for artifact, inputs in self._resolve(job):
+        resolved = self._resolve(job)
+        for artifact, inputs in resolved[worker.index :: worker.count] if self.by_artifact else resolved:
             if artifact.begin(self.kind, inputs):
                 continue
             try:
@@ -181,7 +185,7 @@ class Stage:
                 return False
             # If another worker committed meanwhile, it did not remove the scratch files that this one wrote later.
             artifact.sweep()
-        return True
+        return all(artifact.manifest() for artifact, _ in resolved)
 
     def state(self, job: Job) -> str:
         """Return the progress of the stage, for `--dry-run`."""
@@ -189,6 +193,9 @@ class Stage:
             return f"not needed: {reason}"
         if self.is_done(job):
             return "done"
+        artifacts = self.artifacts(job)
+        if self.by_artifact and (made := sum(artifact.manifest() is not None for artifact in artifacts)):
+            return f"{made} of {len(artifacts)} folders"
         ready = self.in_pass or all(stage.is_done(job) for stage in self.inputs)
         chunks = self.chunks(job) if self.chunks and ready else None
         if chunks is None or not chunks.artifact.folder.is_dir():

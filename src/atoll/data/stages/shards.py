@@ -90,6 +90,7 @@ STAGE = Stage(
     outputs=_outputs,
     made_from=_made_from,
     run=_run,
+    by_artifact=True,
     uses=lambda config: f"{config.data.shard_rows:,} images per file",
     summary=lambda artifact, content: f"{content.clusters} folders like {artifact.folder}",
 )
