@@ -183,7 +183,12 @@ def test_two_jobs_can_commit_the_same_files(tmp_path: Path) -> None:
     two.path(".plan.json").write_bytes(plan)
     assert two.commit({"rows": 1}).digest == first.digest
     two.path(".plan.json").write_bytes(plan)
-    with pytest.raises(AtollError, match="another job with other content"):
+    with pytest.raises(AtollError, match="another job with other content, which is complete") as raised:
+        two.commit({"rows": 2})
+    assert "delete" not in str(raised.value)
+    two.path(".plan.json").write_bytes(plan)
+    two.write("a", b"2")
+    with pytest.raises(AtollError, match="x/a does not match the manifest"):
         two.commit({"rows": 2})
 
 

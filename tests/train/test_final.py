@@ -135,6 +135,26 @@ def test_an_existing_result_is_not_changed_by_any_process(trained: Trained) -> N
     assert Artifact(run, "experts/000/final").open(EXPERT).digest == made.digest
 
 
+def test_the_result_of_a_faster_job_is_kept(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another job commits while this one trains its last step; `seconds` makes its manifest differ."""
+    faster, slower = new_run("faster"), new_run("slower")
+    first = train_job(expert(faster))
+
+    class Copied:
+        def on_step(self, images: int) -> bool:
+            if images == 160:
+                shutil.copytree(faster / "experts/000/final", slower / "experts/000/final")
+            return False
+
+        def on_checkpoint(self, checkpoint: Artifact) -> None:
+            pass
+
+    assert train_job(expert(slower), Copied()).digest == first.digest
+    assert "another job has finished it" in capsys.readouterr().out
+    assert Artifact(slower, "experts/000/final").open(EXPERT, verify=True).digest == first.digest
+    assert not (slower / "experts/000/checkpoints").exists()
+
+
 def test_process_groups_have_explicit_timeouts_and_devices() -> None:
     gpu = torch.device("cuda", 3)
     assert group_options(gpu) == {"device_id": gpu, "timeout": STEP_TIMEOUT}

@@ -52,7 +52,7 @@ def test_an_expert_needs_only_its_shards_and_the_settings(new_run: Copy) -> None
             file.write_bytes(b"not what it was")
     for run in (alone, together, damaged):
         assert finish(run, "--expert", "1") == 0, (run / "log.txt").read_text()
-    assert {path.name for path in alone.iterdir()} == {"atoll.yaml", "data", "experts", "log.txt"}
+    assert {path.name for path in alone.iterdir()} == {"atoll.yaml", "data", "experts", "leases", "log.txt"}
     assert [path.name for path in (alone / "experts").iterdir()] == ["001"]
     assert_same_weights(alone / "experts/001/final", together / "experts/001/final")
     assert_same_weights(alone / "experts/001/final", damaged / "experts/001/final")

@@ -46,6 +46,7 @@ class Train:
         if len(jobs) > 1 or not (jobs or self.dry_run):
             raise AtollError("choose what to train: one of --expert K, --router, --start, --monolith, --student")
         config = configuration.load(self.folder, self.overrides)
+        from atoll.launch.train_lease import train_lease
         from atoll.train.estimate import planned_for_gpus, show_estimate, show_run_estimate
         from atoll.train.job import train_job
         from atoll.train.loop import REQUEUE, Requeue
@@ -62,7 +63,8 @@ class Train:
             show_estimate(spec, self.gpus, self.json)
             return
         try:
-            train_job(spec)
+            with train_lease(spec) as callback:
+                train_job(spec, callback)
         # A stop signal is not a failure: with this exit code, launchers run the job again.
         except Requeue as stop:
             print(f"atoll: {stop}", file=sys.stderr)

@@ -323,10 +323,10 @@ class Artifact:
         # The manifest must not reach the disk before the files whose hashes it lists.
         for name in names:
             _flush(self.path(name))
-        if not self.create(MANIFEST_FILE, made.to_json()) and (self.manifest() or made).digest != made.digest:
-            raise AtollError(
-                f"{self.folder} was committed by another job with other content; delete it and start again"
-            )
+        if not self.create(MANIFEST_FILE, made.to_json()) and (first := self.manifest() or made).digest != made.digest:
+            for name, entry in first.files.items():
+                self._check_file(name, entry, hashes=True)  # this job may have replaced some of them
+            raise AtollError(f"{self.folder} was committed by another job with other content, which is complete")
         self.sweep()
         return made
 

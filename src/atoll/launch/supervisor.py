@@ -100,21 +100,10 @@ class Attempt:
         """Wait for the lease until it is free, expired or held by a dead attempt; return None after a stop signal."""
         store, reported = Store.open(self.run), False
         while not stop.is_set():
-            lease_status = get_lease(store, self.step)
-            states, epoch = _ENDED, None
-            if (
-                lease_status is not None
-                and lease_status.record.state == "held"
-                and is_dead(lease_status, self.submission)
-            ):
-                # Do not wait for the expiry, but only take over this very record: a new one is of a live attempt.
-                states, epoch = (*_ENDED, "held"), lease_status.record.epoch
-            lease = Lease.acquire(
-                store, self.step, self.lease_seconds, holder=holder(self.submission), state=states, epoch=epoch
-            )
+            lease = try_lease(store, self.step, self.submission, duration=self.lease_seconds)
             if lease is not None:
                 return lease
-            if lease_status is not None and not reported:
+            if not reported and (lease_status := get_lease(store, self.step)) is not None:
                 self._log(f"{lease_status.record.holder} is running {self.step}; waiting for it to finish or expire")
                 reported = True
             stop.wait(2)  # seconds; short compared with the start of a job
@@ -200,6 +189,16 @@ def saved_images(run: Path, step: str) -> int:
 # The holder of a lease
 
 
+def try_lease(store: Store, step: str, submission: str, *, duration: float = LEASE_SECONDS) -> Lease | None:
+    """Acquire the lease of a step if it is free, expired, ended or held by a dead process; else return None."""
+    lease_status = get_lease(store, step)
+    states, epoch = _ENDED, None
+    if lease_status is not None and lease_status.record.state == "held" and is_dead(lease_status, submission):
+        # Do not wait for the expiry, but only take over this very record: a new one is of a live process.
+        states, epoch = (*_ENDED, "held"), lease_status.record.epoch
+    return Lease.acquire(store, step, duration, holder=holder(submission), state=states, epoch=epoch)
+
+
 def machine_id() -> str:
     """Return an id of this machine, its boot and its process namespace: with equal ids, process ids are comparable."""
     parts = [socket.gethostname()]
@@ -273,10 +272,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lease", type=float, default=LEASE_SECONDS)
     parser.add_argument("command", nargs="+")
     given = parser.parse_args(argv)
+    submission = os.environ.get(SUBMISSION_VARIABLE) or f"process-{os.getpid()}"
+    os.environ[SUBMISSION_VARIABLE] = submission  # with it, `atoll train` takes no lease of its own
     if os.environ.get(NODE_VARIABLE, os.environ.get("SLURM_PROCID", "0")) != "0":
         # Another node than the first of an island: the first one holds the lease, this one only runs the command.
         os.execvp(given.command[0], given.command)
-    submission = os.environ.get(SUBMISSION_VARIABLE) or f"process-{os.getpid()}"
     file = logs_of(given.run) / f"{given.step}.log"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as log:

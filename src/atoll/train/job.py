@@ -124,13 +124,17 @@ def _commit(
     other_emas = {other: _gathered(outcome.ema.weights[other], keep=context.is_main) for other in others}
 
     def write() -> str:
-        spec.result.begin(kind, goal)
-        save_network(network, spec.result.folder)
-        for other in others:
-            spec.result.write_tensors(f"ema-{other}.safetensors", other_emas[other])
-        if spec.kind == "expert" and (fitted := density.fit_density(task.shards)):
-            spec.result.write_tensors(density.DENSITY_FILE, fitted.tensors())
-        made = spec.result.commit(content)
+        made = spec.result.begin(kind, goal)
+        if made is None:
+            save_network(network, spec.result.folder)
+            for other in others:
+                spec.result.write_tensors(f"ema-{other}.safetensors", other_emas[other])
+            if spec.kind == "expert" and (fitted := density.fit_density(task.shards)):
+                spec.result.write_tensors(density.DENSITY_FILE, fitted.tensors())
+            made = spec.result.commit(content)
+        else:
+            # Files of two jobs must not be mixed: they round differently on different machines.
+            print(f"{spec.job}: another job has finished it meanwhile; its result is kept", flush=True)
         Checkpoints(spec.run, spec.job, {}, context).clear()
         print(f"{spec.job}: done, {spec.result.folder}", flush=True)
         return made.to_json().decode()
