@@ -13,8 +13,10 @@ from rich.table import Table
 
 from atoll.core import config as configuration
 from atoll.core import layout
+from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE, MANIFEST_FILE
+from atoll.core.manifests import EXPERT, ROUTER
 from atoll.core.metrics_file import TAIL_BYTES, parse_lines
 from atoll.core.trust import Network
 from atoll.core.untrusted import Refused
@@ -82,9 +84,15 @@ def _line(
 ) -> JobStatus:
     # In a shared run the snapshot decides what is finished; in a local run the manifest in the job's folder.
     done = job in finished if finished is not None else store.entry(f"{layout.final(job)}/{MANIFEST_FILE}")
+    if done and finished is None and store.path is not None:
+        try:
+            Artifact(store.path, layout.final(job)).open(ROUTER if job == layout.ROUTER else EXPERT)
+        except AtollError as reason:  # its manifest lists a file that is missing
+            return JobStatus(job, "failed", why=str(reason))
     if done:
         return JobStatus(job, "done", where=lease_status.record.holder if lease_status else "")
-    if lease_status is not None:
+    # In a local run, a lease that ended as done does not replace the result: its folder may have been deleted since.
+    if lease_status is not None and (finished is not None or lease_status.record.state != "done"):
         return _leased_status(job, lease_status, shared=finished is not None)
     if finished is None and (line := _unleased_status(store, job, total)):
         return line
