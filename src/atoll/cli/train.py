@@ -9,6 +9,7 @@ from tyro.conf import arg
 
 from atoll.cli.verb import Overrides, RunFolder
 from atoll.core import config as configuration
+from atoll.core import prepared
 from atoll.core.errors import AtollError
 from atoll.core.layout import JobKind
 
@@ -46,6 +47,7 @@ class Train:
         if len(jobs) > 1 or not (jobs or self.dry_run):
             raise AtollError("choose what to train: one of --expert K, --router, --start, --monolith, --student")
         config = configuration.load(self.folder, self.overrides)
+        prepared.check_overrides(self.folder, config, self.overrides)
         from atoll.launch.train_lease import train_lease
         from atoll.train.estimate import planned_for_gpus, show_estimate, show_run_estimate
         from atoll.train.job import train_job
