@@ -1,6 +1,7 @@
 """The whole evaluation of a small run: it resumes, stores its protocol, and agrees with its parts."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,39 @@ def test_too_few_images_are_an_error_unless_allowed(trained: Path, capsys: pytes
     assert "12 generated and 24 real images are too few" in message
     assert "the Frechet distance needs 1,281" in message
     assert "--allow-small" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "removed", "message"),
+    [
+        ((), "", "24 real images are too few"),
+        (
+            ("--allow-small",),
+            "router",
+            "experts top-1: .*router/final is missing; train it with: atoll train .* --router",
+        ),
+        (("--allow-small", "--models", "expert:1"), "experts/001", "train it with: atoll train .* --expert 1"),
+        (("--allow-small",), "experts/002/final/config.json", "config.json is missing although the manifest lists it"),
+        (("--allow-small", "--extractors", "inception:missing.pt"), "", "missing.pt"),
+        (("--allow-small", "--lpips", "missing.pt"), "", "missing.pt"),
+    ],
+)
+def test_what_would_stop_the_evaluation_stops_it_before_any_work(
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    removed: str,
+    message: str,
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluation"))
+    if removed:
+        (shutil.rmtree if (run / removed).is_dir() else Path.unlink)(run / removed)
+    small = [argument for argument in SMALL if argument != "--allow-small"]
+    assert cli.main(["evaluate", str(run), *small, *options]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (run / "evaluation").exists(), "it has computed something"
 
 
 def test_mixed_velocities_of_the_diagnostics_are_those_of_the_ensemble(trained: Path) -> None:

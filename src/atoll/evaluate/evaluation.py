@@ -15,11 +15,13 @@ from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import SHARDS
+from atoll.data.dataset import Shards
+from atoll.data.vision.lpips import open_perceptual
 from atoll.ensemble import Settings
 from atoll.evaluate import diagnostics, metrics, trajectories
 from atoll.evaluate.cache import cached
 from atoll.evaluate.extractors import open_alignment
-from atoll.evaluate.features import Reference, reference_features
+from atoll.evaluate.features import Reference, ReferencePlan, opened, reference_features
 from atoll.evaluate.generated import GeneratedSet, Prompts, generate, prompts_of
 from atoll.evaluate.models import EvaluatedModel, LoadOptions, evaluated_models
 from atoll.evaluate.results import (
@@ -103,15 +105,13 @@ def evaluate(
     context = context or DistContext(0, 1, device())
     evaluation = Evaluation(run, config, options, context)
     models = evaluated_models(run, options.models, options.routings if config.clusters.count > 1 else ("top-1",))
+    context.on_main(lambda: evaluation.check(models))
     if context.size > 1:
         evaluation.generate_all(models)
         if not context.is_main:
             return None
         evaluation = Evaluation(run, config, options, DistContext(0, 1, context.device))
     references = evaluation.references() if options.does("metrics") else {}
-    if options.does("metrics") and not options.allow_small:
-        for reference in references.values():
-            metrics.check_enough(options.num_images, reference)
     result = EvaluationResult(
         run=str(run),
         prompts=options.prompts,
@@ -131,6 +131,35 @@ class Evaluation:
     options: Options
     context: DistContext
     """The processes that generate images together."""
+
+    def check(self, models: Sequence[EvaluatedModel]) -> None:
+        """Raise every error that needs no computation: of networks, feature networks and numbers of images."""
+        options = self.options
+        for model in models:
+            model.check()
+        purposes = self._purposes()
+        for name in options.extractors if options.does("metrics") else ():
+            plan = ReferencePlan.of(self.run, self.config, options.reference, num_real=options.num_real, vision=name)
+            if not options.allow_small:
+                metrics.check_enough(
+                    options.num_images, plan.about.num_images, extractor=name, dimensions=plan.dimensions()
+                )
+        if options.does("diversity"):
+            open_perceptual(opened(options.extractors[0]), options.lpips)
+        if options.does("metrics") and options.clip is not None:
+            if purposes["metrics"].captions is None:
+                raise AtollError("text alignment needs text prompts, and this run has no captions; leave --clip out")
+            _opened_alignment(options.clip)
+        if options.does("diagnostics"):
+            self._held_out()
+
+    def _held_out(self) -> Shards:
+        shards = diagnostics.held_out_shards(self.run, self.config.clusters.count)
+        if not len(shards):
+            raise AtollError(
+                f"{self.run} has no held-out images; raise data.val_fraction, or use --without diagnostics"
+            )
+        return shards
 
     def generate_all(self, models: Sequence[EvaluatedModel]) -> None:
         """Generate the images of all models."""
@@ -247,12 +276,7 @@ class Evaluation:
 
     def diagnose(self, models: Sequence[EvaluatedModel]) -> Diagnostics:
         """Measure errors on the same held-out images: of every expert, of their mixtures, and of the dense models."""
-        options, experts = self.options, None
-        shards = diagnostics.held_out_shards(self.run, self.config.clusters.count)
-        if not len(shards):
-            raise AtollError(
-                f"{self.run} has no held-out images; raise data.val_fraction, or use --without diagnostics"
-            )
+        options, experts, shards = self.options, None, self._held_out()
         data = [artifact.open(SHARDS).digest for artifact in shards.artifacts]
         # The seed of training, not of sampling: training and admission validate with it too, so their numbers agree.
         seed = self.config.train.seed

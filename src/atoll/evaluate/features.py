@@ -94,22 +94,47 @@ def generated_features(run: Path, images: GeneratedSet, vision: str) -> FeatureS
     return FeatureSet(artifact, artifact.read(FEATURES), artifact.open(FEATURES).digest)
 
 
+@dataclass(frozen=True)
+class ReferencePlan:
+    """Which real images a reference has, and where its features are stored, before they are computed."""
+
+    vision: str
+    index: Index
+    rows: "np.ndarray[Any, Any]"
+    about: ReferenceSpec
+    artifact: Artifact
+    made_from: dict[str, object]
+
+    @classmethod
+    def of(cls, run: Path, config: Config, split: Split, *, num_real: int, vision: str) -> "ReferencePlan":
+        """Choose `num_real` images of a split, always the same ones; all if there are fewer."""
+        index = Index.open(run)
+        rows = _chosen(index, split, num_real)
+        about = ReferenceSpec(split=split, num_images=len(rows), resolution=config.data.resolution)
+        made_from = {"ingest": index.manifest.digest, **dict(about), "extractor": vision, "weights": weights_of(vision)}
+        artifact = keyed(run, "reference", f"{split}-{len(rows)}-{_short(vision)}", made_from=made_from)
+        return cls(vision, index, rows, about, artifact, made_from)
+
+    def dimensions(self) -> int:
+        """Return the dimensions of the features, from those of a black image if none are stored."""
+        if self.artifact.manifest() is not None:
+            return self.artifact.read(FEATURES).dimensions
+        return opened(self.vision)(np.zeros((1, 64, 64, 3), np.uint8)).shape[1]
+
+
 def reference_features(run: Path, config: Config, split: Split, *, num_real: int, vision: str) -> Reference:
     """Return the features of `num_real` images of a split, always the same ones; of all if there are fewer."""
-    index = Index.open(run)
-    rows = _chosen(index, split, num_real)
-    about = ReferenceSpec(split=split, num_images=len(rows), resolution=config.data.resolution)
-    made_from = {"ingest": index.manifest.digest, **dict(about), "extractor": vision, "weights": weights_of(vision)}
-    artifact = keyed(run, "reference", f"{split}-{len(rows)}-{_short(vision)}", made_from=made_from)
-    if artifact.begin(FEATURES, made_from) is None:
+    plan = ReferencePlan.of(run, config, split, num_real=num_real, vision=vision)
+    artifact, rows = plan.artifact, plan.rows
+    if artifact.begin(FEATURES, plan.made_from) is None:
         chunks = Chunks(artifact, len(rows), CHUNK)
         missing = chunks.missing()
         source = open_configured(config.data)
-        images = _read(index, source, [rows[c * CHUNK : (c + 1) * CHUNK] for c in missing], config=config)
+        images = _read(plan.index, source, [rows[c * CHUNK : (c + 1) * CHUNK] for c in missing], config=config)
         encoded = _encoded(images, opened(vision), chunks, missing=missing)
         chunks.fill(f"features of real images ({split}, {_short(vision)})", missing, encoded)
         _commit(artifact, chunks, opened(vision))
-    return Reference(artifact, artifact.read(FEATURES), artifact.open(FEATURES).digest, about)
+    return Reference(artifact, artifact.read(FEATURES), artifact.open(FEATURES).digest, plan.about)
 
 
 def _commit(artifact: Artifact, chunks: Chunks, vision: Vision) -> None:

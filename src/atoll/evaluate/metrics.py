@@ -23,18 +23,16 @@ MIN_KID, MIN_PRECISION_RECALL = 100, 500
 _NOTE = "biased upward for finite sets: compare with real_baseline, the distance between two sets of real images"
 
 
-def check_enough(num_images: int, reference: Reference) -> None:
+def check_enough(num_images: int, num_real: int, *, extractor: str, dimensions: int) -> None:
     """Raise an error if there are too few images for the metrics to be comparable with published ones."""
-    dimensions = reference.content.dimensions
     # A covariance of N images has rank N - 1: with fewer than D + 1 it is singular, and bias dominates.
     least = {"the Frechet distance": dimensions + 1, "KID": MIN_KID, "precision and recall": MIN_PRECISION_RECALL}
-    lacking = [f"{name} needs {count:,}" for name, count in least.items() if min(num_images, len(reference)) < count]
+    lacking = [f"{name} needs {count:,}" for name, count in least.items() if min(num_images, num_real) < count]
     if lacking:
         raise AtollError(
-            f"{num_images:,} generated and {len(reference):,} real images are too few for "
-            f"{reference.content.protocol.extractor} features ({dimensions} dimensions): {', '.join(lacking)} on both "
-            "sides. Raise --num-images, use --reference train, choose --extractors with fewer dimensions, or accept "
-            "biased metrics with --allow-small"
+            f"{num_images:,} generated and {num_real:,} real images are too few for {extractor} features ({dimensions} "
+            f"dimensions): {', '.join(lacking)} on both sides. Raise --num-images, use --reference train, choose "
+            "--extractors with fewer dimensions, or accept biased metrics with --allow-small"
         )
 
 
@@ -114,8 +112,7 @@ def diversity(run: Path, images: GeneratedSet, seeds: int, *, vision: str, lpips
 def alignment(run: Path, images: GeneratedSet, model: Alignment) -> results.Alignment:
     """Return the mean cosine between images and their prompts in an image-text model."""
     captions = images.prompts.captions
-    if captions is None:
-        raise AtollError("text alignment needs text prompts, and this run has no captions; leave --clip out")
+    assert captions is not None
     made_from = {"generated": images.digest(), "model": model.name, "weights": model.weights}
 
     def compute() -> Spread:

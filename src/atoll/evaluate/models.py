@@ -15,6 +15,7 @@ from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, 
 from atoll.core.sizes import Size
 from atoll.ensemble import Sampler, Settings, load, parse
 from atoll.evaluate.results import ForwardCost, TrainingCost
+from atoll.experts.run import missing_network
 from atoll.train.cost import Cost, image_cost
 from atoll.train.data_shapes import DataShapes
 from atoll.train.memory import job_bytes
@@ -65,6 +66,16 @@ class EvaluatedModel:
         else:
             names = [self.model]
         return [Artifact(self.run, layout.final(name)) for name in names]
+
+    def check(self) -> None:
+        """Raise an error if one of its networks is missing or incomplete; read no weights."""
+        parts = self.parts()
+        if not parts:
+            raise AtollError(missing_network(self.run, layout.expert_job(0)))
+        for part in parts:
+            if part.manifest() is None:
+                raise AtollError(f"{self.label}: {missing_network(self.run, part.name.rpartition('/')[0])}")
+            part.open(_kind(part))
 
     def digests(self) -> list[str]:
         """Return the digests of its networks."""

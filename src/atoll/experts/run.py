@@ -44,12 +44,17 @@ def expert_of_run(run: Path, job: str, *, verify: bool = False) -> ExpertReferen
     """Find a finished expert or dense network of a run by its job (`experts/003`, `monolith`)."""
     artifact = Artifact(run, layout.final(job))
     if artifact.manifest() is None:
-        flag = f"--expert {layout.expert_number(job)}" if layout.is_expert(job) else f"--{job}"
-        state = "is not finished" if (run / job).is_dir() else "is missing"
-        verb = "merge" if job == layout.MERGED else "train"
-        command = f"atoll merge {run}" if job == layout.MERGED else f"atoll train {run} {flag}"
-        raise AtollError(f"{artifact.folder} {state}; {verb} it with: {command}")
+        raise AtollError(missing_network(run, job))
     return expert_of_artifact(artifact, *open_network(artifact, EXPERT, verify=verify))
+
+
+def missing_network(run: Path, job: str) -> str:
+    """Return the message for a network that is not finished, with the command that trains it."""
+    flag = f"--expert {layout.expert_number(job)}" if layout.is_expert(job) else f"--{job}"
+    state = "is not finished" if (run / job).is_dir() else "is missing"
+    verb = "merge" if job == layout.MERGED else "train"
+    command = f"atoll merge {run}" if job == layout.MERGED else f"atoll train {run} {flag}"
+    return f"{run / layout.final(job)} {state}; {verb} it with: {command}"
 
 
 def expert_of_artifact(artifact: Artifact, manifest: Manifest, files: VerifiedFiles | None = None) -> ExpertReference:
