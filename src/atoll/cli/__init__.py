@@ -4,12 +4,13 @@ import os
 import select
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import tyro
 
 from atoll.cli import convert, core, data, ensemble, evaluate, islands, launch, studio, train
 from atoll.cli.verb import Configured, Verb
-from atoll.core import renamed
+from atoll.core import disk, renamed
 from atoll.core.errors import AtollError, unknown
 from atoll.core.version import __version__
 
@@ -61,11 +62,19 @@ def _main(arguments: list[str]) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"atoll {__version__}")
         return 0
+    name, *rest = arguments
+    verb: Verb | None = None
     try:
-        name, *rest = arguments
-        parse(name, rest).run()
+        verb = parse(name, rest)
+        verb.run()
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if not disk.is_full(error):
+            raise
+        # A write to an open file has no name in its error.
+        print(f"atoll: {disk.full_error(Path(error.filename or getattr(verb, 'folder', '.')))}", file=sys.stderr)
         return 2
     return 0
 

@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -31,6 +31,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from atoll.core import disk
 from atoll.core.differences import differences
 from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.layout import MANIFEST_FILE
@@ -254,8 +255,11 @@ class Artifact:
             raise AtollError(f"{self.path(_PLAN)} is not a plan ({error}); delete {self.folder}") from error
 
     @contextmanager
-    def writing(self, file: str) -> Iterator[Path]:
-        """Yield a temporary path to write to; at the end, flush the file to disk and rename it to `file`."""
+    def writing(self, file: str, size: int | None = None) -> Iterator[Path]:
+        """Yield a temporary path to write to; at the end, flush the file to disk and rename it to `file`.
+
+        `size` is the number of bytes, for the error of a full disk.
+        """
         target = self.path(file)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.{uuid4().hex}")
@@ -266,6 +270,11 @@ class Artifact:
             _flush(target.parent)
         except FileNotFoundError:
             self._reraise_unless_committed()
+        except Exception as error:
+            if not disk.is_full(error):
+                raise
+            temporary.unlink(missing_ok=True)  # a full disk needs its space
+            raise disk.full_error(target, size) from error
 
     def _reraise_unless_committed(self) -> None:
         """Raise the current `FileNotFoundError` again unless the artifact is committed.
@@ -278,20 +287,20 @@ class Artifact:
 
     def write(self, file: str, data: bytes) -> None:
         """Write one file of bytes."""
-        with self.writing(file) as path:
+        with self.writing(file, len(data)) as path:
             path.write_bytes(data)
 
     def write_tensors(self, file: str, tensors: Mapping[str, "Tensor"]) -> None:
         """Write one safetensors file."""
         from safetensors.torch import save_file
 
-        with self.writing(file) as path:
+        with self.writing(file, sum(tensor.nbytes for tensor in tensors.values())) as path:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
-    def write_parts(self, file: str, parts: Iterable[bytes | memoryview]) -> FileEntry:
+    def write_parts(self, file: str, parts: Sequence[bytes | memoryview]) -> FileEntry:
         """Write one file part by part, and hash it meanwhile; return its entry for `commit`."""
         digest, size = hashlib.sha256(), 0
-        with self.writing(file) as path, path.open("wb") as stream:
+        with self.writing(file, sum(map(len, parts))) as path, path.open("wb") as stream:
             for part in parts:
                 # Both release the GIL while they work on a large part, so other threads run.
                 digest.update(part)
@@ -348,6 +357,10 @@ class Artifact:
         except FileNotFoundError:
             self._reraise_unless_committed()
             return False
+        except OSError as error:
+            if not disk.is_full(error):
+                raise
+            raise disk.full_error(self.path(file), len(data)) from error
         finally:
             temporary.unlink(missing_ok=True)
         _flush(self.folder)

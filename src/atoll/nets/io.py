@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from atoll.core import disk
 from atoll.core.errors import AtollError, first_line
 from atoll.core.networks import DiffusersConfig, DiTConfig, NetworkConfig, RouterConfig, read_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
@@ -87,7 +88,8 @@ def _unwrap(content: object, file: Path) -> dict[str, Tensor]:
 def write_weights(state: dict[str, Tensor], file: Path) -> None:
     """Write a safetensors file; tensors that share memory are copied, because the format forbids sharing."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().contiguous().clone() for name, tensor in state.items()}, file)
+    with disk.explained(file, sum(tensor.nbytes for tensor in state.values())):
+        save_file({name: tensor.detach().contiguous().clone() for name, tensor in state.items()}, file)
 
 
 def sha256(file: str | Path) -> str:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from atoll.core import layout
+from atoll.core import disk, layout
 from atoll.core.artifacts import Artifact, FileEntry
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
@@ -145,9 +145,22 @@ class Checkpoints:
             load(tensors, storage_reader=reader, process_group=self.context.control, no_dist=self.context.size == 1)
         return images, artifact.read(CHECKPOINT).seconds
 
+    def check_space(self, state: TrainState, saves: int) -> None:
+        """Raise an error if the disk has no room for the checkpoints of `saves` more saves, and for the result."""
+        # A new checkpoint is written before the oldest one is deleted.
+        new = max(1, min(saves, self.keep_last + 1 - len(self._committed()))) if saves else 0
+        result = sum(weight.nbytes for weights in state.ema.weights.values() for weight in weights.values())
+        need = new * sum(tensor.nbytes for tensor in state.tensors().values()) + result
+        free = disk.free_bytes(self.folder)
+        if need > free:
+            raise AtollError(
+                f"{self.folder}: training needs {disk.size_text(need)} for {new} checkpoints and the result, and "
+                f"{disk.size_text(free)} is free on this disk. Free some space, or lower train.keep_last"
+            )
+
     def newest(self) -> str:
         """Return the folder of the newest committed checkpoint, or "none", for messages."""
-        committed = [images for images in self._all() if self._artifact(images).manifest()]
+        committed = self._committed()
         return str(self._artifact(max(committed)).folder) if committed else "none"
 
     def clear(self) -> None:
@@ -176,11 +189,14 @@ class Checkpoints:
         if self.folder.is_dir():
             yield from (int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
+    def _committed(self) -> list[int]:
+        return sorted(images for images in self._all() if self._artifact(images).manifest())
+
     def _artifact(self, images: int) -> Artifact:
         return Artifact(self.run, layout.checkpoint(self.job, images))
 
     def _delete_old(self) -> None:
-        committed = sorted(images for images in self._all() if self._artifact(images).manifest())
+        committed = self._committed()
         # Folders without manifest, of jobs that were killed while saving.
         for images in set(self._all()) - set(committed):
             if images < committed[-1]:

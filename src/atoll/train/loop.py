@@ -92,6 +92,9 @@ def train(
     images, seconds = checkpoints.load_newest(state)
     # The batch size is among the inputs that a checkpoint must agree with, so the step count follows from the images.
     state.at_step(images // settings.batch_size)
+    # The last save is at the end, whatever `save_every`.
+    saves = -(-settings.total_images // settings.save_every) - images // settings.save_every
+    context.on_main(lambda: checkpoints.check_space(state, saves if images < settings.total_images else 0))
     stream = task.stream(
         settings.batch_size, images, parts=settings.grad_accum_steps, rank=context.rank, world_size=context.size,
         workers=settings.workers, pin=context.device.type in ASYNCHRONOUS,
