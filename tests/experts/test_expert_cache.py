@@ -65,6 +65,15 @@ def test_the_least_recently_used_expert_is_dropped_and_loaded_ones_run_first(run
     assert cache.loads == 3
 
 
+def test_experts_on_the_device_of_the_states_run_last(run: Path) -> None:
+    """The other devices then compute meanwhile; on each device, experts in memory still run first."""
+    cache, home = atoll.load(run).ensemble.cache, torch.device("cuda", 0)
+    cache.get(2)
+    cache.devices = (home, torch.device("cuda", 1), home)
+    assert cache.order([0, 1, 2], last=home) == [1, 2, 0]
+    assert cache.order([0, 1, 2]) == [2, 0, 1]
+
+
 def test_experts_are_read_only_when_they_are_needed(run: Path) -> None:
     ensemble = atoll.load(run)
     assert ensemble.ensemble.cache.loads == 0

@@ -3,7 +3,7 @@
 // Device memory is host memory, copies copy, kernels and matrix products do nothing. Every launch, copy, allocation and
 // synchronization is counted, and a hook attributes it to the Python line that caused it. Real with it: the dispatcher,
 // autocast, autograd, the caching allocator, the choice of attention kernels, device checks, DDP, FSDP2, checkpoints. Not
-// real: values, cuDNN, cuSOLVER, NCCL and time.
+// real: values, cuDNN, cuSOLVER and NCCL. Time is simulated, so that tests can see what runs at the same time: see clocks.
 //
 // generate_stubs.py appends a stub that returns success for every other symbol that torch imports.
 #define _GNU_SOURCE
@@ -32,8 +32,26 @@ static int unknown(const char *name) { if (getenv("NULL_CUDA_VERBOSE")) fprintf(
 static int environment(const char *name, int fallback) { const char *text = getenv(name); return text ? atoi(text) : fallback; }
 
 static __thread int current_device;
-static size_t handles = 1;
-static void *new_handle(void) { return (void *)(0x1000 + 16 * __atomic_add_fetch(&handles, 1, __ATOMIC_RELAXED)); }
+
+// Clocks: when a stream has done its work, when an event happens, and how long the host has waited. A kernel or a matrix
+// product takes one unit of time on its stream; copies, memsets and the host's own work take none. Work starts when the
+// work before it on the stream is done, and not before the host queues it. Handles of streams and events point to clocks.
+typedef unsigned long long clock_type;
+static clock_type host_clock, latest, default_streams[64];
+static pthread_mutex_t clock_lock = PTHREAD_MUTEX_INITIALIZER;
+static void *new_clock(void) { return calloc(1, sizeof(clock_type)); }
+// The first values are no pointers: they mean the default stream of the current device.
+static clock_type *clock_of(cudaStream_t stream) { return stream <= cudaStreamPerThread ? &default_streams[current_device] : (clock_type *)stream; }
+// Move a clock on to the time of another one, and add some units.
+static void advance(clock_type *clock, const clock_type *other, int units) {
+    pthread_mutex_lock(&clock_lock);
+    *clock = (*clock > *other ? *clock : *other) + units;
+    if (*clock > latest) latest = *clock;
+    pthread_mutex_unlock(&clock_lock);
+}
+static void computed(cudaStream_t stream) { advance(clock_of(stream), &host_clock, 1); }
+// Let the host wait for all devices; return the time.
+clock_type null_clock(void) { advance(&host_clock, &latest, 0); return host_clock; }
 
 // Which addresses are device memory and which are pinned host memory: torch asks for this with every copy.
 enum { PAGEABLE, PINNED, DEVICE };
@@ -117,11 +135,11 @@ cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) { snprintf(t
 cudaError_t cudaGetLastError(void) { OK; }
 cudaError_t cudaPeekAtLastError(void) { OK; }
 
-// Streams and events: everything is done at once, so queries succeed and waiting only counts.
+// Streams and events: everything is done at once, so queries succeed; waiting counts, and moves clocks on.
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { if (least) *least = 0; if (greatest) *greatest = -5; OK; }
-cudaError_t cudaStreamCreate(cudaStream_t *stream) { *stream = new_handle(); OK; }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { *stream = new_handle(); OK; }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { *stream = new_handle(); OK; }
+cudaError_t cudaStreamCreate(cudaStream_t *stream) { *stream = new_clock(); OK; }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { *stream = new_clock(); OK; }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { *stream = new_clock(); OK; }
 cudaError_t cudaStreamQuery(cudaStream_t stream) { OK; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) { *status = cudaStreamCaptureStatusNone; OK; }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id, void *graph, void *nodes, void *edges, size_t *count) {
@@ -131,14 +149,16 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCapture
     OK;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(void *mode) { OK; }
-cudaError_t cudaEventCreate(cudaEvent_t *made) { *made = new_handle(); OK; }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *made, unsigned flags) { *made = new_handle(); OK; }
-cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t stream) { COUNT(EVENT_RECORD); OK; }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t stream, unsigned flags) { COUNT(EVENT_RECORD); OK; }
+cudaError_t cudaEventCreate(cudaEvent_t *made) { *made = new_clock(); OK; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *made, unsigned flags) { *made = new_clock(); OK; }
+cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); OK; }
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t stream) { COUNT(EVENT_RECORD); *(clock_type *)e = *clock_of(stream); OK; }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t stream, unsigned flags) { return cudaEventRecord(e, stream); }
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t e, unsigned flags) { advance(clock_of(stream), (clock_type *)e, 0); OK; }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) { *ms = 1; OK; }
-cudaError_t cudaEventSynchronize(cudaEvent_t e) { event(EVENT_SYNC, 0); OK; }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { event(STREAM_SYNC, 0); OK; }
-cudaError_t cudaDeviceSynchronize(void) { event(DEVICE_SYNC, 0); OK; }
+cudaError_t cudaEventSynchronize(cudaEvent_t e) { event(EVENT_SYNC, 0); advance(&host_clock, (clock_type *)e, 0); OK; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { event(STREAM_SYNC, 0); advance(&host_clock, clock_of(stream), 0); OK; }
+cudaError_t cudaDeviceSynchronize(void) { event(DEVICE_SYNC, 0); null_clock(); OK; }
 
 // Memory. Small allocations are filled with ones, so that an index read from "computed" memory is seldom out of range.
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) { *total = 80ull << 30; *free_bytes = *total - counts[MALLOC_BYTES]; OK; }
@@ -196,10 +216,10 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *func
 cudaError_t cudaFuncSetAttribute(const void *function, int attribute, int value) { OK; }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *function, int block, size_t memory) { *n = 2; OK; }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *function, int block, size_t memory, unsigned flags) { *n = 2; OK; }
-static cudaError_t launched(cudaStream_t stream) { COUNT(LAUNCH); if (stream) COUNT(SIDE_LAUNCH); OK; }
+static cudaError_t launched(cudaStream_t stream) { COUNT(LAUNCH); computed(stream); if (stream) COUNT(SIDE_LAUNCH); OK; }
 cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t memory, cudaStream_t stream) { return launched(stream); }
 cudaError_t __cudaLaunchKernel(void *kernel, dim3 grid, dim3 block, void **arguments, size_t memory, cudaStream_t stream) { return launched(stream); }
-cudaError_t cudaLaunchKernelExC(const void *config, const void *function, void **arguments) { return launched(0); }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) { return launched(config->stream); }
 cudaError_t __cudaGetKernel(void **kernel, const void *function) { *kernel = (void *)function; OK; }
 cudaError_t cudaGetSymbolAddress(void **p, const void *symbol) { static char area[1 << 16]; *p = area; OK; }
 static int nothing(void) { return 0; }
@@ -207,6 +227,9 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **p, unsig
 
 // cuBLAS.
 static char handle_[4096];
+static __thread cudaStream_t cublas_stream;  // torch sets it before every call
+int cublasSetStream_v2(void *handle, cudaStream_t stream) { cublas_stream = stream; return 0; }
+static int multiplied(cudaStream_t stream) { COUNT(GEMM); computed(stream); return 0; }
 int cublasCreate_v2(void **handle) { *handle = handle_; return 0; }
 int cublasGetMathMode(void *handle, int *mode) { *mode = 0; return 0; }
 int cublasGetPointerMode_v2(void *handle, int *mode) { *mode = 0; return 0; }
@@ -219,5 +242,5 @@ int cublasLtMatrixLayoutDestroy(void *made) { free(made); return 0; }
 int cublasLtMatmulAlgoGetHeuristic(void *h, void *o, void *a, void *b, void *c, void *d, void *p, int n, void *result, int *found) { memset(result, 0, 128); *found = 1; return 0; }
 int cublasLtMatmulAlgoCheck(void *h, void *o, void *a, void *b, void *c, void *d, void *algorithm, void *result) { memset(result, 0, 128); return 0; }
 int cublasLtMatmulAlgoInit(void) { return 0; }
-int cublasLtMatmul(void) { COUNT(GEMM); return 0; }
+int cublasLtMatmul(void *h, void *o, void *alpha, void *a, void *la, void *b, void *lb, void *beta, void *c, void *lc, void *d, void *ld, void *algorithm, void *workspace, size_t size, cudaStream_t stream) { return multiplied(stream); }
 size_t cublasLtGetVersion(void) { return 130401; }

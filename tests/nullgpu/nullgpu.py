@@ -35,6 +35,7 @@ COMMUNICATION = "communication"
 _COMMUNICATION_FILES = ("/torch/distributed/", "/torch/nn/parallel/")
 
 _library = ctypes.CDLL(str(Path(os.environ["NULLGPU"]) / "libnullcuda.so"))
+_library.null_clock.restype = ctypes.c_ulonglong
 _Hook = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)
 
 # cuDNN is not replaced; without it torch takes its own kernels.
@@ -56,6 +57,8 @@ class Seen:
     lines: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Number of copies and synchronizations by place and counter."""
     counts: Counter[str] = field(default_factory=Counter)
+    time: int = 0
+    """Simulated time until all devices were done. A kernel or a matrix product takes one unit on its stream."""
 
     def of(self, *kinds: str) -> dict[str, int]:
         """Return the number by line of src/atoll."""
@@ -104,14 +107,15 @@ _library.null_hook(_hook)
 
 @contextmanager
 def watch() -> Iterator[Seen]:
-    """Count what happens inside, in all threads."""
-    seen, before = Seen(), counts()
+    """Count what happens inside, in all threads. The clock starts when all devices are done with what came before."""
+    seen, before, start = Seen(), counts(), _library.null_clock()
     _watching.append(seen)
     try:
         yield seen
     finally:
         _watching.remove(seen)
         seen.counts = counts() - before
+        seen.time = _library.null_clock() - start
 
 
 class HostComputed(TorchDispatchMode):

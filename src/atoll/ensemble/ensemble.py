@@ -18,8 +18,8 @@ amplifies both. A router that is not conditioned has the same weights for both.
 On an accelerator the host must read the weights before it can launch the experts. It waits for the device once in an
 evaluation, when it reads the logits of the router (or the states, for `nearest`). Rules, weights, and the grouping of
 rows by expert are computed on the CPU from them, and go to the device as two small tensors. Times, clusters, guidance
-scales and condition rows are therefore kept on the CPU. Experts may be on several devices: states go to each expert's
-device and velocities come back, and the devices compute at the same time.
+scales and condition rows are therefore kept on the CPU. Experts may be on several devices: the states go to all of them
+first, velocities come back last, and the devices compute at the same time.
 """
 
 import math
@@ -42,7 +42,7 @@ from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference, Op
 from atoll.experts.expert_cache import ExpertCache
 from atoll.experts.rescaling import rescaling
 from atoll.flow.schedules import broadcast, check_times
-from atoll.nets import Condition
+from atoll.nets import Condition, PreparedCondition
 
 
 class Ensemble(nn.Module):
@@ -321,24 +321,33 @@ class Ensemble(nn.Module):
         batches = ExpertBatches.of(weights, padded=device.type != "cpu")
         # One copy for all indices: the row of the result, the image and the condition of every pair (expert, row).
         indices = torch.stack([batches.row, images[batches.row], rows[batches.row]])
-        row, image, condition_row = upload(indices, device).unbind(0)
-        factor = upload(batches.weight.to(x.dtype), device)
-        order = self.cache.order(list(batches.spans))
+        uploaded, factor = upload(indices, device), upload(batches.weight.to(x.dtype), device)
+        # A copy between two devices lets each wait for what is queued on the other; the host does not wait. So that all
+        # devices compute at the same time, they get their inputs before any expert runs, the experts on the device of
+        # the states run last, and velocities are copied when all experts are queued.
+        order = self.cache.order(list(batches.spans), last=device)
+        places = {self.cache.devices[number]: None for number in order}
+        sent = {place: [part.to(place, non_blocking=True) for part in (x, t, uploaded)] for place in places}
+
+        def condition(number: int) -> Condition | PreparedCondition:
+            loaded, span = self.cache.get(number), batches.spans[number]
+            return loaded.condition(conditions, indices[2, span], sent[loaded.device][2][2, span])
+
+        elsewhere = [number for number in order if self.cache.devices[number] != device and number in self.cache]
+        ready = {number: condition(number) for number in elsewhere}
         velocities: dict[int, Tensor] = {}
         with attention_kernels(device):
             for number, following in zip(order, [*order[1:], None], strict=True):
-                loaded, span = self.cache.get(number, following), batches.spans[number]
-                condition = loaded.condition(conditions, indices[2, span], condition_row[span])
-                states, times = x[image[span]], t if single else t[image[span]]
-                # Copies between devices are queued on both of them; the host does not wait.
-                states, times = (part.to(loaded.device, non_blocking=True) for part in (states, times))
-                velocity = loaded.expert.velocity(states, times, condition)
-                velocities[number] = velocity.to(device, non_blocking=True)
-                del loaded, condition  # otherwise the expert would stay in memory while the next one is loaded
+                loaded = self.cache.get(number, following)
+                states, times, (_, image, _) = sent[loaded.device]
+                image = image[batches.spans[number]]
+                mine = ready.pop(number) if number in ready else condition(number)
+                velocities[number] = loaded.expert.velocity(states[image], times if single else times[image], mine)
+                del loaded, mine  # otherwise the expert would stay in memory while the next one is loaded
         # Terms are concatenated in the order of the experts, whatever order they ran in. The sum of two terms does not
         # depend on their order. That of three or more does, by rounding: on accelerators index_add has no fixed order.
-        parts = torch.cat([velocities[number] for number in batches.spans]) * broadcast(factor, x)
-        return torch.zeros(len(rows), *x.shape[1:], dtype=x.dtype, device=device).index_add(0, row, parts)
+        parts = torch.cat([velocities[number].to(device, non_blocking=True) for number in batches.spans])
+        return x.new_zeros(len(rows), *x.shape[1:]).index_add(0, uploaded[0], parts * broadcast(factor, x))
 
 
 def _densities(reference: ExpertReference) -> dict[Size, Density]:

@@ -76,9 +76,9 @@ class LoadedExpert:
     def condition(self, conditions: BatchConditions, rows: Tensor, index: Tensor) -> Condition | PreparedCondition:
         """Return the conditions of these rows (images,), prepared if the network can and later steps use them again.
 
-        `rows` is on the CPU, and `index` the same on a device.
+        `rows` is on the CPU, and `index` the same on the expert's device.
         """
-        network, index = self.expert.network, index.to(self.device, non_blocking=True)
+        network = self.expert.network
         if not (conditions.reused and isinstance(network, DiT)):
             mine = self._select(conditions)
             unconditioned = mine.text is None and mine.pooled is None and mine.label is None
@@ -171,9 +171,16 @@ class ExpertCache:
         options = self.device_options
         self.devices = tuple(self.devices) or spread_experts(self.references, options.devices or (options.device,))
 
-    def order(self, needed: Sequence[int]) -> list[int]:
-        """Return the needed experts with those in memory first, so that none is dropped before it was used."""
-        return sorted(needed, key=lambda number: number not in self._loaded)
+    def __contains__(self, number: int) -> bool:
+        """Return whether an expert is in memory."""
+        return number in self._loaded
+
+    def order(self, needed: Sequence[int], *, last: torch.device | None = None) -> list[int]:
+        """Return the needed experts in an order in which none is dropped before it was used.
+
+        Those in memory come first on each device. The experts on the device `last` come after all others.
+        """
+        return sorted(needed, key=lambda number: (self.devices[number] == last, number not in self._loaded))
 
     def put(self, number: int, expert: OpenExpert) -> None:
         """Add an expert that is already open."""
