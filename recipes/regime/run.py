@@ -156,7 +156,7 @@ class Queue:
             child = subprocess.Popen([EXECUTABLE, "train", str(run), *job.split()], env=ENVIRONMENT)
             self.child = child
             while child.poll() is None:
-                time.sleep(5)
+                time.sleep(1)
                 for checkpoint in run.glob("**/checkpoints/*[0-9]"):
                     images = int(checkpoint.name)
                     if images % every == 0 and images < arm.images and (checkpoint / "manifest.json").exists():
