@@ -1,5 +1,6 @@
 """Budgets of sampling and serving on an accelerator: how often the host waits, and what it copies."""
 
+import gc
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 import atoll
 import nullgpu
+from atoll.core.host_memory import pinned_budget, pinned_size
 from atoll.ensemble import Ensemble, RoutingState, SamplerState, Settings
 from atoll.ensemble.sampler import Sampler
 from atoll.experts.batch_conditions import BatchConditions
@@ -93,6 +95,28 @@ def test_experts_are_copied_from_pinned_memory_on_a_side_stream(trained_run: Pat
         assert seen.counts["h2d_pinned"] >= seen.counts["side_copy"]
     assert copied >= weights * EVALUATIONS, "at least one expert for each evaluation"
     assert some.cache.loads > 2 * EVALUATIONS
+
+
+def test_host_copies_of_experts_stay_within_their_share_of_memory(
+    trained_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for two of eight experts. The allocator of torch, which is real, counts what is pinned."""
+    sampler = atoll.load(trained_run)
+    options, references = sampler.ensemble.device_options, list(sampler.ensemble.references[:1]) * 8
+    some = Ensemble(references, device_options=options, max_loaded_experts=1)
+    weights = options.prepare(references[0].open()).state_dict().values()
+    expert = sum(pinned_size(weight.nbytes) for weight in weights)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(round(pinned_budget() / (2.5 * expert))))
+    before = pinned_bytes()
+    for number in range(8):
+        some.cache.get(number)
+        assert pinned_bytes() - before == min(2, number + 1) * expert
+
+
+def pinned_bytes() -> int:
+    gc.collect()
+    torch.empty(1, pin_memory=True)  # when it allocates, the allocator frees what finished copies used
+    return int(torch.cuda.host_memory_stats()["active_bytes.current"])
 
 
 def test_decoding_waits_once(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from atoll.core.device import ASYNCHRONOUS, upload
 from atoll.core.errors import AtollError
+from atoll.core.host_memory import pinned_budget, pinned_size
 from atoll.data.stages.latents import Statistics
 from atoll.experts.batch_conditions import BatchConditions, replace_rows
 from atoll.experts.expert import DeviceOptions, ExpertReference, OpenExpert, open_expert, select_parts
@@ -43,9 +44,6 @@ from atoll.nets import Condition, DiT, PreparedCondition
 
 PROBES = 4
 """States on which the error of quantized weights is measured: four times from 0.1 to 0.9, in two forward passes."""
-HOST_SHARE = 0.5
-"""Share of the machine's memory that host copies of experts may take. Pinned memory cannot be swapped out, so the other
-half stays for everything else; a choice."""
 
 
 @dataclass(eq=False)
@@ -132,8 +130,8 @@ class PinnedNetwork:
 
     @property
     def size(self) -> int:
-        """Bytes of the weights."""
-        return sum(tensor.nbytes for tensor in self.weights)
+        """Bytes of pinned memory."""
+        return sum(pinned_size(tensor.nbytes) for tensor in self.weights)
 
     def restore(self) -> None:
         """Give the network its host weights back, which frees those on the device."""
@@ -270,21 +268,19 @@ class ExpertCache:
         network = self.device_options.prepare(self.references[number].open())
         if next(network.parameters()).device.type != "cpu":
             return network  # a component of a pipeline, which is on its device already
-        self._host[number] = PinnedNetwork(network)
         # If all experts fit on the devices, host copies are only needed until they are there. They are dropped when the
         # next one is read, because the copy of this one may still be going on.
-        budget = HOST_SHARE * _physical_memory() if self._evicts() else 0
-        while len(self._host) > 1 and sum(copy.size for copy in self._host.values()) > budget:
+        budget = pinned_budget() if self._evicts() else 0
+        # Others are dropped before this one is pinned: torch never gives pinned memory back, it only uses it again.
+        needed = sum(pinned_size(tensor.nbytes) for tensor in (*network.parameters(), *network.buffers()))
+        while self._host and needed + sum(copy.size for copy in self._host.values()) > budget:
             self._host.popitem(last=False)
+        self._host[number] = PinnedNetwork(network)
         return network
 
     def _evicts(self) -> bool:
         """Return whether any device has more experts than it can hold at once."""
         return any(list(self.devices).count(device) > self.limit for device in set(self.devices))
-
-
-def _physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @torch.no_grad()

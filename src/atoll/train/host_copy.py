@@ -4,6 +4,7 @@ The copy is the data of one safetensors file: the tensors of this process one af
 host memory. On an accelerator the chunks are pinned, so the copies are queued behind the step before and ahead of the
 next one, and the host does not wait for them. The chunks are allocated for the first copy and used again for all
 others, because pinning memory is slow. They cost as much host memory as the part of the state that the process writes.
+If that is more than the process may pin, they are ordinary memory, and the host waits for the copies.
 """
 
 import json
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from atoll.core.device import ASYNCHRONOUS
+from atoll.core.host_memory import pinned_budget
 from atoll.train.distributed import DistContext
 
 CHUNK_BYTES = 64 << 20
@@ -67,7 +69,8 @@ class HostCopy:
         if not self._chunks:
             total = sum(shard.local.nbytes for shard in shards)
             sizes = (min(CHUNK_BYTES, total - start) for start in range(0, total, CHUNK_BYTES))
-            self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=self._asynchronous) for size in sizes]
+            pinned = self._asynchronous and total <= pinned_budget()
+            self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
         position = 0
         for shard in shards:
             source = shard.local.reshape(-1).view(torch.uint8)
