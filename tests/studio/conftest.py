@@ -11,6 +11,7 @@ import httpx
 import pytest
 import uvicorn
 
+from atoll.ensemble import load
 from atoll.studio.app import Studio, create_app
 from atoll.studio.engine import Engine
 from atoll.studio.registry import LoadOptions, ModelRegistry
@@ -31,9 +32,9 @@ def served_run(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Path
 
 @contextmanager
 def serving(
-    run: Path, token: str | None = None, *, batch_size: int = 8, queue: int = 4
+    run: Path, token: str | None = None, *, batch_size: int = 8, queue: int = 4, ready: bool = True
 ) -> Iterator[tuple[str, Studio]]:
-    """Serve a run; yield the address and the objects behind the routes."""
+    """Serve a run; yield the address and the objects behind the routes, with `ready` once its models are loaded."""
     models = ModelRegistry(str(run), LoadOptions(batch_size=batch_size))
     studio = Studio(models, Engine(batch_size, queue), token)
     listener = listen("127.0.0.1", 0)
@@ -41,13 +42,30 @@ def serving(
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
-        assert models.first_scan_done.wait(60)
+        assert not ready or models.first_scan_done.wait(60)
         while not server.started:
             time.sleep(0.01)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", studio
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def held_loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let models wait before they are loaded, as large ones do; setting the event loads them."""
+    released = threading.Event()
+
+    def load_later(*arguments: object, **options: object) -> object:
+        released.wait()
+        return load(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("atoll.studio.registry.load", load_later)
+        try:
+            yield released
+        finally:
+            released.set()
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from atoll.ensemble.images import COLORS
 from atoll.export.writer import export
 from atoll.studio.app import Studio
 from atoll.studio.registry import DefaultSettings, evaluated_settings
-from studio.conftest import http, serving
+from studio.conftest import held_loading, http, serving
 from train.conftest import merge
 from train.workers import TINY, wait_for
 
@@ -176,6 +176,28 @@ def test_an_export_can_be_served(served_run: Path, tmp_path: Path) -> None:
         experts = http.get(f"{url}/v1/experts").json()["experts"]
         assert [expert["objective"] for expert in experts] == ["velocity", "epsilon", "v_prediction"]
         assert http.post(f"{url}/v1/images", json={"prompt": "a circle", "steps": 2}).status_code == 200
+
+
+def test_a_trained_run_is_not_missing_while_it_loads(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with held_loading(monkeypatch) as released, serving(served_run, ready=False) as (url, studio):
+        wait_for(lambda: studio.models.loading is not None)
+        run = http.get(f"{url}/v1/run").json()
+        assert (run["models"], run["missing"]) == ([], [])
+        assert run["loading"] == {"model": "experts", "networks": 4, "position": 1, "total": 3}
+        released.set()
+        wait_for(studio.models.first_scan_done.is_set)
+        run = http.get(f"{url}/v1/run").json()
+        assert (run["models"], run["loading"]) == (["experts", "monolith", "student"], None)
+
+
+def test_a_model_that_cannot_be_loaded_is_not_missing(served_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(served_run, run)
+    (run / "experts/001/final/config.json").unlink()
+    with serving(run) as (url, _):
+        found = http.get(f"{url}/v1/run").json()
+        assert (found["models"], found["missing"]) == (["monolith", "student"], [])
+        assert "config.json is missing" in found["load_errors"]["experts"]
 
 
 def test_a_run_in_training_lists_its_jobs_and_serves_trained_experts(prepared: Path, tmp_path: Path) -> None:

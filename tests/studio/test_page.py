@@ -25,7 +25,7 @@ from studio.browser import (
     fits_viewport,
     studio_of,
 )
-from studio.conftest import serving
+from studio.conftest import held_loading, serving
 from train.conftest import merge
 from train.workers import TINY, finish, start, wait_for
 
@@ -411,6 +411,21 @@ def test_training_is_shown_and_trained_experts_become_available(
         check_busy_server(page, server)
         assert {response.split()[0] for response in monitor.error_responses} == {"401", "429"}
         assert not monitor.errors
+        page.context.close()
+
+
+def test_a_trained_run_shows_what_is_being_loaded(
+    browser: Browser, served_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    with held_loading(monkeypatch) as released, serving(served_run, ready=False) as (url, _):
+        page = browser.new_context(viewport=DESK, reduced_motion="reduce").new_page()
+        page.goto(url)
+        expect(page.get_by_text("Loading model 1 of 3: experts (4 networks).")).to_be_visible()
+        expect(page.get_by_text("No expert is trained yet")).to_have_count(0)
+        check_accessibility(page, SHOTS, "loading-desk")
+        released.set()
+        expect(page.get_by_role("button", name="Generate", exact=True)).to_be_visible()
         page.context.close()
 
 

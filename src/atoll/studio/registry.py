@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,19 @@ class LoadedModel:
         return self.sampler.ensemble
 
 
+@dataclass(frozen=True)
+class Loading:
+    """The model that is being loaded."""
+
+    model: str
+    networks: int
+    """Number of its networks: experts and router; 0 if it is not known."""
+    position: int
+    """Its position among the models to load now, from 1."""
+    total: int
+    """Number of models to load now."""
+
+
 class ModelRegistry:
     """The loaded models of a run or of an exported folder."""
 
@@ -85,6 +99,8 @@ class ModelRegistry:
         self.run = Path(source) if (Path(source) / CONFIG_FILE).is_file() else None
         """Folder of the run; None for an export."""
         self.first_scan_done = threading.Event()
+        self.loading: Loading | None = None
+        """The model that is being loaded now, if any."""
         self.load_errors: dict[str, str] = {}
         """Why a trained model could not be loaded, by model."""
         self.defaults = DefaultSettings()
@@ -134,14 +150,16 @@ class ModelRegistry:
 
     def scan(self) -> None:
         """Load every model that is new or has changed."""
-        for name in NAMES:
+        changed = self._changed()
+        for position, (name, signature) in enumerate(changed.items(), 1):
+            # The signature of a run has a file for each network, that of an export does not.
+            networks = 0 if self.run is None else len(signature)
+            self.loading = Loading(name, networks, position, len(changed))
             try:
-                signature = self._signature(name)
-                if signature and self._signatures.get(name) != signature:
-                    self._loaded[name] = model = self._load(name)
-                    self._signatures[name] = signature
-                    self.load_errors.pop(name, None)
-                    print(f"{name}: {_summary(model, self.options.batch_size)}", file=sys.stderr, flush=True)
+                self._loaded[name] = model = self._load(name)
+                self._signatures[name] = signature
+                self.load_errors.pop(name, None)
+                print(f"{name}: {_summary(model, self.options.batch_size)}", file=sys.stderr, flush=True)
             except Exception as error:  # a damaged model must not keep the others from being served
                 message = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
                 # The error may be temporary (a signature that is still being written, a lack of memory), so every scan
@@ -149,9 +167,20 @@ class ModelRegistry:
                 if self.load_errors.get(name) != message:
                     print(f"atoll: cannot load the model {name}: {error}", file=sys.stderr, flush=True)
                 self.load_errors[name] = message
+        self.loading = None
         if self.run is not None:
             self.defaults = evaluated_settings(self.run)
         self.first_scan_done.set()
+
+    def _changed(self) -> dict[str, Signature]:
+        """Return the trained models that are not loaded, or have changed since."""
+        found: dict[str, Signature] = {}
+        for name in NAMES:
+            with suppress(FileNotFoundError):  # a file was replaced at this moment; the next scan finds it
+                signature = self._signature(name)
+                if signature and self._signatures.get(name) != signature:
+                    found[name] = signature
+        return found
 
     def _watch(self) -> None:
         self.scan()

@@ -50,7 +50,7 @@ def describe_run(models: ModelRegistry, queue: int, token_required: bool) -> sch
     ensemble = None if routed is None else routed.ensemble
     accepted = frozenset[str]().union(*(model.ensemble.conditioning for model in loaded.values()))
     labels = first.ensemble.experts[0].labels if first is not None else ()
-    missing = _all_experts(models) if routed is None else list(routed.sampler.missing)
+    missing = _untrained(models) if routed is None else list(routed.sampler.missing)
     return schemas.RunResponse(
         name=models.name,
         size=None if first is None else _shape(first.sizes[0]),
@@ -61,6 +61,8 @@ def describe_run(models: ModelRegistry, queue: int, token_required: bool) -> sch
         ),
         experts=[] if ensemble is None else [_summary(expert) for expert in ensemble.experts],
         missing=missing,
+        loading=None if models.loading is None else schemas.Loading(**vars(models.loading)),
+        load_errors=dict(models.load_errors),
         router=ensemble is not None and has_router(ensemble),
         nearest=ensemble is not None and has_nearest(ensemble),
         routings=[] if routed is None else list(routed.routings),
@@ -86,10 +88,12 @@ def _summary(expert: Declaration) -> schemas.ExpertSummary:
     return schemas.ExpertSummary(number=number, name=expert.name, color=COLORS[number % len(COLORS)])
 
 
-def _all_experts(models: ModelRegistry) -> list[str]:
+def _untrained(models: ModelRegistry) -> list[str]:
+    """Return the experts of a run without a result; a trained one may still have to be loaded."""
     if models.run is None:
         return []
-    return [layout.expert_job(number) for number in range(configuration.load(models.run).clusters.count)]
+    jobs = [layout.expert_job(number) for number in range(configuration.load(models.run).clusters.count)]
+    return [job for job in jobs if not (models.run / layout.final(job) / layout.MANIFEST_FILE).is_file()]
 
 
 def _examples(models: ModelRegistry) -> list[str]:

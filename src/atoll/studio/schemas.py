@@ -157,6 +157,18 @@ class Limits(ResponseSchema):
     """Requests that may wait while the batch is full."""
 
 
+class Loading(ResponseSchema):
+    """The model that is being loaded."""
+
+    model: str
+    networks: int
+    """Number of its networks: experts and router; 0 if it is not known."""
+    position: int
+    """Its position among the models to load now, from 1."""
+    total: int
+    """Number of models to load now."""
+
+
 class RunResponse(ResponseSchema):
     """Description of the served run."""
 
@@ -171,6 +183,10 @@ class RunResponse(ResponseSchema):
     experts: list[ExpertSummary]
     missing: list[str]
     """Experts that are not trained yet."""
+    loading: Loading | None
+    """The model that is being loaded now; null if none is."""
+    load_errors: dict[str, str]
+    """Why trained models could not be loaded, by model."""
     router: bool
     """Whether a router for all experts is trained."""
     nearest: bool

@@ -143,16 +143,29 @@ function welcome(run) {
   );
 }
 
+/** Return why no model can be used: one is being loaded or could not be, or none is trained. */
+function noModelReason({ loading, load_errors: errors, missing }) {
+  const [failed] = Object.entries(errors);
+  // The server tries again to load a model that failed; its error stays visible meanwhile.
+  if (loading && !(loading.model in errors)) {
+    const { model, networks, position, total } = loading;
+    const size = networks > 1 ? ` (${networks} networks)` : "";
+    return ["The models are being loaded.", `Loading model ${position} of ${total}: ${model}${size}.`];
+  }
+  if (failed) return [`The model ${failed[0]} could not be loaded.`, failed[1]];
+  if (missing.length) return ["No expert is trained yet.", `Missing: ${missing.join(", ")}.`];
+  return ["The models are being loaded.", ""];
+}
+
 function noModel(run) {
-  const { missing } = run;
-  const message = missing.length ? "No expert is trained yet." : "The models are being loaded.";
+  const [message, detail] = noModelReason(run);
   const islands = element("a", { href: "#islands" }, "Show training");
   return element(
     "div",
     { class: "welcome" },
     largeLogo(run),
     element("p", { class: "lead" }, message),
-    missing.length > 0 && element("p", {}, `Missing: ${missing.join(", ")}.`),
+    detail && element("p", {}, detail),
     element("p", {}, "This page updates itself. ", islands),
   );
 }
