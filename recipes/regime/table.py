@@ -1,4 +1,4 @@
-"""Print the tables of README.md from results.jsonl: table.py [FILE]
+"""Print the tables of README.md from results.jsonl: `table.py [FILE]`.
 
 Rows with several seeds have mean and standard deviation over them; a row of one seed is marked *, and its ± is the
 standard error of KID.
