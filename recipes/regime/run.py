@@ -160,7 +160,7 @@ class Queue:
                 for checkpoint in run.glob("**/checkpoints/*[0-9]"):
                     images = int(checkpoint.name)
                     if images % every == 0 and images < arm.images and (checkpoint / "manifest.json").exists():
-                        link(checkpoint, checkpoint.parents[1] / "snapshots" / checkpoint.name)
+                        link(checkpoint, checkpoint.parents[1] / "snapshots" / str(images))
             if child.returncode:
                 raise SystemExit(child.returncode)
 
