@@ -17,6 +17,7 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS, ChannelStatistics, LatentSpec, ShardsContent
 from atoll.data.dataset import Batch, Shards
 from atoll.data.stages.text import open_text_encoder
+from waiting import HOUR
 
 ALL = [0, 1, 2]
 
@@ -143,7 +144,7 @@ def test_an_open_stream_prints_nothing_at_exit(prepared: Path, ending: str, opti
     # In development mode, torch and other packages print warnings when they are imported.
     script = READ_ONE_BATCH + OPEN_AT_EXIT[ending]
     command = [sys.executable, *options, "-W", "ignore", "-c", script, str(prepared)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HOUR)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

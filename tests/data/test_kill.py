@@ -41,7 +41,7 @@ def finish(run, workers, longest):
     todo, running = list(range(workers)), {}
     while todo or running:
         for worker in todo:
-            moment = time.monotonic() + (chance.uniform(0, longest) if killed + len(running) < kills else 300)
+            moment = time.monotonic() + (chance.uniform(0, longest) if killed + len(running) < kills else 3600)
             running[start(run, worker, workers)] = (worker, moment)
         todo = []
         for child, (worker, moment) in list(running.items()):

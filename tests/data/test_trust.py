@@ -27,6 +27,7 @@ from atoll.data.sources.open import open_source
 from atoll.data.sources.parquet_pages import check_group
 from atoll.data.stages import latents, text
 from data import hostile_sources as hostile
+from waiting import HOUR
 
 # Every attack would take more, most of them gigabytes. Reading an honest source takes some tens of megabytes.
 MAX_MEGABYTES = 450
@@ -36,7 +37,7 @@ def read(*folders: Path) -> list[dict[str, Any]]:
     """Read sources in another process; assert that it does not need much memory, and return the outcomes."""
     command = [sys.executable, str(Path(__file__).parent / "read_hostile.py"), *map(str, folders)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HOUR, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed["megabytes"] < MAX_MEGABYTES

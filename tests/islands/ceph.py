@@ -12,6 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from islands.servers import CREDENTIALS, free_port
+from waiting import HOUR
 
 CONFIGURATION = """
 [global]
@@ -65,7 +66,7 @@ def ceph() -> Iterator[str]:
             (folder / name).mkdir()
 
         def do(*command: str) -> None:
-            subprocess.run([command[0], "-c", str(conf), *command[1:]], check=True, capture_output=True, timeout=120)
+            subprocess.run([command[0], "-c", str(conf), *command[1:]], check=True, capture_output=True, timeout=HOUR)
 
         def start(*command: str) -> None:
             log = (folder / f"{command[0]}.out").open("wb")
@@ -91,7 +92,7 @@ def ceph() -> Iterator[str]:
 
 
 def _wait_for_gateway(address: str) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HOUR
     while True:
         try:
             urllib.request.urlopen(address, timeout=5).read()

@@ -16,6 +16,8 @@ from uuid import uuid4
 import boto3
 from botocore.config import Config
 
+from waiting import HOUR
+
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 CREDENTIALS["AWS_DEFAULT_REGION"] = CREDENTIALS["AWS_REGION"]  # the name that boto3 reads
 
@@ -39,7 +41,7 @@ def moto() -> Iterator[str]:
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HOUR
         while True:
             try:
                 urllib.request.urlopen(f"{address}/moto-api/", timeout=5).read()

@@ -23,7 +23,7 @@ from atoll.train import TrainSpec
 from atoll.train.loop import stop_signals
 from islands.shared import person, publishers, remote, share
 from train.conftest import Copy
-from train.workers import wait_for
+from waiting import HOUR, Clock, wait_for
 
 JOB = "experts/000"
 POINTER = f"{JOB}/checkpoints/{'0' * 16}@{'1' * 64}"
@@ -35,8 +35,8 @@ def store() -> Store:
     return Store.open(f"memory://{uuid4().hex}")
 
 
-def held(store: Store, seconds: float = 60, **news: Any) -> Lease:
-    lease = Lease.acquire(store, JOB, seconds, holder="a")
+def held(store: Store, seconds: float = HOUR, **news: Any) -> Lease:
+    lease = Lease.acquire(store, JOB, seconds, holder="a", clock=Clock())
     assert lease is not None
     lease.renew(**news)
     return lease
@@ -91,7 +91,7 @@ def test_a_record_whose_response_was_lost_is_recognized(store: Store, monkeypatc
 def test_another_worker_may_acquire_a_lease_right_after_its_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def followed(create: Create, store: Store, key: str, data: bytes) -> bool:
         assert create(store, key, data)
-        return Lease.acquire(store, JOB, 60, holder="next") is not None
+        return Lease.acquire(store, JOB, HOUR, holder="next") is not None
 
     lease = held(store)
     at_the_next_record(monkeypatch, followed)
@@ -106,7 +106,7 @@ def test_renewal_continues_after_any_error_of_the_store(store: Store, monkeypatc
     def stale(create: Create, store: Store, key: str, data: bytes) -> bool:
         raise OSError("stale file handle")
 
-    with held(store, 3) as lease:
+    with held(store, 0.3) as lease:
         at_the_next_record(monkeypatch, stale)
         wait_for(lambda: lease.record.epoch >= 4)
         assert not lease.lost
@@ -125,8 +125,8 @@ def test_a_failed_deletion_of_old_keys_is_harmless(store: Store, monkeypatch: py
 
 def test_a_lease_is_acquired_only_at_the_given_epoch(store: Store) -> None:
     lease = held(store)
-    assert Lease.acquire(store, JOB, 60, holder="b", state=("held",), epoch=lease.record.epoch - 1) is None
-    assert Lease.acquire(store, JOB, 60, holder="b", state=("held",), epoch=lease.record.epoch) is not None
+    assert Lease.acquire(store, JOB, HOUR, holder="b", state=("held",), epoch=lease.record.epoch - 1) is None
+    assert Lease.acquire(store, JOB, HOUR, holder="b", state=("held",), epoch=lease.record.epoch) is not None
 
 
 # Contributors
@@ -136,7 +136,7 @@ def test_a_lease_is_acquired_only_at_the_given_epoch(store: Store) -> None:
 def worker(new_run: Copy, tmp_path: Path, store: Store) -> Worker:
     """A worker of a run whose owner admits contributions."""
     share(new_run(), store, publishers=publishers("ann"))
-    return open_worker(store.url, tmp_path / "a", Access(None, True, person("ann")), duration=2.0)
+    return open_worker(store.url, tmp_path / "a", Access(None, True, person("ann")), duration=HOUR)
 
 
 def test_a_second_interrupt_is_not_counted_as_a_failure(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

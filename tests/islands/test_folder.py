@@ -223,7 +223,7 @@ def test_a_worker_does_not_delete_behind_a_link(new_run: Copy, tmp_path: Path) -
     (shared / "experts" / "001").mkdir(parents=True)
     (shared / "experts" / "001" / "checkpoints").symlink_to(mine)
     worker = open_worker(
-        str(shared), tmp_path / "a", Access(None, True, person("owner")), duration=60.0, publish_every=0.0
+        str(shared), tmp_path / "a", Access(None, True, person("owner")), duration=3600.0, publish_every=0.0
     )
     assert worker.run(expert=1) == 1
     assert content(mine) == before
@@ -240,7 +240,7 @@ def test_a_link_instead_of_one_expert_does_not_stop_the_others(
     (shared / "leases" / "experts").mkdir(parents=True)
     (shared / "leases" / "experts" / "002").symlink_to(tmp_path)
     worker = open_worker(
-        str(shared), tmp_path / "a", Access(None, True, person("owner")), duration=60.0, publish_every=1000.0
+        str(shared), tmp_path / "a", Access(None, True, person("owner")), duration=3600.0, publish_every=1000.0
     )
     assert worker.run() == 1
     states = {line.job: line.state for line in status(worker.store, worker.remote)}
@@ -255,13 +255,13 @@ def test_a_link_instead_of_one_expert_does_not_stop_the_others(
 
 def test_a_lease_that_is_a_link_is_ignored(tmp_path: Path) -> None:
     store, secret = Store.open(tmp_path / "shared"), tmp_path / "secret"
-    first = Lease.acquire(Store.open(tmp_path / "elsewhere"), "experts/000", 60, holder="mallory")
+    first = Lease.acquire(Store.open(tmp_path / "elsewhere"), "experts/000", 3600, holder="mallory")
     assert first is not None
     shutil.copy(tmp_path / "elsewhere" / key_of("experts/000", 0), secret)
     link = tmp_path / "shared" / key_of("experts/000", 0)
     link.parent.mkdir(parents=True)
     link.symlink_to(secret)
     assert get_lease(store, "experts/000") is None
-    lease = Lease.acquire(store, "experts/000", 60, holder="ann")
+    lease = Lease.acquire(store, "experts/000", 3600, holder="ann")
     assert lease is not None
     assert lease.record.epoch == 1

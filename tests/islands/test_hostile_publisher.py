@@ -36,7 +36,7 @@ def write(store: Store, epoch: int, by: str = "bob", **changes: Any) -> Record:
     return made
 
 
-def held(store: Store, duration: float = 60.0) -> Lease:
+def held(store: Store, duration: float = 3600.0) -> Lease:
     lease = Lease.acquire(store, JOB, duration, holder="ann", authority=remote(store, by="ann"))
     assert lease is not None
     return lease
@@ -84,7 +84,7 @@ def test_a_live_lease_cannot_be_taken(name: str, published: Published, tmp_path:
         assert current(store, reader) == lease.record
     lease.end("released")
     assert current(store) == lease.record
-    other = Lease.acquire(store, JOB, 60, authority=remote(store, by="bob"))
+    other = Lease.acquire(store, JOB, 3600, authority=remote(store, by="bob"))
     assert other is not None, "what is free can be taken"
     assert lease_of(store, JOB).record.images == KEPT_EPOCHS + 3
 
@@ -118,7 +118,7 @@ def test_a_contributor_cannot_stop_the_join_of_another(place: Store, tmp_path: P
 def test_a_contribution_that_waits_cannot_be_replaced(state: Any, published: Published, tmp_path: Path) -> None:
     store = Store.open(f"memory://{tmp_path.name}{state}")
     published.copy(store)
-    lease = Lease.acquire(store, JOB, 60, authority=remote(store, by="owner" if state == "done" else "ann"))
+    lease = Lease.acquire(store, JOB, 3600, authority=remote(store, by="owner" if state == "done" else "ann"))
     assert lease is not None
     lease.end(state, manifest="1" * 64)
     for epoch, changes in enumerate([{}, {"state": "released"}, {"state": "proposed", "manifest": "2" * 64}], 2):

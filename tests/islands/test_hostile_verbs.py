@@ -407,7 +407,7 @@ def test_a_worker_gets_only_what_is_delegated_to_it(who: str, place: Store, verb
     code, output = verb("join", place, *key)
     assert place.entries("leases") == []
     assert (code, "does not list your key" in output) == ((2, True) if who == "mallory" else (0, False))
-    lease = Lease.acquire(place, JOB, 60, holder=who, authority=remote(place, by=who))
+    lease = Lease.acquire(place, JOB, 3600, holder=who, authority=remote(place, by=who))
     assert lease is None or next(line for line in status(place, remote(place)) if line.job == JOB).state == "free"
 
 
@@ -423,7 +423,7 @@ def test_an_expert_of_another_run_is_not_admitted(reference: Path, published: Pu
     digest = remote(other).networks()[JOB].manifest
     with pytest.raises(AtollError, match="does not match its content and slot"):
         remote(store).read_signature("publish", f"{JOB}/final", digest)
-    lease = Lease.acquire(store, JOB, 60, authority=remote(store, by="ann"))
+    lease = Lease.acquire(store, JOB, 3600, authority=remote(store, by="ann"))
     assert lease is not None
     lease.end("proposed", manifest=digest)
     verdicts = join_admit(remote(store, by="owner"), tmp_path / "o")
@@ -656,7 +656,7 @@ def test_texts_of_strangers_are_printed_without_control_characters(
     if len(text) < 1000:
         ann.write_signature("publish", f"{JOB}/final", hostile.digest)
         store.write(f"{JOB}/final/manifests/{hostile.digest}.json", hostile.to_json())
-        lease = Lease.acquire(store, JOB, 60, holder=text[:100], authority=ann)
+        lease = Lease.acquire(store, JOB, 3600, holder=text[:100], authority=ann)
         assert lease is not None
         lease.end("proposed", manifest=hostile.digest)
         verdict = join_admit(remote(store, by="owner"), tmp_path / "o")[JOB]
@@ -670,7 +670,7 @@ def test_texts_of_strangers_are_printed_without_control_characters(
 
 def test_pull_and_status_only_read(s3: str, bucket: str, published: Published, verb: Verb, tmp_path: Path) -> None:
     published.copy(Store.open(bucket))
-    lease = Lease.acquire(Store.open(bucket), JOB, 60, authority=remote(Store.open(bucket), by="ann"))
+    lease = Lease.acquire(Store.open(bucket), JOB, 3600, authority=remote(Store.open(bucket), by="ann"))
     assert lease is not None
     with proxy(s3) as line, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", line.address)

@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ from islands.servers import access, new_bucket, proxy
 from islands.shared import key_file, person, publishers, remote, share
 from islands.workers import end, start
 from train.conftest import Copy
-from train.workers import assert_same_weights, wait_for
+from train.workers import assert_same_weights, stop_at_the_first_line, stopped
+from waiting import HOUR
 
 EXPERTS = [f"experts/{number:03d}" for number in range(3)]
 
@@ -57,8 +59,12 @@ def test_two_contributors_train_one_model_and_download_only_their_shards(
         for name, line in (("ann", first), ("bob", second)):
             folder, log = tmp_path / name, tmp_path / f"{name}.txt"
             environment = {**with_key(folder), "AWS_ENDPOINT_URL": line.address}
-            options = ("--folder", str(folder), "--name", name, "--lease", "60", "--publish-every", "0", "--wait")
-            workers.append((start(log, environment, "join", url, *options), log))
+            options = ("--folder", str(folder), "--name", name, "--lease", "3600", "--publish-every", "0", "--wait")
+            workers.append((start(log, environment, "join", url, *options, prepare=stop_at_the_first_line), log))
+        # Each has an expert before one of them goes on, so neither can train all three alone.
+        with ExitStack() as both:
+            for process, _ in workers:
+                both.enter_context(stopped(process))
         for process, log in workers:
             end(process, log)
         logs = {"ann": first.requests, "bob": second.requests}
@@ -66,7 +72,7 @@ def test_two_contributors_train_one_model_and_download_only_their_shards(
     records = {job: lease_status.record for job, lease_status in list_leases(store).leases.items()}
     assert {job: record.state for job, record in records.items()} == dict.fromkeys(EXPERTS, "done")
     for name, requests in logs.items():
-        mine = {job for job, record in records.items() if record.holder == name}
+        mine = set(re.findall("^(.*): lease acquired", (tmp_path / f"{name}.txt").read_text(), re.MULTILINE))
         assert mine, f"{name} did nothing"
         assert requested_shards(requests) == mine
     assert [line.state for line in status(store, remote(store))] == ["done"] * 3 + ["missing"]
@@ -84,13 +90,15 @@ def test_two_contributors_train_one_model_and_download_only_their_shards(
 def kill_repeatedly(url: str, fingerprint: str, *, reference: Path, tmp_path: Path, kills: int) -> None:
     """Kill a contributor at random moments; check that committed experts stay and the final weights are the same."""
     rng, store, committed = random.Random(0), Store.open(url), dict[str, str]()
-    options = ("--lease", "1", "--publish-every", "0", "--wait", "--train.save_every", "16")
+    options = ("--publish-every", "0", "--wait", "--train.save_every", "16")
     steady_log, killed_log = tmp_path / "steady.txt", tmp_path / "killed.txt"
     command = ("join", f"{url}#sha256={fingerprint}", *options, "--folder")
     killed = 0
     while killed < kills:
         log = killed_log
-        process = start(log, with_key(tmp_path), *command, str(tmp_path / "killed"), "--name", f"killed-{killed}")
+        process = start(
+            log, with_key(tmp_path), *command, str(tmp_path / "killed"), "--name", f"killed-{killed}", "--lease", "1"
+        )
         process.join(rng.uniform(0.3, 1.5))
         if process.exitcode is None:
             os.kill(process.pid, signal.SIGKILL)
@@ -102,7 +110,9 @@ def kill_repeatedly(url: str, fingerprint: str, *, reference: Path, tmp_path: Pa
         assert committed.items() <= now.items(), "a committed expert was lost or changed"
         committed = now
     assert killed >= min(kills, 3)
-    steady = start(steady_log, with_key(tmp_path), *command, str(tmp_path / "steady"), "--name", "steady")
+    steady = start(
+        steady_log, with_key(tmp_path), *command, str(tmp_path / "steady"), "--name", "steady", "--lease", "3600"
+    )
     end(steady, steady_log)
     assert set(pull(remote(store, tmp_path / "model"), tmp_path / "model").values()) == {"fetched"}
     for job in EXPERTS:
@@ -130,14 +140,12 @@ def test_an_interrupted_worker_publishes_its_last_checkpoint(new_run: Copy, tmp_
     url = f"{store_url}#sha256={share(run, store)}"
     log = tmp_path / "log.txt"
     overrides = ("--objective", "ddpm", "--train.lr", "2e-3", "--name", "first")
-    options = ("join", url, "--expert", "1", "--lease", "60", "--publish-every", "1000", "--folder")
-    first = start(log, with_key(tmp_path), *options, str(tmp_path / "a"), *overrides)
-    wait_for((tmp_path / "a/experts/001/metrics.jsonl").exists)
-    os.kill(first.pid, signal.SIGSTOP)  # so that it cannot finish before the interrupt
-    line = next(line for line in status(store, remote(store)) if line.job == "experts/001")
-    assert (line.state, line.where) == ("running", "first")
-    os.kill(first.pid, signal.SIGINT)
-    os.kill(first.pid, signal.SIGCONT)
+    options = ("join", url, "--expert", "1", "--lease", "3600", "--publish-every", "3600", "--folder")
+    first = start(log, with_key(tmp_path), *options, str(tmp_path / "a"), *overrides, prepare=stop_at_the_first_line)
+    with stopped(first):
+        line = next(line for line in status(store, remote(store)) if line.job == "experts/001")
+        assert (line.state, line.where) == ("running", "first")
+        os.kill(first.pid, signal.SIGINT)
     end(first, log)
     lease_status = get_lease(store, "experts/001")
     assert lease_status is not None
@@ -158,19 +166,19 @@ def test_an_interrupted_worker_publishes_its_last_checkpoint(new_run: Copy, tmp_
 
 
 def test_a_worker_that_lost_its_lease_publishes_nothing(new_run: Copy, tmp_path: Path) -> None:
-    """SIGSTOP suspends it beyond its lease, another worker finishes the expert, and SIGCONT resumes it."""
+    """It is stopped until its lease has expired, another worker finishes the expert, and it continues."""
     run, store_url = new_run(train={"total_images": 400}), tmp_path / "shared"
     store = Store.open(store_url)
     url = f"{store_url}#sha256={share(run, store)}"
-    options = ("join", url, "--expert", "0", "--lease", "1", "--publish-every", "1000", "--wait", "--folder")
+    options = ("join", url, "--expert", "0", "--publish-every", "3600", "--wait", "--folder")
     slow_log, quick_log = tmp_path / "slow.txt", tmp_path / "quick.txt"
-    slow = start(slow_log, with_key(tmp_path), *options, str(tmp_path / "a"), "--name", "slow", "--objective", "x0")
-    wait_for(lambda: (lease_status := get_lease(store, "experts/000")) is not None and lease_status.record.checkpoint)
-    os.kill(slow.pid, signal.SIGSTOP)
-    quick = start(quick_log, with_key(tmp_path), *options, str(tmp_path / "b"), "--name", "quick")
-    end(quick, quick_log)
-    before = {entry.key: entry.modified for entry in store.entries("experts/000")}
-    os.kill(slow.pid, signal.SIGCONT)
+    # On a busy machine it may lose its lease before it stops, too, and takes it again.
+    named = (str(tmp_path / "a"), "--name", "slow", "--lease", "3", "--objective", "x0")
+    slow = start(slow_log, with_key(tmp_path), *options, *named, prepare=stop_at_the_first_line)
+    with stopped(slow):
+        named = (str(tmp_path / "b"), "--name", "quick", "--lease", "3600")
+        end(start(quick_log, with_key(tmp_path), *options, *named), quick_log)
+        before = {entry.key: entry.modified for entry in store.entries("experts/000")}
     end(slow, slow_log)
     assert "nothing was published" in slow_log.read_text() or "lost" in slow_log.read_text()
     assert {entry.key: entry.modified for entry in store.entries("experts/000")} == before
@@ -292,14 +300,14 @@ def test_a_refused_contribution_leaves_the_expert_free(new_run: Copy, tmp_path: 
     store = Store.open(tmp_path / "shared")
     share(new_run(), store, publishers=publishers("mallory", "ann"))
     mallory, ann, owner = (remote(store, by=name) for name in ("mallory", "ann", "owner"))
-    lease = Lease.acquire(store, "experts/000", 5, holder="mallory", authority=mallory)
+    lease = Lease.acquire(store, "experts/000", HOUR, holder="mallory", authority=mallory)
     assert lease is not None
     lease.end("proposed", manifest="0" * 64)
     verdicts = admit(owner, tmp_path / "o")
     assert "has no manifest" in verdicts["experts/000"]
     line = next(line for line in status(store, remote(store)) if line.job == "experts/000")
     assert (line.state, line.why) == ("free", verdicts["experts/000"])
-    assert Lease.acquire(store, "experts/000", 5, holder="ann", authority=ann) is not None
+    assert Lease.acquire(store, "experts/000", HOUR, holder="ann", authority=ann) is not None
 
 
 def test_status_of_a_folder_without_leases(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:

@@ -408,7 +408,7 @@ def test_honest_experts_are_no_copies(damaged: bool, published: Published, offer
 
 
 def propose(ann: RemoteRun, offer: Offer) -> None:
-    lease = Lease.acquire(ann.store, JOB, 60, authority=ann)
+    lease = Lease.acquire(ann.store, JOB, 3600, authority=ann)
     assert lease is not None
     lease.end("proposed", manifest=offer.put(ann))
 

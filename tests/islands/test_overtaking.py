@@ -1,7 +1,6 @@
 """Holders without progress, and slow ones: who may take over, and who may not."""
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from atoll.islands.store import Store
 from atoll.islands.worker import Worker, open_worker, public_reason
 from islands.conftest import Published
 from islands.shared import lease_of, person, remote
+from waiting import HOUR
 
 JOB = "experts/001"
 
@@ -27,7 +27,7 @@ def worker(shared: Store, folder: Path, rate: float) -> Worker:
 
 
 def held(shared: Store, **changes: Any) -> Lease:
-    lease = Lease.acquire(shared, JOB, 60, holder="slow", authority=remote(shared, by="ann"))
+    lease = Lease.acquire(shared, JOB, HOUR, holder="slow", authority=remote(shared, by="ann"))
     assert lease is not None
     lease.set_pending(**changes)
     lease.renew()
@@ -43,11 +43,11 @@ def on_disk(pushed: dict[str, bytes], tmp_path: Path) -> Store:
     return store
 
 
-def set_age(store: Store, epoch: int, seconds: float) -> None:
-    """Let the store have a record since some seconds."""
+def set_distance(store: Store, epoch: int, seconds: float, job: str = JOB) -> None:
+    """Let the store have a record for some seconds longer than the one after it."""
     assert store.path is not None
-    then = time.time() - seconds
-    os.utime(store.path / key_of(JOB, epoch), (then, then))
+    next_one = (store.path / key_of(job, epoch + 1)).stat().st_mtime
+    os.utime(store.path / key_of(job, epoch), (next_one - seconds,) * 2)
 
 
 @pytest.mark.parametrize("declared", [0.0, 0.001, 1.0, 1e9])
@@ -67,7 +67,7 @@ def test_a_much_faster_worker_takes_over_from_the_last_checkpoint(
 ) -> None:
     """The store shows 100 images in 100 seconds, or 1,000 in 1,000, whatever rate the holder declares."""
     slow = held(on_disk, images=images, published=published, total=1000, rate=declared)
-    set_age(on_disk, 0, max(images, 1))
+    set_distance(on_disk, 0, max(images, 1))
     lease, unfinished = worker(on_disk, tmp_path, rate)._acquire_any(1)
     assert unfinished
     assert (lease is not None) is taken
@@ -83,10 +83,10 @@ def test_a_much_faster_worker_takes_over_from_the_last_checkpoint(
 def test_the_speed_of_a_holder_is_not_measured_over_few_seconds(on_disk: Store, tmp_path: Path) -> None:
     """Stores round times to seconds, so two records close to each other show no speed."""
     held(on_disk, images=1, published=1, total=1000, rate=0.001)
-    set_age(on_disk, 0, lease_records.MIN_MEASURED - 1)
+    set_distance(on_disk, 0, lease_records.MIN_MEASURED - 1)
     assert lease_of(on_disk, JOB).rate == 0
     assert worker(on_disk, tmp_path, 1e6)._acquire_any(1)[0] is None
-    set_age(on_disk, 0, lease_records.MIN_MEASURED + 1)
+    set_distance(on_disk, 0, lease_records.MIN_MEASURED + 1)
     assert lease_of(on_disk, JOB).rate == pytest.approx(1 / (lease_records.MIN_MEASURED + 1), rel=0.01)
     assert worker(on_disk, tmp_path, 1e6)._acquire_any(1)[0] is not None
 
@@ -94,11 +94,10 @@ def test_the_speed_of_a_holder_is_not_measured_over_few_seconds(on_disk: Store, 
 def slow_lease(published: Published, store: Store, job: str) -> None:
     """Let Ann hold a lease, and train ten images in a hundred seconds."""
     published.copy(store)
-    slow = Lease.acquire(store, job, 60, holder="slow", authority=remote(store, by="ann"))
+    slow = Lease.acquire(store, job, HOUR, holder="slow", authority=remote(store, by="ann"))
     assert slow is not None
     slow.renew(images=10, published=10, total=1000)
-    assert store.path is not None
-    os.utime(store.path / key_of(job, 0), (time.time() - 100,) * 2)
+    set_distance(store, 0, 100, job)
 
 
 def fast_worker(store: Store, folder: Path, who: str) -> Worker:
@@ -133,18 +132,17 @@ def test_a_live_lease_of_another_key_is_taken_only_once(published: Published, tm
     lease, _ = bob._acquire_any(2)
     assert lease is not None
     lease.end("released")
-    again = Lease.acquire(store, job, 60, holder="slow", authority=remote(store, by="ann"))
+    again = Lease.acquire(store, job, HOUR, holder="slow", authority=remote(store, by="ann"))
     assert again is not None
     again.renew(images=20, published=20, total=1000)
-    assert store.path is not None
-    os.utime(store.path / key_of(job, again.record.epoch - 1), (time.time() - 100,) * 2)
+    set_distance(store, again.record.epoch - 1, 100, job)
     assert bob._acquire_any(2)[0] is None
     assert lease_of(store, job).record.key == person("ann").public
 
 
 def test_a_lease_under_review_is_not_taken_by_a_fast_worker(on_disk: Store, tmp_path: Path) -> None:
     held(on_disk, images=1, published=1, total=1000, rate=1.0, manifest="1" * 64)
-    set_age(on_disk, 0, 100)
+    set_distance(on_disk, 0, 100)
     assert worker(on_disk, tmp_path, 1e6)._acquire_any(1)[0] is None
 
 

@@ -77,7 +77,7 @@ def store() -> Store:
 
 
 def taken(store: Store, job: str = JOB) -> Lease:
-    lease = Lease.acquire(store, job, 60, holder="ann")
+    lease = Lease.acquire(store, job, 3600, holder="ann")
     assert lease is not None
     return lease
 
@@ -104,7 +104,7 @@ def test_a_holder_renews_above_a_malformed_record(store: Store, data: bytes) -> 
     lease = taken(store)
     for epoch in (1, 2, 4, 999_999):
         store.write(key_of(JOB, epoch), data)
-    assert Lease.acquire(store, JOB, 60, holder="bob") is None, "it is held"
+    assert Lease.acquire(store, JOB, 3600, holder="bob") is None, "it is held"
     lease.renew(images=5)
     assert lease.record.epoch == 3
     lease.renew(images=6)
@@ -116,7 +116,7 @@ def test_a_holder_renews_above_a_malformed_record(store: Store, data: bytes) -> 
 def test_a_takeover_above_malformed_records_stops_the_old_holder(store: Store) -> None:
     sleeper = taken(store)
     store.write(key_of(JOB, 1), b"x")
-    other = Lease.acquire(store, JOB, 60, holder="bob", state=("held",))
+    other = Lease.acquire(store, JOB, 3600, holder="bob", state=("held",))
     assert other is not None
     for act in (sleeper.renew, lambda: sleeper.end("done")):
         with pytest.raises(leases.LeaseLost):
@@ -151,7 +151,7 @@ def test_a_well_formed_record_at_the_last_epoch_blocks_nothing(store: Store) -> 
 
 def test_the_longest_valid_record_can_be_read(store: Store) -> None:
     wide = "\U0001f3dd"  # four bytes in UTF-8
-    lease = Lease.acquire(store, JOB, 60, holder=wide * 200, overrides={"train.ema": wide * 1000})
+    lease = Lease.acquire(store, JOB, 3600, holder=wide * 200, overrides={"train.ema": wide * 1000})
     assert lease is not None
     lease.end("failed", why=wide * 5000, failures=1)
     lease_status = get_lease(store, JOB)
@@ -163,7 +163,7 @@ def test_the_longest_valid_record_can_be_read(store: Store) -> None:
 @pytest.mark.parametrize("overrides", [{"train.lr": "1" * 5000}, {"island.setup": "x"}, {"train.lr": "a\nb"}])
 def test_an_invalid_record_is_not_written(store: Store, overrides: dict[str, str]) -> None:
     with pytest.raises(AtollError, match="cannot be written into a lease: overrides"):
-        Lease.acquire(store, JOB, 60, holder="ann", overrides=overrides)
+        Lease.acquire(store, JOB, 3600, holder="ann", overrides=overrides)
     assert store.entries("leases") == []
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from launch import slurm
-from launch.slurm import wait_for
+from waiting import HOUR, wait_for
 
 MAIN = "import sys; from atoll.cli import main; sys.exit(main(sys.argv[1:]))"
 
@@ -71,7 +71,7 @@ class Slurm(Local):
         taker = ["srun", "--partition=high", f"--nodelist={self.cluster.node_of(job)}", "sleep", "2"]
         better = subprocess.Popen(taker, env=self.environment)
         yield
-        assert better.wait(120) == 0
+        assert better.wait(HOUR) == 0
 
     def job_of(self, run: Path, step: str) -> str:
         words = Path(f"/proc/{attempts(run, step)[0]}/environ").read_bytes().decode().split("\0")
@@ -195,9 +195,9 @@ class Watch(threading.Thread):
         self.scan()
 
 
-def wait_until(condition: object, process: subprocess.Popen[str], what: str, seconds: float = 180) -> None:
+def wait_until(condition: object, process: subprocess.Popen[str], what: str) -> None:
     """Wait for an effect of a launch; fail if the launch fails first."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + HOUR
     while not condition():
         assert process.poll() in (None, 0), process.stderr.read() if process.stderr else ""
         assert time.monotonic() < deadline, f"{what}: timeout"

@@ -8,6 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from waiting import HOUR, wait_for
+
 CONFIGURATION = """
 ClusterName=atoll
 SlurmctldHost={host}(127.0.0.1)
@@ -106,7 +108,7 @@ class Cluster:
         for daemon in reversed(self.daemons):
             daemon.terminate()
         for daemon in self.daemons:
-            daemon.wait(30)
+            daemon.wait(HOUR)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -118,10 +120,3 @@ def free_ports(count: int) -> list[int]:
     for held in sockets:
         held.close()
     return ports
-
-
-def wait_for(condition: object, what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: timeout"
-        time.sleep(0.05)

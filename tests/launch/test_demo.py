@@ -27,6 +27,7 @@ from atoll.train.cost import image_cost
 from atoll.train.spec import TrainSpec, resolve_job
 from train.conftest import merge
 from train.workers import TINY, metrics
+from waiting import HOUR
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_a_stopped_demo_saves_checkpoints(run: Path) -> None:
     while images_seen(run, Step("experts/000", 0, (), 400_000)) < 200 and process.poll() is None:
         time.sleep(0.1)
     process.terminate()
-    assert "run the same command again to resume" in process.communicate(timeout=60)[1]
+    assert "run the same command again to resume" in process.communicate(timeout=HOUR)[1]
     assert "interrupted and saved at" in (logs_of(run) / "experts/000.log").read_text()
     assert list((run / "experts/000/checkpoints").iterdir())
     assert missing(run) == ["experts/000"]

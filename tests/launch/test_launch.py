@@ -18,6 +18,7 @@ from launch import slurm
 from launch.engines import ENGINES, Local, Watch, attempts, ranks, trainers, wait_until
 from train.conftest import merge
 from train.workers import TINY, assert_same_weights, finish, metrics
+from waiting import HOUR
 
 Run = Callable[..., Path]
 LONGER = {"train": {"total_images": 960, "save_every": 64, "keep_last": 99, "log_every": 64}}
@@ -59,8 +60,8 @@ def plain(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 300) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=seconds)
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=HOUR)
     return process.returncode, out, err
 
 

@@ -27,6 +27,7 @@ from atoll.launch.base import LaunchSettings
 from atoll.launch.launch import open_launcher
 from atoll.launch.plan import Group, LaunchRequest, Step, missing_groups, with_flops
 from shapes import write_run
+from waiting import HOUR
 
 ALL_KINDS = ("prepare", "experts", "router", "monolith", "student")
 
@@ -278,7 +279,7 @@ from pathlib import Path
 
 folder, name, expected, *variables = sys.argv[1:]
 Path(folder, name).write_text(json.dumps([os.environ.get(variable) for variable in variables]))
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 3600
 while len(os.listdir(folder)) < int(expected):
     assert time.monotonic() < deadline
     time.sleep(0.01)
@@ -372,10 +373,10 @@ def test_preparation_with_several_workers_gives_equal_bytes(fresh: Path, prepare
         if re.match(r"prepare/text-\d-of-2: started", line):
             first.terminate()
             break
-    _, err = first.communicate(timeout=240)
+    _, err = first.communicate(timeout=HOUR)
     assert first.returncode == 2, err
     assert "run the same command again to resume" in err
-    second = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=HOUR, check=False)
     assert second.returncode == 0, second.stderr
     assert json.loads(second.stdout)["submitted"][0].startswith("prepare/")
     for name in ("ingest", "features", "clusters", "latents", "text", *(f"shards/cluster_{k:03d}" for k in range(3))):

@@ -14,13 +14,13 @@ from atoll.islands.store import Store
 from atoll.launch.base import RETRY_CODE
 from atoll.launch.supervisor import holder, is_dead, saved_images
 from launch.engines import trainers
-from launch.slurm import wait_for
+from waiting import HOUR, wait_for
 
 STEP = "experts/000"
 
 
 def start(
-    run: Path, code: str, submission: str = "test-1", retries: int = 2, lease: float = 60
+    run: Path, code: str, submission: str = "test-1", retries: int = 2, lease: float = HOUR
 ) -> subprocess.Popen[str]:
     """Start an attempt whose command is a few lines of Python."""
     command = [sys.executable, "-m", "atoll.launch.supervisor", "--run", str(run), "--step", STEP]
@@ -31,7 +31,7 @@ def start(
 
 def attempt(run: Path, code: str, **options: object) -> int:
     process = start(run, code, **options)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HOUR)
     return process.returncode
 
 
@@ -76,7 +76,7 @@ def test_a_job_that_makes_progress_is_always_repeated(tmp_path: Path) -> None:
 def test_killed_attempts_count_as_failures(tmp_path: Path) -> None:
     log = tmp_path / "launch/logs/experts/000.log"
     for number in (1, 2):
-        process = start(tmp_path, "import time; time.sleep(60)", retries=1)
+        process = start(tmp_path, "import time; time.sleep(3600)", retries=1)
         wait_for(lambda number=number: log.exists() and log.read_text().count("attempt at") == number, "it runs")
         process.kill()
         process.wait()
@@ -87,8 +87,8 @@ def test_killed_attempts_count_as_failures(tmp_path: Path) -> None:
 
 def test_the_holder_of_the_lease_kills_orphan_processes(tmp_path: Path) -> None:
     """A killed torchrun leaves orphans: its workers have their own sessions and continue."""
-    orphans = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
-    orphans += "start_new_session=True); time.sleep(60)"
+    orphans = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'], "
+    orphans += "start_new_session=True); time.sleep(3600)"
     first = start(tmp_path, orphans)
     wait_for(lambda: len(trainers(tmp_path, STEP)) == 2, "two processes")
     first.kill()
@@ -104,17 +104,17 @@ def test_two_attempts_at_one_step_run_one_after_another(tmp_path: Path) -> None:
     first = start(tmp_path, note)
     wait_for(lambda: trainers(tmp_path, STEP), "the first runs")
     second = start(tmp_path, note, submission="test-2")
-    assert first.wait(60) == second.wait(60) == 0
+    assert first.wait(HOUR) == second.wait(HOUR) == 0
     assert (tmp_path / "notes").read_text().split() == ["in", "out", "in", "out"]
 
 
 def test_an_attempt_that_loses_its_lease_stops(tmp_path: Path) -> None:
-    process = start(tmp_path, "import time; time.sleep(60)", lease=6)
+    process = start(tmp_path, "import time; time.sleep(3600)", lease=15)
     wait_for(lambda: trainers(tmp_path, STEP), "it runs")
     store = Store.open(tmp_path)
     # Its next renewal comes after a third of the duration and finds the next key taken.
-    wait_for(lambda: Lease.acquire(store, STEP, 60, holder="another", state=("held",)), "the lease is taken")
-    assert process.wait(50) == RETRY_CODE, "it must stop before the command would end"
+    wait_for(lambda: Lease.acquire(store, STEP, HOUR, holder="another", state=("held",)), "the lease is taken")
+    assert process.wait(HOUR) == RETRY_CODE, "it must stop before the command ends, with 0"
     assert not trainers(tmp_path, STEP)
     assert get_lease(store, STEP).record.holder == "another"
 
@@ -124,20 +124,20 @@ def test_a_signal_stops_the_job_and_requests_another_attempt(tmp_path: Path, num
     saves = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('ready', flush=True)"
     )
-    process = start(tmp_path, f"{saves}; time.sleep(60)")
+    process = start(tmp_path, f"{saves}; time.sleep(3600)")
     log = tmp_path / "launch/logs/experts/000.log"
     wait_for(lambda: log.exists() and "ready" in log.read_text(), "it runs")
     process.send_signal(number)
-    assert process.wait(30) == RETRY_CODE
+    assert process.wait(HOUR) == RETRY_CODE
     assert state(tmp_path) == "released"
 
 
 def test_a_job_that_is_stopped_while_it_starts_is_not_counted_as_failed(tmp_path: Path) -> None:
     for _ in range(3):
-        process = start(tmp_path, "import time; time.sleep(60)", retries=0)
+        process = start(tmp_path, "import time; time.sleep(3600)", retries=0)
         wait_for(lambda: trainers(tmp_path, STEP), "it runs")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == RETRY_CODE
+        assert process.wait(HOUR) == RETRY_CODE
     assert attempt(tmp_path, "pass", retries=0) == 0
 
 

@@ -166,7 +166,7 @@ def measure_two(run: Path, **overrides: str) -> None:
         }  # fmt: skip
         command = [sys.executable, "-c", RANK, str(run), json.dumps(overrides)]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    outputs = [process.communicate(timeout=3600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * RANKS
     estimate, measured = json.loads(outputs[0].splitlines()[-1])  # the main process counts its steps
     assert estimate == pytest.approx(measured, rel=TOLERANCE)

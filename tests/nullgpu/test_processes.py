@@ -43,7 +43,7 @@ def test_a_step_of_two_processes_waits_once(own_run: Path, parallel: str, optimi
         }  # fmt: skip
         command = [sys.executable, "-c", CODE, str(own_run), parallel, optimizer]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    outputs = [process.communicate(timeout=3600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * RANKS
     steps = json.loads(outputs[0].splitlines()[-1])  # the main process counts its steps
     assert steps

@@ -141,7 +141,7 @@ def test_steps_do_not_wait_while_a_checkpoint_is_written(own_run: Path, monkeypa
     steps, parts = Pending(), HostCopy.parts
 
     def at_the_end(self: HostCopy) -> list[bytes | memoryview]:
-        assert steps.last.wait(60)
+        assert steps.last.wait(3600)
         return parts(self)
 
     monkeypatch.setattr(HostCopy, "parts", at_the_end)

@@ -17,7 +17,8 @@ from uuid import uuid4
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import BrowserContext, ConsoleMessage, Page, Request, Response
 
-from train.workers import start_verb, wait_for
+from train.workers import start_verb
+from waiting import HOUR, wait_for
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -58,7 +59,7 @@ class Server:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.token}"}
         data = None if body is None else json.dumps(body).encode()
         response: HTTPResponse = urllib.request.urlopen(
-            urllib.request.Request(self.url + path, data, headers), timeout=60
+            urllib.request.Request(self.url + path, data, headers), timeout=HOUR
         )
         return response
 
@@ -77,12 +78,12 @@ def studio_of(run: Path, *options: str, token: str | None = None, ready: bool = 
         yield server
     finally:
         process.terminate()
-        process.join(30)
+        process.join(HOUR)
     assert process.exitcode == 0, log.read_text()
 
 
 def wait_until_ready(server: Server, process: BaseProcess, log: Path, ready: bool) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HOUR
     while True:
         with contextlib.suppress(urllib.error.URLError, ConnectionError):
             if server.request("/health")["models_ready"] or not ready:

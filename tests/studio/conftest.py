@@ -17,8 +17,9 @@ from atoll.studio.engine import Engine
 from atoll.studio.registry import LoadOptions, ModelRegistry
 from atoll.studio.serve import listen, server_config
 from ensemble.runs import write_run
+from waiting import HOUR
 
-http = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+http = httpx.Client(timeout=HOUR, limits=httpx.Limits(max_keepalive_connections=0))
 """A client with a long timeout, so that no test depends on the speed of the machine."""
 
 
@@ -42,7 +43,7 @@ def serving(
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
-        assert not ready or models.first_scan_done.wait(60)
+        assert not ready or models.first_scan_done.wait(HOUR)
         while not server.started:
             time.sleep(0.01)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", studio

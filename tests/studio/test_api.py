@@ -21,7 +21,8 @@ from atoll.studio.app import Studio
 from atoll.studio.registry import DefaultSettings, evaluated_settings
 from studio.conftest import held_loading, http, serving
 from train.conftest import merge
-from train.workers import TINY, wait_for
+from train.workers import TINY
+from waiting import HOUR, wait_for
 
 Served = tuple[str, Studio]
 
@@ -97,7 +98,7 @@ def test_requests_are_cancelled_by_delete_and_by_disconnecting(served: Served) -
         assert not studio.engine.idle
     wait_for(lambda: studio.engine.idle)
     with pytest.raises(httpx.ReadTimeout):
-        http.post(f"{url}/v1/images", json={"steps": 250, "num_images": 16}, timeout=httpx.Timeout(60, read=0.05))
+        http.post(f"{url}/v1/images", json={"steps": 250, "num_images": 16}, timeout=httpx.Timeout(HOUR, read=0.05))
     wait_for(lambda: studio.engine.idle)
 
 

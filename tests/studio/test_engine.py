@@ -29,6 +29,7 @@ from atoll.studio.request_state import (
 )
 from atoll.studio.schemas import ApiError
 from ensemble.runs import write_run
+from waiting import HOUR
 
 ROUTINGS = (
     "top-1",
@@ -245,7 +246,7 @@ def test_a_failed_engine_ends_all_requests_with_an_error(served_run: Path) -> No
     waiting = engine.submit(steps=3)
     engine.engine.submit(GenerationRequest(Settings("top-1", 1)), engine.models.get("experts"), failing_post)
     engine.engine.start()
-    engine.engine.join(30)
+    engine.engine.join(HOUR)
     assert "the client is gone" in (engine.engine.failure or "")
     assert engine.end(waiting).status == UNAVAILABLE
     with pytest.raises(ApiError, match="the client is gone"):

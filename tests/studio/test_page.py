@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
 from studio.browser import (
     DESK,
@@ -27,14 +27,15 @@ from studio.browser import (
 )
 from studio.conftest import held_loading, serving
 from train.conftest import merge
-from train.workers import TINY, finish, start, wait_for
+from train.workers import TINY, finish, start
+from waiting import HOUR, wait_for
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screenshots"
 PROMPT = "a circle with the number 3"
 STEPS = 8
 TOKEN = "palm trees and coconuts"
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=1000 * HOUR)
 
 pytestmark = pytest.mark.skipif(
     chromium() is None, reason="THE PAGE IS NOT TESTED: Chromium is missing; run scripts/install_debian.sh chromium"
@@ -45,6 +46,14 @@ pytestmark = pytest.mark.skipif(
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=FLAGS)
+        new_context = browser.new_context
+
+        def patient_context(**options: Any) -> BrowserContext:
+            context = new_context(**options)
+            context.set_default_timeout(1000 * HOUR)
+            return context
+
+        browser.new_context = patient_context
         yield browser
         browser.close()
 
@@ -435,8 +444,8 @@ def check_training_view(page: Page, run: Path) -> None:
     expect(card.locator(".state")).to_have_text("waiting for an island")
     job = start(run, "--expert", "0")
     try:
-        expect(card.locator(".state")).to_have_text("training", timeout=60_000)
-        expect(card.locator("img.sheet")).to_be_visible(timeout=60_000)
+        expect(card.locator(".state")).to_have_text("training")
+        expect(card.locator("img.sheet")).to_be_visible()
         expect(card.locator(".loss")).to_be_visible()
         before = card.locator("progress").evaluate("bar => bar.value")
         expect(card.locator("progress")).not_to_have_js_property("value", before)
@@ -447,18 +456,18 @@ def check_training_view(page: Page, run: Path) -> None:
     assert finish(run, "--expert", "1", "--train.total_images", "32", "--train.sample_every", "0") == 0
     expect(short.locator(".state")).to_have_text("done")
     expect(page.locator(".intro")).to_have_text(re.compile("^1 of 4 networks trained"))
-    job.join(60)
+    job.join(HOUR)
     assert job.exitcode == 75  # interrupted with a checkpoint
 
 
 def check_busy_server(page: Page, server: Server) -> None:
     """The page waits while another request fills the batch, and generates afterwards."""
     # Loading the text encoder takes some seconds, on a busy machine more.
-    expect(page.get_by_role("button", name="Generate", exact=True)).to_be_visible(timeout=60_000)
+    expect(page.get_by_role("button", name="Generate", exact=True)).to_be_visible()
     with server.stream({"steps": 250, "num_images": 8}):  # leaving the block cancels it
         page.get_by_role("button", name="Generate", exact=True).click()
         expect(status(page)).to_have_text(re.compile("The server is busy"))
-    expect(status(page)).to_have_text(re.compile("Done in"), timeout=120_000)
+    expect(status(page)).to_have_text(re.compile("Done in"))
 
 
 def test_the_size_of_the_images_can_be_chosen(browser: Browser, sized_run: Path, tmp_path: Path) -> None:

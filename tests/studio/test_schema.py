@@ -10,6 +10,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from atoll.studio.app import Studio
 from atoll.studio.schemas import MAX_IMAGES, MAX_STEPS
+from waiting import HOUR
 
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 
@@ -39,7 +40,7 @@ def explore(url: str, examples: int) -> set[str]:
             @given(case=operation.as_strategy(generation_mode=mode))
             def send(case: schemathesis.Case) -> None:
                 case.body = cheaper(case.body)
-                response = case.call(timeout=60)
+                response = case.call(timeout=HOUR)
                 assert response.status_code < 500, (case.as_curl_command(), response.text)
                 case.validate_response(response, excluded_checks=[positive_data_acceptance])
 

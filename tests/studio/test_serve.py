@@ -24,7 +24,8 @@ from atoll.studio.middleware import SecurityMiddleware, is_loopback
 from atoll.studio.registry import ModelRegistry
 from studio.conftest import http, serving
 from studio.test_api import read_events
-from train.workers import start_verb, wait_for
+from train.workers import start_verb
+from waiting import HOUR, wait_for
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def ready(url: str) -> bool:
 
 
 def test_the_first_signal_finishes_running_requests_and_rejects_new_ones(served_run: Path, tmp_path: Path) -> None:
-    with process_of(served_run, tmp_path / "log", "--grace", "600") as (url, process):
+    with process_of(served_run, tmp_path / "log", "--grace", "3600") as (url, process):
         started, events = threading.Event(), []
 
         def read_stream() -> None:
@@ -59,14 +60,14 @@ def test_the_first_signal_finishes_running_requests_and_rejects_new_ones(served_
 
         reader = threading.Thread(target=read_stream)
         reader.start()
-        assert started.wait(30)
+        assert started.wait(HOUR)
         os.kill(process.pid or 0, signal.SIGTERM)
         wait_for(lambda: http.get(f"{url}/health").status_code == 503)
         rejected = http.post(f"{url}/v1/images", json={})
         assert rejected.status_code == 503
         assert int(rejected.headers["retry-after"]) > 0
         reader.join()
-        process.join(30)
+        process.join(HOUR)
         assert process.exitcode == 0
     names = [name for name, _ in events]
     assert names[-1] == "done"
@@ -80,7 +81,7 @@ def test_requests_are_ended_after_the_grace_period(served_run: Path, tmp_path: P
         with http.stream("POST", f"{url}/v1/images", json=body) as response:
             os.kill(process.pid or 0, signal.SIGINT)
             assert read_events(response)[-1][0] == "failed"
-        process.join(30)
+        process.join(HOUR)
         assert process.exitcode == 0
 
 
@@ -95,24 +96,24 @@ def test_requests_ended_by_shutdown_get_retry_after(served_run: Path) -> None:
 
 
 def test_the_second_signal_ends_running_requests(served_run: Path, tmp_path: Path) -> None:
-    with process_of(served_run, tmp_path / "log", "--grace", "600") as (url, process), ThreadPoolExecutor(1) as pool:
+    with process_of(served_run, tmp_path / "log", "--grace", "3600") as (url, process), ThreadPoolExecutor(1) as pool:
         response = pool.submit(http.post, f"{url}/v1/images", json={"steps": 250, "num_images": 16})
         wait_for(lambda: "atoll_requests_in_progress 1.0" in http.get(f"{url}/metrics").text)
         os.kill(process.pid or 0, signal.SIGINT)
         wait_for(lambda: http.get(f"{url}/health").status_code == 503)
         os.kill(process.pid or 0, signal.SIGINT)
         assert response.result().status_code == 503
-        process.join(60)
+        process.join(HOUR)
         assert process.exitcode == 0
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def serve_while_loading(run: str, log: str) -> None:
-    """Run `atoll serve` with models that take ten minutes to load."""
+    """Run `atoll serve` with models that take an hour to load."""
 
     def scan(self: ModelRegistry) -> None:
         print("loading")
-        time.sleep(600)
+        time.sleep(HOUR)
 
     ModelRegistry.scan = scan  # type: ignore[method-assign]
     with open(log, "w", buffering=1) as out, redirect_stdout(out):
@@ -128,7 +129,7 @@ def test_signals_stop_the_server_while_models_are_loading(served_run: Path, tmp_
         for _ in range(2):
             os.kill(process.pid or 0, signal.SIGINT)
             time.sleep(0.5)
-        process.join(60)
+        process.join(HOUR)
         assert process.exitcode == 0
     finally:
         process.kill()

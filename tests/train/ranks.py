@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from train.workers import _context
+from waiting import HOUR
 
 Hook = Callable[[Path, int], None]
 """Called with the run and the rank before the job starts."""
@@ -40,9 +41,7 @@ def log(run: Path, rank: int) -> Path:
     return run / f"log-{rank}.txt"
 
 
-def run_ranks(
-    run: Path, *arguments: str, hook: Hook, verb: str = "train", together: bool = False, seconds: float = 120
-) -> list[int | None]:
+def run_ranks(run: Path, *arguments: str, hook: Hook, verb: str = "train", together: bool = False) -> list[int | None]:
     """Run `atoll VERB RUN …` on two processes; return their exit codes, None for one that had to be killed.
 
     With `together`, a process that fails ends the other, as torchrun does.
@@ -55,7 +54,7 @@ def run_ranks(
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + HOUR
     while time.monotonic() < deadline:
         codes = [process.exitcode for process in processes]
         if None not in codes or (together and any(codes)):

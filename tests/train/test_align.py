@@ -1,10 +1,8 @@
 """Alignment with patch features: its loss, its end, exact resume, costs and errors."""
 
 import json
-import os
 import re
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from atoll.train.memory import job_bytes
 from atoll.train.spec import TrainSpec, made_from
 from train.conftest import Copy, merge
 from train.test_parallel import assert_close_weights, run_two
-from train.workers import TINY, assert_same_weights, finish, metrics, start, wait_for, weights
+from train.workers import TINY, assert_same_weights, finish, kill_at, metrics, weights
 
 SETTINGS = {"train": {"align": {"weight": 0.5, "until": 0.5}}}
 ALONE = DistContext(0, 1, torch.device("cpu"))
@@ -169,12 +167,7 @@ def test_a_killed_job_resumes_to_the_same_weights(aligned: Copy) -> None:
     """With flips; the kill is in the burn-in. The job has the shards of its cluster only."""
     straight, broken = (aligned(name, only=(1,), train={"align": {"until": 0.8}}) for name in ("straight", "broken"))
     assert finish(straight, "--expert", "1") == 0, (straight / "log.txt").read_text()
-    process = start(broken, "--expert", "1")
-    wait_for(lambda: list((broken / "experts/001/checkpoints").glob("*/manifest.json")) or process.exitcode is not None)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    newest = max(int(path.parent.name) for path in (broken / "experts/001/checkpoints").glob("*/manifest.json"))
-    assert newest < 128, "the kill came too late for this test to mean anything"
+    kill_at(broken, 32, "--expert", "1")
     assert finish(broken, "--expert", "1") == 0
     assert_same_weights(straight / "experts/001/final", broken / "experts/001/final")
     found = [

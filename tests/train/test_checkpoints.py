@@ -29,6 +29,7 @@ from atoll.train.loop import Requeue
 from train.conftest import Copy
 from train.ranks import log, no_hook, run_ranks
 from train.workers import assert_same_weights
+from waiting import HOUR
 
 ALONE = DistContext(0, 1, torch.device("cpu"))
 
@@ -121,7 +122,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     write, opened = Artifact.write_parts, threading.Event()
 
     def wait_and_write(self: Artifact, file: str, parts: Iterable[bytes | memoryview]) -> object:
-        assert opened.wait(60)
+        assert opened.wait(HOUR)
         return write(self, file, parts)
 
     monkeypatch.setattr(Artifact, "write_parts", wait_and_write)
@@ -160,7 +161,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path, gate: thre
         assert second.is_alive()
         assert not (tmp_path / f"job/checkpoints/{16:012d}").exists()
         gate.set()
-        second.join(60)
+        second.join(HOUR)
     assert [artifact.folder.name for artifact in committed] == [f"{8:012d}", f"{16:012d}"]
     assert [path.name for path in (tmp_path / "job/checkpoints").iterdir()] == [f"{16:012d}"]
 
@@ -311,7 +312,7 @@ def die_while_writing(run: Path, rank: int, *, who: int, how: str) -> None:
 
 
 def break_second_checkpoint(run: Path, who: int, how: str) -> None:
-    codes = run_ranks(run, "--expert", "0", hook=partial(die_while_writing, who=who, how=how), seconds=60)
+    codes = run_ranks(run, "--expert", "0", hook=partial(die_while_writing, who=who, how=how))
     assert None not in codes, "a process hangs"
     assert 0 not in codes
     committed = [path.parent.name for path in (run / "experts/000/checkpoints").glob("*/manifest.json")]

@@ -113,7 +113,7 @@ def test_two_processes_calibrate_the_router_like_one_process(trained: Trained) -
 
 def test_if_the_main_process_cannot_write_the_others_fail_with_its_error(trained: Trained) -> None:
     run = trained(expert, train={"total_images": 16, "log_every": 8})
-    codes = run_ranks(run, "--expert", "0", hook=full_disk, seconds=60)
+    codes = run_ranks(run, "--expert", "0", hook=full_disk)
     assert None not in codes, "a process hangs"
     assert 0 not in codes
     assert "the main process failed: OSError: no space left on device" in log(run, 1).read_text()
@@ -123,7 +123,7 @@ def test_if_the_main_process_cannot_write_the_others_fail_with_its_error(trained
 @pytest.mark.parametrize("who", [0, 1])
 def test_if_a_process_dies_at_the_end_the_other_one_ends_too(who: int, trained: Trained) -> None:
     run = trained(expert, train={"total_images": 16, "log_every": 8})
-    codes = run_ranks(run, "--expert", "0", hook=partial(die, who=who), seconds=60)
+    codes = run_ranks(run, "--expert", "0", hook=partial(die, who=who))
     assert codes[who] == 9
     assert codes[1 - who] not in (0, None)
 

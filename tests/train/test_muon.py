@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +29,7 @@ from atoll.train.memory import job_bytes
 from atoll.train.muon import STEPS, HiddenMatrix, Muon, hidden_matrices, newton_schulz, shares_of, stacks_of
 from train.conftest import Copy
 from train.test_parallel import ENVIRONMENT, assert_close_weights, losses, run_two
-from train.workers import assert_same_weights, finish, start, wait_for, weights
+from train.workers import assert_same_weights, finish, kill_at, weights
 
 ALONE = DistContext(0, 1, torch.device("cpu"))
 MUON = {"optimizer": "muon", "total_images": 96}
@@ -277,10 +276,7 @@ def test_a_killed_job_with_muon_resumes_to_the_same_weights(job: tuple[str, ...]
     straight, broken = new_run("straight", train=settings), new_run("broken", train=settings)
     folder = "router" if job == ("--router",) else "experts/001"
     assert finish(straight, *job) == 0, (straight / "log.txt").read_text()
-    process = start(broken, *job)
-    wait_for(lambda: list((broken / folder / "checkpoints").glob("*/manifest.json")) or process.exitcode is not None)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    kill_at(broken, 32, *job)
     stored = weights(max((broken / folder / "checkpoints").glob("*/manifest.json")).parent)
     assert {key.split(":")[1].split(".")[1] for key in stored if ":optimizer." in key} == {
         "momentum_buffer", "exp_avg", "exp_avg_sq",

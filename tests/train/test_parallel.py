@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from train.conftest import Copy, merge
-from train.workers import TINY, finish, metrics, start, torchrun, wait_for, weights
+from train.workers import TINY, finish, metrics, start, torchrun, weights
+from waiting import HOUR, wait_for
 
 ENVIRONMENT = {
     **os.environ,
@@ -24,7 +25,7 @@ ENVIRONMENT = {
 
 def run_two(run: Path, *arguments: str, restarts: int = 0) -> None:
     command = torchrun(run, 2, *arguments, restarts=restarts)
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=HOUR, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
@@ -42,7 +43,7 @@ def kill_two_at(run: Path, images: int) -> None:
     """Train with two processes until a checkpoint, kill them, and invalidate later checkpoints."""
     command = torchrun(run, 2, "--expert", "0", "--train.total_images", "1000000")
     two = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: checkpoint(run, images).exists(), 120)
+    wait_for(lambda: checkpoint(run, images).exists())
     kill_tree(two.pid)
     two.wait()
     uncommit_after(run, images)
@@ -107,10 +108,10 @@ def test_torchrun_restarts_a_killed_worker_and_the_job_finishes(alone: Path, new
     command = torchrun(run, 2, "--expert", "0", restarts=3)
     with (run / "torchrun.txt").open("w") as log:
         agent = subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
-    wait_for(lambda: list((run / "experts/000/checkpoints").glob("*/manifest.json")), 120)
+    wait_for(lambda: list((run / "experts/000/checkpoints").glob("*/manifest.json")))
     workers = [child for child in psutil.Process(agent.pid).children() if "atoll.cli" in " ".join(child.cmdline())]
     workers[-1].kill()
-    assert agent.wait(240) == 0, (run / "torchrun.txt").read_text()[-3000:]
+    assert agent.wait(HOUR) == 0, (run / "torchrun.txt").read_text()[-3000:]
     assert_close_weights(run, alone)
 
 
@@ -120,9 +121,9 @@ def test_a_signal_to_torchrun_saves_one_checkpoint(alone: Path, new_run: Copy) -
         torchrun(run, 2, "--expert", "0", "--train.total_images", "1000000"),
         env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    wait_for(lambda: (run / "experts/000/metrics.jsonl").exists() and losses(run), 120)
+    wait_for(lambda: (run / "experts/000/metrics.jsonl").exists() and losses(run))
     agent.send_signal(signal.SIGTERM)
-    agent.wait(120)
+    agent.wait(HOUR)
     assert len(list((run / "experts/000/checkpoints").glob("*/manifest.json"))) == 1
 
 
@@ -154,5 +155,5 @@ def test_sharded_networks_get_the_timestep_in_full_precision(tmp_path: Path) -> 
     script = tmp_path / "timestep.py"
     script.write_text(TIMESTEP)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=HOUR, check=False)
     assert result.returncode == 0, result.stderr[-3000:]

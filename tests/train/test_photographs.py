@@ -15,6 +15,7 @@ from atoll.data.prepare import prepare
 from photographs import BUCKETS, write_photographs_run
 from train.conftest import merge
 from train.workers import TINY, assert_same_weights, finish, kill_after, metrics
+from waiting import HOUR
 
 TRAIN = {**TINY["train"], "total_images": 480, "workers": 2}
 
@@ -56,7 +57,7 @@ def test_twenty_kills_do_not_change_the_weights(photographs_run: Path, tmp_path:
     while killed < 20:
         broken = new_run(f"broken{jobs}")
         jobs += 1
-        while code := kill_after(broken, 0.6 * chance.uniform(0, whole) if killed < 20 else 300, "--expert", "0"):
+        while code := kill_after(broken, 0.6 * chance.uniform(0, whole) if killed < 20 else HOUR, "--expert", "0"):
             assert code == -signal.SIGKILL, (broken / "log.txt").read_text()
             killed += 1
             resumed += any((broken / "experts/000/checkpoints").glob("*/manifest.json"))

@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from train.conftest import Copy
-from train.workers import assert_same_weights, finish, kill_after, metrics, start, wait_for, weights
+from train.workers import (
+    assert_same_weights,
+    finish,
+    kill_after,
+    kill_at,
+    metrics,
+    start,
+    stop_at_the_first_line,
+    stopped,
+    weights,
+)
+from waiting import HOUR
 
 JOBS = {"expert": ("--expert", "1"), "router": ("--router",), "student": ("--student",)}
 FOLDERS = {"expert": "experts/001", "router": "router", "student": "student"}
@@ -42,12 +53,7 @@ def test_a_killed_job_resumes_to_the_same_weights(kind: str, new_run: Copy, trai
         if kind == "student":
             copy_experts(run, trained_experts)
     assert finish(straight, *JOBS[kind]) == 0
-    checkpoints = broken / FOLDERS[kind] / "checkpoints"
-    process = start(broken, *JOBS[kind])
-    wait_for(lambda: list(checkpoints.glob("*/manifest.json")) or process.exitcode is not None)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    kill_at(broken, 32, *JOBS[kind])
     assert finish(broken, *JOBS[kind]) == 0
     assert_same_weights(straight / FOLDERS[kind] / "final", broken / FOLDERS[kind] / "final")
     assert [line["loss"] for line in metrics(straight, FOLDERS[kind])] == [
@@ -58,14 +64,9 @@ def test_a_killed_job_resumes_to_the_same_weights(kind: str, new_run: Copy, trai
 def test_a_resumed_job_has_the_same_optimizer_state(new_run: Copy) -> None:
     """Checkpoints of a job that stopped half-way and resumed equal those of one that did not."""
     straight, broken = (new_run(name, train={"keep_last": 99}) for name in ("straight", "broken"))
-    for run, stops in ((straight, ["128"]), (broken, ["64", "128"])):
+    for run, stops in ((straight, [128]), (broken, [64, 128])):
         for stop in stops:
-            # A job with fewer images would commit its result and remove its checkpoints.
-            process = start(run, "--expert", "0", "--train.total_images", "100000")
-            folder = run / f"experts/000/checkpoints/{int(stop):012d}"
-            wait_for(lambda folder=folder: (folder / "manifest.json").exists())
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
+            kill_at(run, stop, "--expert", "0")
     ends = [run / f"experts/000/checkpoints/{128:012d}" for run in (straight, broken)]
     assert_same_weights(*ends)
     assert {key.split(":")[1].split(".")[0] for key in weights(ends[0])} == {"network", "optimizer", "ema"}
@@ -94,10 +95,10 @@ def test_a_signal_saves_and_exits_with_the_requeue_code(number: int, new_run: Co
         new_run("interrupted", train={"save_every": 10_000}),
     )
     assert finish(straight, "--expert", "0") == 0
-    process = start(interrupted, "--expert", "0", "--train.log_every", "8")
-    wait_for(lambda: (interrupted / "experts/000/metrics.jsonl").exists() and metrics(interrupted, "experts/000"))
-    os.kill(process.pid, number)
-    process.join(60)
+    process = start(interrupted, "--expert", "0", "--train.log_every", "8", prepare=stop_at_the_first_line)
+    with stopped(process):
+        os.kill(process.pid, number)
+    process.join(HOUR)
     assert process.exitcode == 75
     assert len(list((interrupted / "experts/000/checkpoints").glob("*/manifest.json"))) == 1
     assert "run the command again to resume" in (interrupted / "log.txt").read_text()
@@ -109,11 +110,8 @@ def test_leftovers_of_a_kill_while_saving_are_removed_by_the_next_checkpoint(new
     run = new_run(train={"save_every": 64, "keep_last": 1})
     left = run / f"experts/000/checkpoints/{7:012d}"
     left.mkdir(parents=True)
-    process = start(run, "--expert", "0", "--train.total_images", "100000")
-    wait_for(lambda: list(left.parent.glob("*/manifest.json")))
-    wait_for(lambda: not left.exists())
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    kill_at(run, 64, "--expert", "0")
+    assert not left.exists()
 
 
 DAMAGES = {
@@ -129,13 +127,9 @@ DAMAGES = {
 def test_a_damaged_checkpoint_is_skipped(damage: str, new_run: Copy) -> None:
     straight, damaged = new_run("straight"), new_run("damaged")
     assert finish(straight, "--expert", "0") == 0
-    process = start(damaged, "--expert", "0", "--train.total_images", "100000", "--train.keep_last", "2")
+    kill_at(damaged, 64, "--expert", "0", "--train.keep_last", "2")
     folder = damaged / "experts/000/checkpoints"
-    wait_for(lambda: len(list(folder.glob("*/manifest.json"))) == 2)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    good, bad = sorted(path.parent for path in folder.glob("*/manifest.json"))[-2:]
-    assert int(bad.name) < 160, "the kill came too late for this test to mean anything"
+    good, bad = sorted(path.parent for path in folder.glob("*/manifest.json"))
     DAMAGES[damage](next(bad.glob("*.safetensors")))
     (damaged / "log.txt").write_text("")
     assert finish(damaged, "--expert", "0") == 0
@@ -157,9 +151,6 @@ def test_training_a_finished_job_does_nothing(new_run: Copy) -> None:
 
 def test_resuming_with_other_settings_is_an_error_that_names_them(new_run: Copy) -> None:
     run = new_run()
-    kill = start(run, "--expert", "0", "--train.total_images", "100000")
-    wait_for(lambda: list((run / "experts/000/checkpoints").glob("*/manifest.json")))
-    os.kill(kill.pid, signal.SIGKILL)
-    kill.join()
+    kill_at(run, 32, "--expert", "0")
     assert finish(run, "--expert", "0", "--train.lr", "0.5") == 2
     assert "train.lr was 0.001, now 0.5" in (run / "log.txt").read_text()

@@ -6,11 +6,15 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file
+
+from waiting import HOUR, wait_for
 
 TINY = {
     "networks": {"default": {"name": "DiT-XS/8", "width": 32, "depth": 2, "heads": 2}},
@@ -28,23 +32,65 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["atoll.cli", "atoll.train", "atoll.data.prepare"])
 
 
-def _work(arguments: list[str], log: str) -> None:
+def _work(arguments: list[str], log: str, prepare: Callable[[], None] | None = None) -> None:
     from atoll.cli import main
 
+    if prepare is not None:
+        prepare()
     torch.set_num_threads(1)
     with open(log, "a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         code = main(arguments)
     os._exit(code)
 
 
-def start(run: Path, *arguments: str) -> multiprocessing.Process:
-    """Start `atoll train RUN …` in a separate process."""
-    return start_verb(run / "log.txt", "train", str(run), *arguments)
+def _kill_at_checkpoint(images: int) -> None:
+    """Let this process kill itself as soon as it has committed the checkpoint at this number of images."""
+    from atoll.train.checkpoints import Checkpoints
+
+    write = Checkpoints.write
+
+    def write_and_die(self: Checkpoints, copy: object, at: int, seconds: float) -> object:
+        made = write(self, copy, at, seconds)
+        if at == images:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+    Checkpoints.write = write_and_die
 
 
-def start_verb(log: Path, *arguments: str) -> multiprocessing.Process:
-    """Start `atoll VERB …` in a separate process."""
-    process = _context.Process(target=_work, args=(list(arguments), str(log)))
+def stop_at_the_first_line() -> None:
+    """Let this process stop itself (SIGSTOP) when it has written its first line of metrics."""
+    from atoll.train.metrics_logger import MetricsLogger
+
+    write = MetricsLogger.write
+
+    def write_and_stop(self: MetricsLogger, *arguments: object, **options: object) -> None:
+        write(self, *arguments, **options)
+        MetricsLogger.write = write
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    MetricsLogger.write = write_and_stop
+
+
+@contextlib.contextmanager
+def stopped(process: multiprocessing.Process) -> Iterator[None]:
+    """Wait until a process has stopped itself; let it continue at the end of the block."""
+    wait_for(lambda: process.exitcode is not None or psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    assert process.exitcode is None
+    try:
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def start(run: Path, *arguments: str, prepare: Callable[[], None] | None = None) -> multiprocessing.Process:
+    """Start `atoll train RUN …` in a separate process; call `prepare` there first."""
+    return start_verb(run / "log.txt", "train", str(run), *arguments, prepare=prepare)
+
+
+def start_verb(log: Path, *arguments: str, prepare: Callable[[], None] | None = None) -> multiprocessing.Process:
+    """Start `atoll VERB …` in a separate process; call `prepare` there first."""
+    process = _context.Process(target=_work, args=(list(arguments), str(log), prepare))
     process.start()
     return process
 
@@ -52,9 +98,16 @@ def start_verb(log: Path, *arguments: str) -> multiprocessing.Process:
 def finish(run: Path, *arguments: str) -> int:
     """Train to the end; return the exit code."""
     process = start(run, *arguments)
-    process.join(300)
+    process.join(HOUR)
     assert process.exitcode is not None, "the job hangs"
     return process.exitcode
+
+
+def kill_at(run: Path, images: int, *arguments: str) -> None:
+    """Train until a checkpoint, at which the job dies of SIGKILL, however busy the machine is."""
+    process = start(run, *arguments, prepare=partial(_kill_at_checkpoint, images))
+    process.join(HOUR)
+    assert process.exitcode == -signal.SIGKILL, (run / "log.txt").read_text()
 
 
 def kill_after(run: Path, seconds: float, *arguments: str) -> int:
@@ -87,13 +140,6 @@ def assert_same_weights(first: Path, second: Path) -> None:
     assert a, f"nothing in {first}"
     for key in a:
         assert torch.equal(a[key], b[key]), key
-
-
-def wait_for(condition: object, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
 
 
 def torchrun(run: Path, processes: int, *arguments: str, restarts: int = 0) -> list[str]:

@@ -23,6 +23,7 @@ lease is renewed: the thread that renews it can outlive a training loop that han
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from types import TracebackType
@@ -76,9 +77,16 @@ class Lease:
     """A lease that this worker holds. As a context manager, a background thread renews it until it ends or is lost."""
 
     def __init__(
-        self, store: Store, job: str, record: Record, *, since: float, authority: Authority | None = None
+        self,
+        store: Store,
+        job: str,
+        record: Record,
+        *,
+        since: float,
+        authority: Authority | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.store, self.job, self.record, self.authority = store, job, record, authority
+        self.store, self.job, self.record, self.authority, self._clock = store, job, record, authority, clock
         self._progressed: float | None = None  # time of the last trained image; None before the first one
         self._deadline = since + record.duration
         self._pending: RecordChanges = {}
@@ -102,10 +110,12 @@ class Lease:
         state: tuple[State, ...] = (),
         epoch: int | None = None,
         authority: Authority | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> "Lease | None":
         """Acquire a job that is free or in one of the states `state`; return None if it is not, or on a lost race.
 
-        With `epoch`, acquire only if the record of that epoch is still the current one.
+        With `epoch`, acquire only if the record of that epoch is still the current one. `clock` measures for how long
+        this worker may hold the lease.
         """
         lease_status = get_lease(store, job, authority=authority)
         if lease_status is not None and not lease_status.free and lease_status.record.state not in state:
@@ -115,7 +125,7 @@ class Lease:
         before = lease_status.record if lease_status else None
         if before is not None and before.epoch == LAST_EPOCH:
             return None
-        since = time.monotonic()
+        since = clock()
         record = _validated(
             epoch=before.epoch + 1 if before else 0,
             state="held",
@@ -131,7 +141,7 @@ class Lease:
             manifest=before.manifest if before else None,
             failures=before.failures if before else 0,
         )
-        lease = cls(store, job, record, since=since, authority=authority)
+        lease = cls(store, job, record, since=since, authority=authority, clock=clock)
         written = lease._create_record(record)
         if written is None:
             return None
@@ -141,7 +151,7 @@ class Lease:
     @property
     def lost(self) -> bool:
         """Whether another worker holds the job, or may hold it by now."""
-        return not self._ended and (bool(self._lost) or time.monotonic() >= self._deadline)
+        return not self._ended and (bool(self._lost) or self._clock() >= self._deadline)
 
     def check(self) -> None:
         """Raise `LeaseLost` unless this worker holds the job."""
@@ -152,7 +162,7 @@ class Lease:
         """Set fields of the record, to be written with the next renewal."""
         with self._pending_lock:
             if changes.get("images", 0) > self._pending.get("images", 0):
-                self._progressed = time.monotonic()
+                self._progressed = self._clock()
             self._pending |= changes
 
     def renew(self, **changes: Unpack[RecordChanges]) -> None:
@@ -169,7 +179,7 @@ class Lease:
             if self._ended:  # a renewal that waited for the lock while `end` ran must not reopen the lease
                 raise LeaseLost(f"{self.job}: the lease has ended")
             self.check()
-            since = time.monotonic()
+            since = self._clock()
             with self._pending_lock:
                 values = {**self.record.model_dump(), **self._pending, **changes}
             idle = 0.0 if self._progressed is None else since - self._progressed
