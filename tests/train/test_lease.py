@@ -34,7 +34,7 @@ def endless_training(run: Path) -> Iterator[BaseProcess]:
     """Train the job in another process, which is killed at the end."""
     process = start(run, "--expert", "0", "--train.total_images", "100000000")
     try:
-        wait_for((run / JOB / "metrics.jsonl").exists, "it trains", 600)
+        wait_for((run / JOB / "metrics.jsonl").exists, "it trains")
         yield process
     finally:
         process.kill()

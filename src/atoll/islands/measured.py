@@ -55,9 +55,10 @@ BAND = 1.1
 """Largest error in each band, relative to that of an untrained network or, if that is larger, of a velocity of zero.
 Velocity experts of `atoll demo` have at most 0.95, with the null condition. A DDPM expert had 1.31 of the untrained
 network near t = 0, where its objective hardly trains, but 0.73 of a velocity of zero."""
-GROWTH = 1.5
-"""Largest error in each band, relative to the largest of the same expert at times up to 2 t + 0.1, or to that of a
-velocity of zero at t. The x0 experts of `atoll demo` have at most 1.21, its velocity expert 0.55."""
+GROWTH, CLEAN = 1.5, 0.2
+"""Largest error in each band below the time `CLEAN`, relative to the largest of the same expert up to 2 t + 0.1,
+or to that of a velocity of zero at t. The x0 experts of `atoll demo` have at most 1.21, its velocity expert 0.55. The
+error of a hardly trained epsilon network grows below t = 1/2, where its calibrated x0 is no longer used."""
 SCALE, SCALE_TOLERANCE = 0.6, 0.05
 """Limit on the factor of an expert's output that would make its loss smallest. A perfect expert has 1, and one whose
 outputs are twice as large has 0.5. Honest experts have 0.9 or more. Untrained DDPM networks can have less, so an expert
@@ -141,7 +142,8 @@ def check_expert(expert: OpenExpert, images: Shards) -> None:
         for band, error in errors.bands.items():
             still = zero.bands[band]
             most = BAND * max(untrained.bands[band], still)
-            if noisier := band.noisier(errors.bands):
+            noisier = band.noisier(errors.bands)
+            if band.low < CLEAN and noisier:
                 most = min(most, GROWTH * max(still, *(errors.bands[other] for other in noisier)))
             if not error <= most:
                 raise Refused(f"its error {band} is {error:.4g} {how}; at most {most:.4g} is allowed there")
