@@ -40,7 +40,7 @@ PAGE_IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 OTHER_PROGRAMS = ("git", "cd", "source", "sky")
 OTHER_OPTIONS = ("--help", "--max-restarts", "--partition", "--account", "--markdown")
-"""Options in the text that belong to every verb, to torchrun, sbatch and scripts/walk.py."""
+"""Options in the text that belong to every verb, to torchrun and sbatch."""
 OPEN_KEYS = ("experts", "networks")
 """Sections of the configuration whose keys are numbers of experts."""
 VERB_OPTIONS = {

@@ -1,4 +1,4 @@
-"""Findings 14 and 15 of the security review: what the author of a dataset or of a model folder can do to its users."""
+"""What the author of a dataset or of a model folder can do to its users."""
 
 import json
 import os

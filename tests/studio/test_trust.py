@@ -1,4 +1,4 @@
-"""Finding 16 of the security review: what other users of the machine and pages of other sites can do to the studio."""
+"""What other users of the machine and pages of other sites can do to the studio."""
 
 import asyncio
 import contextlib
