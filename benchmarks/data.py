@@ -40,10 +40,11 @@ from atoll.data import kmeans
 from atoll.data.chunks import Chunks
 from atoll.data.dataset import Batch, Shards
 from atoll.data.stages import clusters, features, ingest
+from atoll.encoders.pretrained import Pixels
 from atoll.nets import Condition, DiT, DiTConfig
 from harness import Row, interleave, run
 
-Encode = Callable[[ingest.Pixels], dict[str, Tensor]]
+Encode = Callable[[Pixels], dict[str, Tensor]]
 DIMENSIONS = 384
 CLUSTERS = 8
 

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from atoll.core import config as configuration
 from atoll.data.prepare import prepare
-from atoll.data.stages.features import open_extractor
-from atoll.data.stages.latents import open_codec
+from atoll.encoders.autoencoder import open_codec
+from atoll.encoders.vision import open_extractor
 from harness import Row, interleave, run
 
 SIDE = 512

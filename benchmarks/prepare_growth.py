@@ -43,8 +43,8 @@ from atoll.data.prepare import open_job, prepare
 from atoll.data.sources.fields import Ids
 from atoll.data.stages import features, ingest, latents
 from atoll.data.stages.ingest import open_configured
-from atoll.data.stages.latents import open_codec
-from atoll.data.stages.text import open_text_encoder
+from atoll.encoders.autoencoder import open_codec
+from atoll.encoders.text import open_text_encoder
 from harness import Row, run
 from prepare import write_large
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.core.manifests import LatentSpec, TextSpec
-from atoll.data.stages.latents import Statistics
+from atoll.encoders.autoencoder import Statistics
 from atoll.ensemble import Ensemble
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.expert import Declaration, ExpertReference, OpenRouter

@@ -19,8 +19,8 @@ import atoll
 PACKAGE = Path(atoll.__file__).parent
 ROOT = PACKAGE.parent.parent
 PACKAGES = (
-    "core", "flow", "nets", "convert", "data", "experts", "ensemble", "train", "evaluate", "report", "export",
-    "islands", "launch", "studio", "cli",
+    "core", "flow", "nets", "encoders", "convert", "data", "experts", "ensemble", "train", "evaluate", "report",
+    "export", "islands", "launch", "studio", "cli",
 )  # fmt: skip
 """In dependency order: a package imports only from those before it."""
 RUN_PATH = re.compile(

@@ -21,10 +21,10 @@ from atoll.core.sizes import Size
 from atoll.data.buckets import merge_small, side_multiple
 from atoll.data.chunks import select_rows
 from atoll.data.prepare import prepare
-from atoll.data.stages.features import open_extractor
 from atoll.data.stages.ingest import Index
-from atoll.data.stages.latents import downscaling, latent_shapes, open_codec
 from atoll.data.stages.patches import Projection
+from atoll.encoders.autoencoder import downscaling, latent_shapes, open_codec
+from atoll.encoders.vision import open_extractor
 from autoencoders import write_autoencoder
 from shapes import write_run
 

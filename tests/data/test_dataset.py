@@ -16,7 +16,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS, ChannelStatistics, LatentSpec, ShardsContent
 from atoll.data.dataset import Batch, Shards
-from atoll.data.stages.text import open_text_encoder
+from atoll.encoders.text import open_text_encoder
 from waiting import HOUR
 
 ALL = [0, 1, 2]

@@ -8,14 +8,14 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from atoll.data import autoencoder
 from atoll.data.sources.base import decode
 from atoll.data.sources.open import open_source
+from atoll.encoders.autoencoder import EMOJI
 
 
 @pytest.fixture(scope="module")
 def network() -> AutoencoderKL:
-    return AutoencoderKL.from_pretrained(autoencoder.path()).eval()
+    return AutoencoderKL.from_pretrained(EMOJI).eval()
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def batches(images: Tensor) -> Iterator[Tensor]:
 
 
 def test_its_files_are_small_and_in_the_layout_of_diffusers() -> None:
-    files = {file.name: file.stat().st_size for file in autoencoder.path().iterdir() if file.is_file()}
+    files = {file.name: file.stat().st_size for file in EMOJI.iterdir() if file.is_file()}
     assert {"config.json", "diffusion_pytorch_model.safetensors"} <= files.keys()
     assert sum(files.values()) < 4_000_000
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from atoll.core.errors import AtollError
 from atoll.data.dataset import FLIP_STREAM, Shards
-from atoll.data.stages.latents import open_codec
+from atoll.encoders.autoencoder import open_codec
 from atoll.flow import rng
 from autoencoders import write_autoencoder
 from shapes import rewrite

@@ -22,8 +22,8 @@ from atoll.core.manifests import LATENTS, SHARDS, ChannelStatistics
 from atoll.core.networks import AUTOENCODER_SCALES, LatentScale
 from atoll.data.dataset import Shards
 from atoll.data.prepare import prepare
-from atoll.data.pretrained import fingerprint
-from atoll.data.stages.latents import Statistics, scale_of
+from atoll.encoders.autoencoder import Statistics, scale_of
+from atoll.encoders.pretrained import fingerprint
 from autoencoders import write_autoencoder
 from shapes import write_run
 

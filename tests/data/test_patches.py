@@ -14,8 +14,8 @@ from atoll.core.errors import AtollError
 from atoll.data.chunks import Worker
 from atoll.data.dataset import Shards
 from atoll.data.prepare import prepare
-from atoll.data.stages.features import _Pooled, open_extractor
 from atoll.data.stages.patches import RANGE, Projection, grid_side
+from atoll.encoders.vision import _Pooled, open_extractor
 from shapes import write_run
 
 ALL = [0, 1, 2]

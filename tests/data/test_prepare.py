@@ -383,7 +383,7 @@ def test_a_changed_source_is_noticed(tmp_path: Path) -> None:
 def test_changed_weights_are_noticed(tmp_path: Path, shapes: Path) -> None:
     from diffusers import AutoencoderTiny
 
-    from atoll.data.pretrained import fingerprint
+    from atoll.encoders.pretrained import fingerprint
 
     run, network = tmp_path / "run", tmp_path / "network"
     blocks = {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8)}

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 
 from atoll.core.device import device
 from atoll.core.errors import AtollError
-from atoll.data.pretrained import fingerprint, load_pretrained, model_folder
-from atoll.data.stages.features import open_extractor
-from atoll.data.stages.latents import Statistics, open_codec
-from atoll.data.stages.text import open_text_encoder
-from atoll.data.vision import efficientnet
+from atoll.encoders import efficientnet
+from atoll.encoders.autoencoder import Statistics, open_codec
+from atoll.encoders.pretrained import fingerprint, load_pretrained, model_folder
+from atoll.encoders.text import open_text_encoder
+from atoll.encoders.vision import open_extractor
 from shapes import draw
 
 

@@ -16,7 +16,7 @@ from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.data.images import fit, open_image
 from atoll.data.prepare import prepare
-from atoll.data.stages.text import open_text_encoder
+from atoll.encoders.text import open_text_encoder
 from photographs import write_photographs
 from shapes import write_run
 

@@ -18,14 +18,14 @@ from PIL import Image
 from atoll.core.config import Config, resolve
 from atoll.core.errors import AtollError
 from atoll.core.manifests import LatentSpec, TextSpec
-from atoll.data import autoencoder, pretrained
-from atoll.data.encoders import Encoders
 from atoll.data.images import BadImage, decode
 from atoll.data.prepare import prepare
 from atoll.data.sources.base import SourceImage
 from atoll.data.sources.open import open_source
 from atoll.data.sources.parquet_pages import check_group
-from atoll.data.stages import latents, text
+from atoll.encoders import autoencoder, pretrained, text
+from atoll.encoders.autoencoder import EMOJI
+from atoll.encoders.encoders import Encoders
 from data import hostile_sources as hostile
 from waiting import HOUR
 
@@ -301,7 +301,7 @@ def test_a_bare_name_is_a_name_on_the_hub(
     from atoll.experts.folder import fetch, is_folder
 
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(autoencoder.path(), tmp_path / "owner/name")
+    shutil.copytree(EMOJI, tmp_path / "owner/name")
     requested: list[str] = []
 
     def download(name: str, **_: object) -> str:
@@ -312,7 +312,12 @@ def test_a_bare_name_is_a_name_on_the_hub(
     words = (
         r"could not be downloaded .*owner/name is a name on the hub; for the folder of that name here, write \./owner"
     )
-    for open_it in (latents.open_codec, pretrained.model_folder, lambda name: text.open_text_encoder(name, 8), fetch):
+    for open_it in (
+        autoencoder.open_codec,
+        pretrained.model_folder,
+        lambda name: text.open_text_encoder(name, 8),
+        fetch,
+    ):
         with pytest.raises(AtollError, match=words):
             open_it("owner/name")
         assert "note: owner/name is a name on the hub" in capsys.readouterr().err
@@ -337,7 +342,7 @@ def test_a_bare_name_of_a_source_is_not_a_local_folder(tmp_path: Path, monkeypat
 
 def test_encoders_are_compared_with_the_manifest(tmp_path: Path) -> None:
     folder = tmp_path / "vae"
-    shutil.copytree(autoencoder.path(), folder)
+    shutil.copytree(EMOJI, folder)
     right = pretrained.fingerprint(folder)
     spec = LatentSpec(autoencoder=str(folder), weights=right, resolution=64, shape=(12, 8, 8))
     assert Encoders.of(spec, None).autoencoder() is not None
@@ -359,20 +364,20 @@ def test_encoders_are_compared_with_the_manifest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["source.spm", "vocab.bpe", "sub/tokenizer.vocab"])
 def test_files_beyond_the_fingerprint_are_refused(name: str, tmp_path: Path) -> None:
-    shutil.copytree(autoencoder.path(), tmp_path / "vae")
+    shutil.copytree(EMOJI, tmp_path / "vae")
     (tmp_path / "vae" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "vae" / name).write_text("")
     with pytest.raises(AtollError, match=f"{name} would be loaded, but is not part of the folder's fingerprint"):
-        latents.open_codec(str(tmp_path / "vae"))
+        autoencoder.open_codec(str(tmp_path / "vae"))
 
 
 @pytest.mark.parametrize("shard", ["../private.safetensors", "/tmp/x.safetensors", "a/b.safetensors"])
 def test_weights_outside_the_folder_are_refused(shard: str, tmp_path: Path) -> None:
-    shutil.copytree(autoencoder.path(), tmp_path / "vae")
+    shutil.copytree(EMOJI, tmp_path / "vae")
     index = tmp_path / "vae/diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"x": shard}}))
     with pytest.raises(AtollError, match=f"index.json names the file '{shard}', which is not beside it"):
-        latents.open_codec(str(tmp_path / "vae"))
+        autoencoder.open_codec(str(tmp_path / "vae"))
 
 
 def test_a_text_that_is_not_utf8_rejects_its_row_only(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from atoll import flow
 from atoll.core import manifests
 from atoll.core.artifacts import Artifact, Kind
 from atoll.core.networks import read_network
-from atoll.data.stages.text import weights_of
+from atoll.encoders.text import weights_of
 from atoll.experts.density import DENSITY_FILE, Density
 from atoll.nets import build, save_network
 

@@ -7,7 +7,7 @@ from oracles import FLOAT, random_mixture
 from atoll import flow
 from atoll.core.errors import AtollError
 from atoll.core.networks import LatentScale
-from atoll.data.stages.latents import Statistics
+from atoll.encoders.autoencoder import Statistics
 from atoll.ensemble import RoutingState
 from atoll.ensemble.analytic import ideal_ensemble, normalize_mixture
 from atoll.experts.expert import DeviceOptions

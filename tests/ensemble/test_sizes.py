@@ -17,8 +17,8 @@ from atoll.core.manifests import LatentSpec
 from atoll.core.networks import DiTConfig
 from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
-from atoll.data.encoders import Encoders
-from atoll.data.stages.latents import Statistics
+from atoll.encoders.autoencoder import Statistics
+from atoll.encoders.encoders import Encoders
 from atoll.ensemble import Ensemble, Sampler
 from atoll.ensemble.images import read_settings
 from atoll.experts.density import MIN_IMAGES_WITH_DIRECTIONS, RANK, Density, fit_density, resized

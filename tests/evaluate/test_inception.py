@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from atoll.core.errors import AtollError
-from atoll.data.vision import inception
+from atoll.encoders import inception
 from atoll.evaluate.extractors import open_vision
 
 

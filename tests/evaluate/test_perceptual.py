@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.core.errors import AtollError
-from atoll.data.stages.ingest import Pixels
-from atoll.data.vision.base import Vision
-from atoll.data.vision.lpips import Lpips, open_perceptual
+from atoll.encoders.lpips import Lpips, open_perceptual
+from atoll.encoders.pretrained import Pixels
+from atoll.encoders.vision import Vision
 
 
 def images(count: int, side: int = 64) -> Pixels:

@@ -200,13 +200,13 @@ def test_a_diffusers_unet_is_exported_as_a_diffusers_unet(tmp_path: Path) -> Non
 
 
 def test_paths_of_this_machine_are_not_exported(tmp_path: Path) -> None:
-    from atoll.data import autoencoder
-    from atoll.data.pretrained import fingerprint
+    from atoll.encoders.autoencoder import EMOJI
+    from atoll.encoders.pretrained import fingerprint
 
     run = write_run(tmp_path / "run", ("flow-matching",), ({**SMALL, "channels": 12, "out_channels": 12},), ("label",))
     declared = dict(Artifact(run, "experts/000/final").open(EXPERT).content)
     folder = tmp_path / "secret folder" / "vae"
-    shutil.copytree(autoencoder.path(), folder)
+    shutil.copytree(EMOJI, folder)
     final = run / "experts/000/final"
     declared["latents"] = {
         "autoencoder": str(folder),

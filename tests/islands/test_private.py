@@ -15,9 +15,9 @@ from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS
-from atoll.data.hub import public_name
 from atoll.data.prepare import prepare
-from atoll.data.stages import text
+from atoll.encoders import text
+from atoll.encoders.hub import public_name
 from atoll.islands.store import Store
 from islands.shared import key_file, publishers, share
 from shapes import write_run, write_shapes

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import nullgpu  # noqa: F401 - before anything uses CUDA
 from atoll.core.device import device
-from atoll.data.vision.lpips import Perceptual, squared, unit
+from atoll.encoders.lpips import Perceptual, squared, unit
 from atoll.evaluate.diagnostics import mean_angle
 from atoll.experts.validation import ALONE, Summary, validate
 from atoll.nets import Router

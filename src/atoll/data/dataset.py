@@ -32,7 +32,8 @@ from atoll.core.sizes import Size
 from atoll.data.batch_order import BatchOrder, Indices
 from atoll.data.chunks import prefetch
 from atoll.data.shuffle import shuffled
-from atoll.data.stages.latents import MIRRORED, Statistics
+from atoll.data.stages.latents import MIRRORED
+from atoll.encoders.autoencoder import Statistics
 from atoll.flow import rng
 
 LATENT_STREAM = 11

@@ -34,9 +34,10 @@ from atoll.data.chunks import Chunks, Worker, part_name, prefetch
 from atoll.data.images import BadImage, fit, image_size, open_image
 from atoll.data.sources.base import SourceImage
 from atoll.data.stages import ingest
-from atoll.data.stages.base import Encoder, Job, Pixels, Stage
+from atoll.data.stages.base import Encoder, Job, Stage
 from atoll.data.stages.ingest import Index
 from atoll.data.stages.listing import Listing
+from atoll.encoders.pretrained import Pixels
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from atoll.data.buckets import side_multiple
 from atoll.data.chunks import Worker
 from atoll.data.stages import clusters, features, ingest, latents, patches, shards, text
 from atoll.data.stages.base import Job, Stage, StageName
+from atoll.encoders.autoencoder import downscaling
 
 STAGES: tuple[Stage, ...] = tuple(
     module.STAGE for module in (ingest, features, latents, patches, clusters, text, shards)
@@ -27,7 +28,7 @@ def open_job(run: Path, config: Config) -> Job:
     source = ingest.open_configured(config.data)
     if config.data.buckets == "off":
         return Job(run, config, source)
-    return Job(run, config, source, side_multiple(config, latents.downscaling(config.latents.autoencoder)))
+    return Job(run, config, source, side_multiple(config, downscaling(config.latents.autoencoder)))
 
 
 def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, worker: Worker = Worker()) -> None:  # noqa: B008 - it is frozen

@@ -15,7 +15,7 @@ from atoll import flow
 from atoll.core import layout
 from atoll.core.manifests import LatentSpec
 from atoll.core.networks import DiTConfig
-from atoll.data.stages.latents import Statistics
+from atoll.encoders.autoencoder import Statistics
 from atoll.ensemble.ensemble import Ensemble
 from atoll.experts.density import FIT_IMAGES, Density
 from atoll.experts.expert import Declaration, ExpertReference, OpenRouter

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from atoll.core.sizes import Size
-from atoll.data.encoders import Encoders
+from atoll.encoders.encoders import Encoders
 from atoll.ensemble.ensemble import Ensemble
 from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference
 from atoll.experts.expert_cache import weight_bytes

@@ -21,7 +21,7 @@ from atoll.core.device import download, dtype_name, upload
 from atoll.core.errors import AtollError, unknown
 from atoll.core.progress import progress
 from atoll.core.sizes import Size
-from atoll.data.encoders import Encoders
+from atoll.encoders.encoders import Encoders
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.guidance import Guidance
 from atoll.ensemble.plan import Plan, plan

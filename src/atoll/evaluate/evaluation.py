@@ -16,7 +16,7 @@ from atoll.core.device import device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import SHARDS
 from atoll.data.dataset import Shards
-from atoll.data.vision.lpips import open_perceptual
+from atoll.encoders.lpips import open_perceptual
 from atoll.ensemble import Settings
 from atoll.evaluate import diagnostics, metrics, trajectories
 from atoll.evaluate.cache import cached

@@ -14,11 +14,16 @@ from torch import Tensor, nn
 
 from atoll.core.device import device
 from atoll.core.errors import AtollError
-from atoll.data.pretrained import deterministic_inference, encode_images, fingerprint, load_pretrained, model_folder
-from atoll.data.stages.features import Extractor, open_extractor
-from atoll.data.stages.ingest import Pixels
-from atoll.data.vision import efficientnet, inception
-from atoll.data.vision.base import Vision, to_pixels
+from atoll.encoders import efficientnet, inception
+from atoll.encoders.pretrained import (
+    Pixels,
+    deterministic_inference,
+    encode_images,
+    fingerprint,
+    load_pretrained,
+    model_folder,
+)
+from atoll.encoders.vision import Extractor, Vision, open_extractor, to_pixels
 
 # Images per forward pass of a feature network. Small: inputs have up to 299 pixels a side, also on a CPU. Features are
 # stored, so a change may alter their last digits.

@@ -20,8 +20,9 @@ from atoll.data.chunks import Chunks, prefetch
 from atoll.data.images import BadImage, fit, open_image
 from atoll.data.shuffle import shuffled
 from atoll.data.sources.base import Source, SourceImage
-from atoll.data.stages.ingest import Index, Pixels, open_configured
-from atoll.data.vision.base import Vision
+from atoll.data.stages.ingest import Index, open_configured
+from atoll.encoders.pretrained import Pixels
+from atoll.encoders.vision import Vision
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.distances import Gaussian
 from atoll.evaluate.extractors import BATCH, open_vision, weights_of

@@ -26,7 +26,7 @@ from atoll.data.chunks import Chunks
 from atoll.data.contact_sheet import sheet
 from atoll.data.dataset import Shards
 from atoll.data.shuffle import shuffled
-from atoll.data.stages.ingest import Pixels
+from atoll.encoders.pretrained import Pixels
 from atoll.ensemble import Sampler, Samples, Settings
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.models import EvaluatedModel, LoadOptions

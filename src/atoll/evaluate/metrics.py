@@ -7,8 +7,8 @@ import torch
 
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
-from atoll.data.stages.ingest import Pixels
-from atoll.data.vision.lpips import open_perceptual
+from atoll.encoders.lpips import open_perceptual
+from atoll.encoders.pretrained import Pixels
 from atoll.evaluate import results
 from atoll.evaluate.cache import cached
 from atoll.evaluate.distances import Gaussian, frechet, kernel_distance, pairwise_mean, precision_recall

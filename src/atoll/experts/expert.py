@@ -22,7 +22,7 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import BridgeSpec, ExpertContent, LatentSpec, NetworkContent, TextSpec
 from atoll.core.networks import NetworkConfig
 from atoll.core.sizes import Size
-from atoll.data.stages.latents import Statistics
+from atoll.encoders.autoencoder import Statistics
 from atoll.experts.density import Density
 from atoll.experts.rescaling import Rescaling, rescaling
 from atoll.nets import Condition, PreparedCondition, Router

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from atoll.core.device import ASYNCHRONOUS, upload
 from atoll.core.errors import AtollError
 from atoll.core.host_memory import pinned_budget, pinned_size
-from atoll.data.stages.latents import Statistics
+from atoll.encoders.autoencoder import Statistics
 from atoll.experts.batch_conditions import BatchConditions, replace_rows
 from atoll.experts.expert import DeviceOptions, ExpertReference, OpenExpert, open_expert, select_parts
 from atoll.experts.placement import spread_experts

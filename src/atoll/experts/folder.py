@@ -13,9 +13,9 @@ from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE
 from atoll.core.untrusted import Foreign
 from atoll.data.bounded import link_outside
-from atoll.data.encoders import Encoders
-from atoll.data.hub import is_hub_name, local_folder
-from atoll.data.pretrained import model_folder
+from atoll.encoders.encoders import Encoders
+from atoll.encoders.hub import is_hub_name, local_folder
+from atoll.encoders.pretrained import model_folder
 from atoll.experts.paris import Paris
 from atoll.experts.source import ModelReference
 from atoll.experts.stored import StoredNetwork, weights_file

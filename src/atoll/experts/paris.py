@@ -25,9 +25,9 @@ from atoll.convert import Layout, layout, read_weights
 from atoll.core.errors import AtollError
 from atoll.core.manifests import LatentSpec, TextSpec
 from atoll.core.untrusted import Foreign
-from atoll.data.encoders import Encoders
-from atoll.data.stages.latents import AutoencoderConfig, Codec, PixelCodec, Statistics, open_codec
-from atoll.data.stages.text import TextEncoder, open_text_encoder
+from atoll.encoders.autoencoder import AutoencoderConfig, Codec, PixelCodec, Statistics, open_codec
+from atoll.encoders.encoders import Encoders
+from atoll.encoders.text import TextEncoder, open_text_encoder
 from atoll.experts.expert import Declaration, ExpertReference
 from atoll.experts.source import ModelReference
 from atoll.experts.stored import shapes, weights_file

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atoll.core.device import constant
 from atoll.core.errors import AtollError
-from atoll.data.stages.latents import Statistics
+from atoll.encoders.autoencoder import Statistics
 from atoll.flow.schedules import broadcast
 
 TOLERANCE = 1e-4

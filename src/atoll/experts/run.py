@@ -12,7 +12,7 @@ from atoll.core.errors import AtollError
 from atoll.core.local_trust import open_network
 from atoll.core.manifests import EXPERT, ROUTER
 from atoll.core.verified_files import VerifiedFiles
-from atoll.data.encoders import Encoders
+from atoll.encoders.encoders import Encoders
 from atoll.experts.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, ExpertReference
 from atoll.experts.source import ModelReference

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from atoll.core.errors import AtollError
-from atoll.data.encoders import Encoders
+from atoll.encoders.encoders import Encoders
 from atoll.experts.expert import ExpertReference
 
 

@@ -25,9 +25,9 @@ from atoll.core.errors import AtollError, unknown
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE, NetworkContent, PipelineContent
 from atoll.core.sizes import Size
-from atoll.data.encoders import Encoders
-from atoll.data.stages.latents import Codec, PixelCodec
-from atoll.data.stages.text import TextEncoder
+from atoll.encoders.autoencoder import Codec, PixelCodec
+from atoll.encoders.encoders import Encoders
+from atoll.encoders.text import TextEncoder
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.sampler import Sampler
 from atoll.ensemble.samples import Samples

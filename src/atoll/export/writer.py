@@ -22,8 +22,8 @@ from atoll.core.local_trust import copy_trust, open_network
 from atoll.core.manifests import EXPERT, PIPELINE, ROUTER, ExpertContent, NetworkContent, PipelineContent, RouterContent
 from atoll.core.progress import progress
 from atoll.core.verified_files import VerifiedFiles
-from atoll.data.hub import public_name
-from atoll.data.stages.latents import Codec
+from atoll.encoders.autoencoder import Codec
+from atoll.encoders.hub import public_name
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.loading import load
 from atoll.ensemble.sampler import Sampler

@@ -34,7 +34,7 @@ from atoll.core.trust import Network, Policy
 from atoll.core.untrusted import Refused, check_bounded, strict_json
 from atoll.core.verified_files import VerifiedFiles
 from atoll.data.dataset import Shards
-from atoll.data.stages.latents import Statistics
+from atoll.encoders.autoencoder import Statistics
 from atoll.experts.density import DENSITY_FILE
 from atoll.experts.expert import open_expert
 from atoll.experts.run import expert_of_artifact

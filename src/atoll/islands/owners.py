@@ -29,7 +29,7 @@ from atoll.core.trust import (
     parse_signed,
 )
 from atoll.core.untrusted import Refused
-from atoll.data.hub import public_name
+from atoll.encoders.hub import public_name
 from atoll.islands.admission import Contribution, check_behavior, check_declaration, check_files, check_new
 from atoll.islands.remote_run import RemoteRun, read_all, without_root
 from atoll.islands.shared_settings import not_shared, shared_part

@@ -18,7 +18,7 @@ from atoll.core.config import Config, PlainLoader
 from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError
 from atoll.core.untrusted import MAX_TEXT, Refused, check_bounded
-from atoll.data.hub import public_name
+from atoll.encoders.hub import public_name
 
 SHARED: Mapping[str, frozenset[str] | None] = {
     "preset": None,

@@ -18,8 +18,8 @@ from atoll.core.artifacts import Content, Kind
 from atoll.core.errors import AtollError
 from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
-from atoll.data.encoders import Encoders
 from atoll.data.shuffle import shuffled
+from atoll.encoders.encoders import Encoders
 from atoll.ensemble import Settings, parse
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.generated import Prompts, sample_by_size, stored_images, stored_name

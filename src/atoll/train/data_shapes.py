@@ -18,8 +18,8 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS, DataSpec, ShardsContent
 from atoll.core.sizes import Size
-from atoll.data import autoencoder as shipped
 from atoll.data.dataset import Shards
+from atoll.encoders.autoencoder import EMOJI
 
 
 class TextShape(NamedTuple):
@@ -104,7 +104,7 @@ def _latents(autoencoder: str, resolution: int) -> tuple[int, ...]:
         channels, stride = LATENTS[autoencoder]
     else:
         # A folder in the format of diffusers: each resolution level but the first halves the side.
-        settings = _settings(shipped.path() if autoencoder == "emoji" else Path(autoencoder), "the latents' shape")
+        settings = _settings(EMOJI if autoencoder == "emoji" else Path(autoencoder), "the latents' shape")
         blocks = settings.get("block_out_channels") or settings.get("encoder_block_out_channels")
         if not isinstance(blocks, list) or not isinstance(settings.get("latent_channels"), int):
             raise AtollError(

@@ -12,7 +12,7 @@ import torch
 from atoll.core.config_sections import Train
 from atoll.core.sizes import Size
 from atoll.data.dataset import Batch
-from atoll.data.encoders import Encoders
+from atoll.encoders.encoders import Encoders
 from atoll.ensemble import Ensemble, RoutingState, Sampler, SamplerState, Settings
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.validation import condition_of, validate

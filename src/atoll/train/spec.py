@@ -33,7 +33,7 @@ from atoll.core.networks import (
     check_fits_data,
     read_network,
 )
-from atoll.data.stages.latents import Statistics
+from atoll.encoders.autoencoder import Statistics
 from atoll.flow import objective
 from atoll.nets import build
 from atoll.train.align import AlignmentSpec

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, first_line
-from atoll.data.hub import local_folder
 from atoll.data.sources.base import Options, SourceImage, digest
 from atoll.data.sources.fields import Ids, fingerprint_of
 from atoll.data.sources.parquet import Columns, image_bytes, table_image, table_rows
+from atoll.encoders.hub import local_folder
 
 # Rows that are listed at a time; a choice. Their images are in memory as encoded bytes, so the number is small.
 _ROWS = 256

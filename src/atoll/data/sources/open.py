@@ -5,10 +5,10 @@ from pathlib import Path
 
 from atoll.core.errors import AtollError, unknown
 from atoll.data.bounded import link_outside
-from atoll.data.hub import hint
 from atoll.data.images import SUFFIXES
 from atoll.data.sources.base import KINDS, Kind, Options, Source
 from atoll.data.sources.folder import FolderSource, entries_of, folders
+from atoll.encoders.hub import hint
 
 _EXPECTED = (
     "expected a folder of images, WebDataset tars (*.tar), parquet files (*.parquet), "

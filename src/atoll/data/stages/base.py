@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from torch import Tensor
 
 from atoll.core import layout
@@ -22,10 +21,9 @@ from atoll.core.errors import AtollError
 from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks, Worker
 from atoll.data.sources.base import Source
+from atoll.encoders.pretrained import Pixels
 
 StageName = Literal["ingest", "features", "latents", "patches", "clusters", "text", "shards"]
-Pixels = np.ndarray[Any, np.dtype[np.uint8]]
-"""Images (N, height, width, 3)."""
 
 
 @dataclass(frozen=True)

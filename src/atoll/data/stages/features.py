@@ -1,174 +1,25 @@
-"""The features that the clustering uses: one unit vector per image, from a frozen vision network.
+"""The features that the clustering uses: one unit vector per image, from a frozen vision network."""
 
-`efficientnet-lite0` comes from a pip package. For photographs use DINOv2 (`features.model: facebook/dinov2-base`) or
-any other vision model of transformers, by its name on the hub or as a folder.
-"""
-
-import json
-import math
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.config_sections import Clusters
-from atoll.core.device import device, upload
-from atoll.core.errors import AtollError
 from atoll.core.manifests import FEATURES, FeaturesContent
 from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks, Worker
-from atoll.data.pretrained import deterministic_inference, encode_images, fingerprint, load_pretrained, model_folder
 from atoll.data.stages import ingest
-from atoll.data.stages.base import Encoder, Job, Pixels, Stage
+from atoll.data.stages.base import Encoder, Job, Stage
 from atoll.data.stages.ingest import Index
 from atoll.data.stages.listing import Listing
-from atoll.data.vision import efficientnet
+from atoll.encoders import efficientnet
+from atoll.encoders.pretrained import fingerprint, model_folder
+from atoll.encoders.vision import open_extractor
 
 NAME = layout.FEATURES
-_STRIDE = 32
-"""Stride of the last feature map of usual convolutional networks."""
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """Input of a vision network: side in pixels, and (pixel - mean) / std for pixels from 0 to 255."""
-
-    side: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-
-
-class Extractor:
-    """A vision network with its preprocessing, from 8-bit images to unit vectors."""
-
-    def __init__(self, network: nn.Module, preprocessing: Preprocessing) -> None:
-        self.device = device()
-        self.network = network.to(self.device)
-        self.side = preprocessing.side
-        self._mean = torch.tensor(preprocessing.mean, device=self.device).view(1, 3, 1, 1)
-        self._scale = 1 / torch.tensor(preprocessing.std, device=self.device).view(1, 3, 1, 1)
-
-    @property
-    def multiple(self) -> int:
-        """What the sides of images that are not square are multiples of: the patch size, or the stride."""
-        config = getattr(getattr(self.network, "network", None), "config", None)
-        config = getattr(config, "vision_config", config)  # CLIP has a text model beside it
-        size = getattr(config, "patch_size", None)
-        return size if isinstance(size, int) else getattr(self.network, "stride", _STRIDE)
-
-    def __call__(self, pixels: Pixels) -> Tensor:
-        """Return unit vectors (N, D) on the CPU, of images (N, side, side, 3)."""
-        return self.unit(pixels).cpu()
-
-    def unit(self, pixels: Pixels) -> Tensor:
-        """Return unit vectors (N, D) on the device, of images (N, side, side, 3)."""
-        return nn.functional.normalize(self.raw(self._upload(pixels)), dim=1)
-
-    def _upload(self, pixels: Pixels) -> Tensor:
-        # The permuted view has the channels-last memory format, which is the fastest for convolutions, without a copy.
-        return upload(torch.from_numpy(pixels), self.device).permute(0, 3, 1, 2).float()
-
-    def raw(self, x: Tensor) -> Tensor:
-        """Return features (N, D) without normalization, of pixels (N, 3, side, side) from 0 to 255. Overwrite `x`."""
-        x = x.sub_(self._mean).mul_(self._scale)
-        return torch.cat(encode_images(self.network, x)).float()
-
-    def patches(self, pixels: Pixels, grid: tuple[int, int]) -> Tensor:
-        """Return a grid of features (N, rows, columns, C) on the device, of images (N, height, width, 3)."""
-        x = self._upload(pixels).sub_(self._mean).mul_(self._scale)
-        with deterministic_inference():
-            found: Tensor = self.network.patches(x).float()  # type: ignore[operator]
-            found = nn.functional.interpolate(found, grid, mode="bilinear", antialias=True)
-        return found.permute(0, 2, 3, 1)
-
-    def symmetric_patches(self, pixels: Pixels, grid: tuple[int, int]) -> Tensor:
-        """Return a grid of features (N, rows, columns, C) that is mirrored if the image is mirrored.
-
-        It is the mean of the features of the image and the mirrored features of its mirror image.
-        """
-        mirrored = self.patches(np.ascontiguousarray(pixels[:, :, ::-1]), grid)
-        return (self.patches(pixels, grid) + mirrored.flip(2)) / 2
-
-
-def open_extractor(model: str, resolution: int | None = None) -> Extractor:
-    """Open the extractor that the configuration names."""
-    if model == "efficientnet-lite0":
-        same = (127.0,) * 3, (128.0,) * 3
-        return Extractor(efficientnet.load(), Preprocessing(resolution or efficientnet.SIDE, *same))
-    from transformers import AutoModel
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    folder = model_folder(model)
-    network = load_pretrained(AutoModel, folder, use_safetensors=True).eval()
-    return Extractor(_Pooled(network), _preprocessing(folder, network.config, resolution))
-
-
-class _Pooled(nn.Module):
-    """One vector per image from a transformers vision model: its image features or pooled output, else token 0."""
-
-    def __init__(self, network: Any) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.network.get_image_features(x) if hasattr(self.network, "get_image_features") else self.network(x)
-        if isinstance(output, Tensor):
-            return output
-        pooled: Tensor | None = output.pooler_output
-        first: Tensor = output.last_hidden_state[:, 0]
-        # Convolutional models pool to (N, D, 1, 1).
-        return first if pooled is None else pooled.flatten(1)
-
-    def patches(self, x: Tensor) -> Tensor:
-        """Return the last feature map (N, C, rows, columns): patch tokens without class and register tokens."""
-        vision = getattr(self.network, "vision_model", self.network)  # CLIP has a text model beside it
-        states: Tensor = vision(x).last_hidden_state
-        if states.ndim == 4:  # a convolutional model
-            return states
-        # Class and register tokens come first. Some models merge patches, so that fewer are left than their size gives.
-        side, size = math.isqrt(states.shape[1]), getattr(vision.config, "patch_size", None)
-        rows = columns = side
-        if isinstance(size, int):
-            rows, columns = x.shape[-2] // size, x.shape[-1] // size
-            if rows * columns > states.shape[1]:
-                if rows != columns:
-                    raise ValueError("a network that merges patches takes only square images")
-                rows = columns = side
-        return states[:, -(rows * columns) :].transpose(1, 2).reshape(len(states), -1, rows, columns)
-
-
-def _preprocessing(folder: Path, config: Any, resolution: int | None) -> Preprocessing:
-    """Return the preprocessing in a model's preprocessor_config.json."""
-    # Only side, mean and std are used. Atoll crops and resizes in one step (`data/images.py`), for all models alike.
-    file = folder / "preprocessor_config.json"
-    if not file.is_file():
-        raise AtollError(
-            f"{folder} has no preprocessor_config.json, so mean and std of its images are unknown; copy that file too"
-        )
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    size = settings.get("crop_size") or settings.get("size")
-    own = size if isinstance(size, int) else (size or {}).get("height") or (size or {}).get("shortest_edge")
-    side = resolution or own or getattr(config, "image_size", None)
-    if not isinstance(side, int):
-        raise AtollError(f"{file} has no image size; set features.resolution")
-    half = [0.5, 0.5, 0.5]
-    mean, std = settings.get("image_mean") or half, settings.get("image_std") or half
-    # Mean and std apply to rescaled pixels, usually from 0 to 1; `Preprocessing` has them for pixels from 0 to 255.
-    scale = 1 / settings.get("rescale_factor", 1 / 255)
-    return Preprocessing(side, _three(mean, scale), _three(std, scale))
-
-
-def _three(values: list[float], scale: float) -> tuple[float, float, float]:
-    red, green, blue = values
-    return red * scale, green * scale, blue * scale
 
 
 def needed(config: Clusters, classes: int | None) -> bool:

@@ -33,7 +33,6 @@ from atoll.core.sizes import Size, cropped_share
 from atoll.data.chunks import Chunks, Worker, read_rows, row_counts
 from atoll.data.sources.base import BadImage, Options, Source, SourceImage, digest
 from atoll.data.sources.open import open_source
-from atoll.data.stages import base
 from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.listing import Listing
 
@@ -41,7 +40,6 @@ NAME = layout.INGEST
 IMAGES, REJECTED, CHUNKS = "images.parquet", "rejected.parquet", "chunks.json"
 _PARTS = ".parts/{:06d}.parquet"
 """Scratch files: one table per chunk of the source."""
-Pixels = base.Pixels
 
 SCHEMA = pa.schema(
     [

@@ -36,11 +36,13 @@ from atoll.core.sizes import Size, nearest_size
 from atoll.data.chunks import Worker, prefetch
 from atoll.data.images import BadImage, fit, image_size, open_image
 from atoll.data.sources.base import Source, SourceImage
-from atoll.data.stages import features, ingest, latents
-from atoll.data.stages.base import Encoder, Job, Pixels, Stage, previous
-from atoll.data.stages.features import Extractor, open_extractor
+from atoll.data.stages import features, ingest
+from atoll.data.stages.base import Encoder, Job, Stage, previous
 from atoll.data.stages.ingest import Index
 from atoll.data.stages.listing import Listing
+from atoll.encoders import autoencoder
+from atoll.encoders.pretrained import Pixels
+from atoll.encoders.vision import Extractor, open_extractor
 
 NAME = layout.PATCHES
 FIT_IMAGES = 1024
@@ -106,7 +108,7 @@ def grid_side(side: int, stored: int, dimensions: int) -> int:
 def _square(job: Job) -> tuple[int, int]:
     """Return the sides of the latents and of the grid of a square image."""
     config = job.config
-    shapes = latents.latent_shapes(config.latents.autoencoder, Size.square(config.data.resolution))
+    shapes = autoencoder.latent_shapes(config.latents.autoencoder, Size.square(config.data.resolution))
     # Mirrored latents do not count, so that the grid does not depend on data.flip.
     stored = sum(map(math.prod, shapes.values())) * getattr(torch, config.latents.dtype).itemsize
     side = shapes["mean"][-1]
@@ -116,7 +118,7 @@ def _square(job: Job) -> tuple[int, int]:
 def _grid(job: Job, size: Size) -> tuple[int, int]:
     """Return rows and columns of the patches of an image; patches of all sizes are equally large."""
     side, square = _square(job)
-    _, height, width = latents.latent_shapes(job.config.latents.autoencoder, size)["mean"]
+    _, height, width = autoencoder.latent_shapes(job.config.latents.autoencoder, size)["mean"]
     return max(1, round(height * square / side)), max(1, round(width * square / side))
 
 

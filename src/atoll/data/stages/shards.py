@@ -48,10 +48,11 @@ from atoll.core.manifests import (
 from atoll.core.progress import progress
 from atoll.core.sizes import Size
 from atoll.data.chunks import Worker, read_rows, select_rows
-from atoll.data.hub import public_name
 from atoll.data.stages import clusters, latents, patches, text
 from atoll.data.stages.base import Job, Stage
 from atoll.data.stages.ingest import IMAGES, Index
+from atoll.encoders.autoencoder import Statistics
+from atoll.encoders.hub import public_name
 
 SPLITS = ("train", "held-out")
 Rows = np.ndarray[Any, np.dtype[np.int32]]
@@ -217,7 +218,7 @@ class _Writer:
             source=self.index.manifest.made_from["source"],
             fingerprint=self.index.manifest.made_from["fingerprint"],
             latents=self.latents,
-            statistics=latents.normalization(self.config, latents.Statistics.of(measured)).declared(),
+            statistics=latents.normalization(self.config, Statistics.of(measured)).declared(),
             text=self.text,
             flip=self.config.data.flip,
             patches=self.patches,

@@ -13,12 +13,12 @@ from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
 from atoll.core.manifests import LatentSpec, TextSpec
-from atoll.data.hub import LOCAL
-from atoll.data.pretrained import check_weights
-from atoll.data.stages.latents import Codec, PixelCodec, open_codec
-from atoll.data.stages.latents import weights_of as autoencoder_weights
-from atoll.data.stages.text import TextEncoder, open_text_encoder
-from atoll.data.stages.text import weights_of as text_encoder_weights
+from atoll.encoders.autoencoder import Codec, PixelCodec, open_codec
+from atoll.encoders.autoencoder import weights_of as autoencoder_weights
+from atoll.encoders.hub import LOCAL
+from atoll.encoders.pretrained import check_weights
+from atoll.encoders.text import TextEncoder, open_text_encoder
+from atoll.encoders.text import weights_of as text_encoder_weights
 
 OpenCodec = Callable[[torch.device, torch.dtype], Codec | PixelCodec]
 OpenTextEncoder = Callable[[torch.device, torch.dtype], TextEncoder]

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll.core.device import device
-from atoll.data.pretrained import deterministic_inference, fingerprint
-from atoll.data.stages.ingest import Pixels
-from atoll.data.vision.base import Vision, to_pixels
+from atoll.encoders.pretrained import Pixels, deterministic_inference, fingerprint
+from atoll.encoders.vision import Vision, to_pixels
 from atoll.nets.io import check_fit, read_weights
 
 # As in the lpips package.

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -15,9 +16,11 @@ from torch import Tensor
 from atoll.core.artifacts import sha256_of
 from atoll.core.errors import AtollError, first_line
 from atoll.core.untrusted import Foreign
-from atoll.data.hub import hint, local_folder, print_hint
+from atoll.encoders.hub import hint, local_folder, print_hint
 
 T = TypeVar("T")
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+"""Images (N, height, width, 3)."""
 
 # Configuration, weights, vocabularies and SentencePiece models. Pickled weights and Python code are never downloaded.
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]

@@ -1,1 +1,0 @@
-"""Vision networks for features, metrics and perceptual distances."""

@@ -1,0 +1,1 @@
+"""Pretrained networks: autoencoders, text encoders and vision networks; `Encoders` are those of one model."""
