@@ -1,6 +1,5 @@
 """The command line: verbs, help, overrides and exit codes."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +11,7 @@ import yaml
 
 from atoll import __version__, cli
 from atoll.cli.verb import Verb
-from atoll.core import config, renamed
+from atoll.core import config
 from atoll.core.presets import PRESETS
 
 
@@ -42,36 +41,6 @@ def test_the_help_fits_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 23
     assert max(map(len, lines)) <= 80
-
-
-@pytest.mark.parametrize(
-    ("verb", "old", "new"), [(v, o, n) for v, names in renamed.OPTIONS.items() for o, n in names.items()]
-)
-@pytest.mark.parametrize("form", ["{} 1", "{}=1"])
-def test_a_renamed_option_is_an_error_with_its_new_name(
-    verb: str, old: str, new: str, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([verb, "run", *form.format(old).split()]) == 2
-    assert capsys.readouterr().err == f"atoll: {old} is now {new}\n"
-    fields = {field.name.replace("_", "-") for field in dataclasses.fields(cli.VERBS[verb])}
-    assert new.removeprefix("--") in fields, "the new name is an option of the verb"
-    assert old.removeprefix("--") not in fields, "the old name is not"
-
-
-def test_an_old_name_is_still_a_prompt_after_two_dashes() -> None:
-    renamed.check_arguments("sample", ["run", "--", "--guidance"])
-
-
-@pytest.mark.parametrize(("old", "new"), renamed.PRESETS.items())
-def test_a_renamed_preset_is_an_error_with_its_new_name(
-    old: str, new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert old not in PRESETS
-    assert new in PRESETS
-    for option in (["--preset", old], [f"--preset={old}"]):
-        assert cli.main(["init", str(tmp_path / "run"), *option]) == 2
-        assert capsys.readouterr().err == f"atoll: the preset {old!r} is now {new!r}\n"
-    assert cli.main(["init", str(tmp_path / old)]) == 0, "a run may have that name"
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

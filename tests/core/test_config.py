@@ -1,9 +1,8 @@
-import re
 from pathlib import Path
 
 import pytest
 
-from atoll.core import config, renamed
+from atoll.core import config
 from atoll.core.config_yaml import to_yaml
 from atoll.core.errors import AtollError
 
@@ -17,7 +16,6 @@ from atoll.core.errors import AtollError
         ({"clusters": {"count": 0}}, "clusters.count: Input should be greater than or equal to 1, got 0"),
         ({"clusters": {"count": "many"}}, "clusters.count: .*got 'many'"),
         ({"experts": {"default": "flow-maching"}}, "experts.default: unknown objective .*did you mean 'flow-matching'"),
-        ({"experts": {"default": "edm"}}, "experts.default: the objective 'edm' is now 've-x0'"),
         ({"experts": {"one": "ddpm"}}, "unknown key 'experts.one'; expected 'default' or the number of an expert"),
         ({"experts": {0: {"schedul": "cosine"}}}, "'experts.0.schedul'; did you mean 'experts.0.schedule'"),
         ({"experts": {0: {"schedule": "cosin"}}}, "experts.0.schedule: .*got 'cosin'"),
@@ -123,18 +121,6 @@ def test_options_that_are_not_yaml_are_plain_text() -> None:
 def test_nan_and_infinity_are_errors(key: str, value: str) -> None:
     with pytest.raises(AtollError, match=key):
         config.resolve({}, {key: value})
-
-
-@pytest.mark.parametrize(("old", "new"), renamed.KEYS.items())
-def test_a_renamed_key_is_an_error_with_its_new_name(old: str, new: str) -> None:
-    section, key = old.split(".")
-    expected = re.escape(f"'{old}' is now '{new}'")
-    with pytest.raises(AtollError, match=expected):
-        config.resolve({section: {key: 1}})
-    with pytest.raises(AtollError, match=expected):
-        config.resolve({}, {old: "1"})
-    assert key not in config.keys_at([section])
-    assert new.removeprefix(f"{section}.") in config.keys_at([section])
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,12 @@ from atoll.core import config
 from atoll.core.config_sections import Island
 from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
-from atoll.core.untrusted import Refused
 from atoll.islands import owners
 from atoll.islands.pull import pull
 from atoll.islands.remote_run import Access
 from atoll.islands.shared_settings import SHARED, read_shared, shared_part
 from atoll.islands.store import Store
-from atoll.islands.worker import check_overrides, open_worker
+from atoll.islands.worker import open_worker
 from islands.shared import person, remote, share
 from train.conftest import Copy, merge
 
@@ -180,20 +179,6 @@ def test_shared_settings_survive_a_round_trip(new_run: Copy) -> None:
 def test_the_settings_of_every_preset_can_be_shared(preset: str) -> None:
     settings = config.resolve(PRESETS[preset])
     assert shared_part(read_shared(shared_part(settings), "store")) == shared_part(settings)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [("train.samples", "train.total_images"), ("data.held_out", "data.val_fraction")]
-)
-def test_a_renamed_setting_of_a_store_is_refused_with_its_new_name(old: str, new: str) -> None:
-    section, key = old.split(".")
-    with pytest.raises(Refused, match=f"{old} is now {new}"):
-        read_shared(yaml.safe_dump({section: {key: 1}}).encode(), "store")
-
-
-def test_a_renamed_setting_of_a_contributor_is_an_error_with_its_new_name() -> None:
-    with pytest.raises(AtollError, match=r"--train.samples is now --train.total_images"):
-        check_overrides({"train.samples": "5"})
 
 
 @pytest.mark.hostile

@@ -10,7 +10,7 @@ import tyro
 
 from atoll.cli import convert, core, data, ensemble, evaluate, islands, launch, studio, train
 from atoll.cli.verb import Configured, Verb
-from atoll.core import disk, renamed
+from atoll.core import disk
 from atoll.core.errors import AtollError, unknown
 from atoll.core.version import __version__
 
@@ -85,7 +85,6 @@ def parse(name: str, arguments: list[str]) -> Verb:
         raise AtollError(f"{unknown('verb', name, VERBS)}\nsee: atoll --help")
     # Overrides are removed first: tyro would reject options that are not fields of the verb.
     rest, overrides = split_overrides(arguments)
-    renamed.check_arguments(name, rest)
     verb = tyro.cli(VERBS[name], args=rest, prog=f"atoll {name}", config=TYRO_CONFIG)
     if isinstance(verb, Configured):
         verb.overrides = overrides

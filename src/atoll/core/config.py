@@ -1,7 +1,7 @@
 """The configuration of a run: YAML validated by pydantic, with the same keys as dotted options on the command line.
 
 `RUN/atoll.yaml` holds a run's settings. Every key has a default. An unknown key is an error that suggests the nearest
-valid one, and a renamed key is an error with its new name. `--section.key VALUE` on any verb that reads a run overrides
+valid one. `--section.key VALUE` on any verb that reads a run overrides
 the file. VALUE is parsed as YAML, so the file and the command line share one validation.
 """
 
@@ -13,7 +13,6 @@ from typing import Annotated, Any, Self, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from atoll.core import renamed
 from atoll.core.config_sections import (
     Clusters,
     Data,
@@ -207,8 +206,6 @@ def _explain(error: Any) -> str:
     loc = [str(part) for part in error["loc"] if part != "[key]"]
     where = ".".join(loc) or "(top)"
     if error["type"] == "extra_forbidden":
-        if where in renamed.KEYS:
-            return f"{where!r} is now {renamed.KEYS[where]!r}"
         known = keys_at(loc[:-1])
         guess = nearest(loc[-1], known)
         hint = f"did you mean {'.'.join([*loc[:-1], guess])!r}?" if guess else f"known: {', '.join(known)}"

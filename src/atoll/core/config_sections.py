@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from atoll.core import networks
-from atoll.core.errors import AtollError
-from atoll.core.names import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName, unknown_objective
+from atoll.core.errors import AtollError, unknown
+from atoll.core.names import OBJECTIVES, Prediction, ScheduleName, TimesName, WeightingName
 from atoll.core.sizes import Size
 
 
@@ -39,7 +39,7 @@ def _objective_by_name(value: object) -> object:
     if not isinstance(value, str):
         return value
     if value not in NAMED_OBJECTIVES:
-        raise ValueError(unknown_objective(value))
+        raise ValueError(unknown("objective", value, OBJECTIVES))
     return NAMED_OBJECTIVES[value]
 
 

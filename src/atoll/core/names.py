@@ -2,9 +2,6 @@
 
 from typing import Literal, TypedDict, get_args
 
-from atoll.core import renamed
-from atoll.core.errors import unknown
-
 ScheduleName = Literal["linear", "cosine", "ddpm-linear", "ddpm-scaled-linear", "ddpm-cosine", "edm"]
 Prediction = Literal["velocity", "epsilon", "x0", "v_prediction", "score"]
 TimesName = Literal["uniform", "logit-normal", "log-normal"]
@@ -51,10 +48,3 @@ OBJECTIVES: dict[str, ObjectiveParts] = {
     },
 }
 """Objectives by name. Fields that are left out have the defaults of `atoll.flow.Objective`."""
-
-
-def unknown_objective(name: str) -> str:
-    """Return the error message for a name that is not an objective."""
-    if name in renamed.OBJECTIVES:
-        return f"the objective {name!r} is now {renamed.OBJECTIVES[name]!r}"
-    return unknown("objective", name, OBJECTIVES)

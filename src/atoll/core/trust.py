@@ -24,8 +24,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from atoll.core import layout
 from atoll.core.artifacts import Content, to_json
-from atoll.core.errors import AtollError, wrong_fields
-from atoll.core.names import OBJECTIVES, unknown_objective
+from atoll.core.errors import AtollError, unknown, wrong_fields
+from atoll.core.names import OBJECTIVES
 from atoll.core.signing import Digest, PublicKey, Role, RunId, Signature, Statement, Version
 from atoll.core.untrusted import Refused, strict_json
 
@@ -54,7 +54,7 @@ class Policy(Content):
     def _are_objectives(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for name in names or ():
             if name not in OBJECTIVES:
-                raise ValueError(unknown_objective(name))
+                raise ValueError(unknown("objective", name, OBJECTIVES))
         return names
 
 

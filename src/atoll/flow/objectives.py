@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.core.errors import unknown
 from atoll.core.manifests import ObjectiveSpec
-from atoll.core.names import OBJECTIVES, Prediction, TimesName, WeightingName, unknown_objective
+from atoll.core.names import OBJECTIVES, Prediction, TimesName, WeightingName
 from atoll.flow import rng
 from atoll.flow.bridge import Bridge
 from atoll.flow.predictions import Pair, check_prediction, from_pair, pair_weights
@@ -177,7 +177,7 @@ class Objective:
 def objective(name: str | None = None, **parts: Any) -> Objective:
     """Build an objective by name, by its parts, or by name with changes: `objective("ddpm", time_shift=2.0)`."""
     if name is not None and name not in OBJECTIVES:
-        raise ValueError(unknown_objective(name))
+        raise ValueError(unknown("objective", name, OBJECTIVES))
     spec = {**(OBJECTIVES[name] if name else {}), **parts}
     known = [*ObjectiveSpec.model_fields]
     if wrong := [part for part in spec if part not in known]:

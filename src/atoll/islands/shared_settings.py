@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from atoll.core import config as configuration
-from atoll.core import renamed
 from atoll.core.config import Config, PlainLoader
 from atoll.core.config_sections import Train
 from atoll.core.errors import AtollError
@@ -126,8 +125,6 @@ def _check_section(section: object, content: Any, source: str) -> None:
     allowed = SHARED[section]
     for key, value in content.items() if isinstance(content, dict) else ():
         where = f"{section}.{str(key)[:40]}"
-        if where in renamed.KEYS:
-            raise Refused(f"{source}: {where} is now {renamed.KEYS[where]}")
         if allowed is not None and key not in allowed:
             raise Refused(f"{source} sets {where}, which belongs to a machine and not to a shared run")
         if (section, key) in NAMES and not (isinstance(value, str) and _NAME.fullmatch(value)):

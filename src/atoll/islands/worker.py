@@ -15,7 +15,7 @@ from zlib import crc32
 
 from atoll import flow
 from atoll.core import config as configuration
-from atoll.core import layout, renamed
+from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.device import compute_dtype, device, dtype_name
@@ -303,8 +303,6 @@ def public_reason(error: BaseException) -> str:
 def check_overrides(overrides: dict[str, str]) -> None:
     """Raise an error unless the overrides set only objectives, networks and harmless keys of `train`."""
     for key in overrides:
-        if key in renamed.KEYS:
-            raise AtollError(f"--{key} is now --{renamed.KEYS[key]}")
         section, _, name = key.partition(".")
         if section not in ("experts", "networks") and not (
             section == "train" and name.split(".")[0] in CONTRIBUTOR_KEYS
