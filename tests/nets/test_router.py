@@ -3,7 +3,6 @@ import torch
 from torch.nn import functional
 
 from atoll.convert import write_weights
-from atoll.convert.convert import read_source
 from atoll.core.errors import AtollError
 from atoll.nets import Condition, Router, RouterConfig, count_parameters, load_network, save_network
 from atoll.nets.io import WEIGHTS_FILE
@@ -101,15 +100,9 @@ def test_save_and_load_keep_the_calibration(tmp_path):
     assert router(torch.randn(2, 1, 12, 12), timestep).shape == (2, 3)
 
 
-def test_files_of_older_routers_with_retired_tensors_are_read(tmp_path):
+def test_a_surplus_tensor_is_an_error(tmp_path):
     router = Router(RouterConfig(**TINY))
     save_network(router, tmp_path)
-    write_weights(
-        router.state_dict() | {"balanced": torch.tensor(False), "log_prior": torch.zeros(3)}, tmp_path / WEIGHTS_FILE
-    )
-    x, timestep = torch.randn(2, 1, 8, 8), torch.tensor(3.0)
-    assert load_network(tmp_path).logits(x, timestep).equal(router.logits(x, timestep))
-    assert set(read_source(tmp_path).state) == set(router.state_dict())
     write_weights(router.state_dict() | {"surplus": torch.tensor(False)}, tmp_path / WEIGHTS_FILE)
     with pytest.raises(AtollError, match="unexpected surplus"):
         load_network(tmp_path)

@@ -19,7 +19,7 @@ from atoll.nets.adapters import KINDS
 from atoll.nets.conditioning import Condition
 from atoll.nets.dit import DiT
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, build
-from atoll.nets.router import Router, without_retired
+from atoll.nets.router import Router
 
 CONVERSION_FILE = "conversion.json"
 NORMALIZATION = "normalization"
@@ -103,7 +103,6 @@ def _native(file: Path, given: ConfigJson, state: dict[str, Tensor]) -> Source:
     with torch.device("meta"):
         network = build(read_network(given))
     assert isinstance(network, DiT | Router)
-    state = without_retired(state)
     check_fit(state, network.state_dict(), f"the network of {file.parent / CONFIG_FILE}")
     return Source(file, "atoll", network.config, state)
 

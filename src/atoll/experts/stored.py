@@ -38,7 +38,6 @@ from atoll.experts.expert import Declaration, ExpertReference
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, weights_digest
-from atoll.nets.router import without_retired
 
 DECLARATION_FILE = "declaration.json"
 NULL_FILE = "null.safetensors"
@@ -107,7 +106,7 @@ class StoredNetwork:
         content = read_declaration(file)
         kind, signed = _stored_class(folder, content.network.class_name), signed_network(folder.parent, content.job)
         stored = cls(folder, content, kind, weights_file(folder), signed)
-        check_fit(without_retired(shapes(stored.weights)), stored._expected(), f"the network that {file} declares")
+        check_fit(shapes(stored.weights), stored._expected(), f"the network that {file} declares")
         if signed is not None:
             stored._check_declaration(signed)
         return stored

@@ -16,7 +16,7 @@ from atoll.core.errors import AtollError, first_line
 from atoll.core.networks import DiffusersConfig, DiTConfig, NetworkConfig, RouterConfig, read_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.dit import DiT
-from atoll.nets.router import Router, without_retired
+from atoll.nets.router import Router
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 CONFIG_FILE = "config.json"
@@ -152,7 +152,7 @@ def load_network(folder: str | Path, read: Callable[[str], memoryview] | None = 
     if not file.is_file():
         raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     config = read_network(json.loads(bytes(read(CONFIG_FILE)) if read else file.read_bytes()))
-    state = without_retired(tensors_of(read(WEIGHTS_FILE)) if read else read_weights(Path(folder) / WEIGHTS_FILE))
+    state = tensors_of(read(WEIGHTS_FILE)) if read else read_weights(Path(folder) / WEIGHTS_FILE)
     native = not isinstance(config, DiffusersConfig)
     # DiT and router store all their buffers, so initialization can be skipped on the meta device. Diffusers models have
     # buffers that are not saved.

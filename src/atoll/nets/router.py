@@ -18,17 +18,6 @@ from atoll.nets.layers import (
 from atoll.nets.positions import is_sincos, resized_positions, sincos_on, sincos_positions
 from atoll.nets.rotary import rotation
 
-RETIRED = ("log_prior", "balanced")
-"""Tensors in files of older routers that are ignored when a file is read.
-
-`log_prior` was added to the logits if `balanced` was true, which was never the case for routers trained with Atoll.
-"""
-
-
-def without_retired(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a router file without the retired ones."""
-    return {name: tensor for name, tensor in state.items() if name not in RETIRED}
-
 
 class Head(nn.Module):
     """Linear, GELU, LayerNorm, GELU, and Linear to one logit per expert."""
