@@ -79,7 +79,7 @@ def test_a_trained_diffusers_expert_has_not_the_scale_of_the_release(tmp_path):
     }  # fmt: skip
     save_network(build(read_network({"_class_name": "PixArtExpert", **fields})), tmp_path / "expert")
     convert(tmp_path / "expert", tmp_path / "native")
-    assert declared(tmp_path / "native") == "none"
+    assert declared(tmp_path / "native") is None
 
 
 @pytest.mark.parametrize("values", [{"scaling_factor": -1.0}, {"scale": 1.0}, {}, 0.18215])

@@ -96,9 +96,6 @@ class NamedConfig:
     """A network specification that has named sizes and is stored as a config.json."""
 
     class_name: ClassVar[str]
-    added: ClassVar[tuple[str, ...]]
-    """Fields that the first manifests did not have. At their defaults they are not stored, so that older runs resume.
-    """
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> Self:
@@ -124,13 +121,7 @@ class NamedConfig:
 
     def to_dict(self) -> ConfigJson:
         """Return the content of config.json."""
-        defaults = {field.name: field.default for field in fields(self)}
-        kept = {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in self.added or getattr(self, name) != defaults[name]
-        }
-        return {CLASS_NAME: self.class_name, **kept}
+        return {CLASS_NAME: self.class_name, **asdict(self)}
 
 
 @dataclass(frozen=True, config=_CHECKED)
@@ -138,7 +129,6 @@ class DiTConfig(NamedConfig):
     """The architecture of a DiT."""
 
     class_name = "DiT"
-    added = ("null_tokens", "normalization", "norm", "mlp")
     width: Positive = 384
     depth: Positive = 12
     heads: Positive = 6
@@ -209,7 +199,6 @@ class RouterConfig(NamedConfig):
     """The architecture of a router; the default is the DiT-B/2 of DDM and Paris."""
 
     class_name = "Router"
-    added = ("normalization", "positions", "norm", "mlp", "qk_norm")
     experts: Positive = 8
     width: Positive = 768
     depth: Positive = 12
