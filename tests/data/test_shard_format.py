@@ -65,9 +65,8 @@ def write_manifest(folder: Path, cluster: int, rows: dict[str, int], *, several:
     latents = {"autoencoder": "pixels", "weights": None, "resolution": 8, "shape": [3, *SIZES[0]]}
     content = {
         "cluster": cluster, "clusters": 2, "rows": rows, "labels": LABELS, "source": "made by a test",
-        "fingerprint": "1", "statistics": STATISTICS, "flip": True,
-        "latents": {**latents, "sizes": SIZES} if several else latents,
-        "text": {**text, "captions": True} if several else text,
+        "fingerprint": "1", "statistics": STATISTICS, "flip": True, "patches": None,
+        "latents": {**latents, "sizes": SIZES if several else None}, "text": {**text, "captions": several},
     }  # fmt: skip
     files = {
         file.name: {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "size": file.stat().st_size}

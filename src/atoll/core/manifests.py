@@ -148,12 +148,7 @@ class LatentSpec(Content):
     shape: tuple[int, ...]
     """Channels, height and width of a latent; of the most frequent size if there are several."""
     sizes: tuple[tuple[Positive, Positive], ...] | None = None
-    """Heights and widths of the latents of all sizes of the run, that of `shape` first; omitted if there is one."""
-
-    @model_serializer(mode="wrap")
-    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
-        # Omitted, so that manifests of square images keep the bytes that they had before this field.
-        return {name: value for name, value in serialize(self).items() if name != "sizes" or value}
+    """Heights and widths of the latents of all sizes of the run, that of `shape` first; null if there is one."""
 
 
 class TextSpec(Content):
@@ -170,11 +165,7 @@ class TextSpec(Content):
     pooled: Positive | None = None
     """Width of the pooled vector."""
     captions: bool = False
-    """Whether some image of the run has several captions; omitted if not."""
-
-    @model_serializer(mode="wrap")
-    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
-        return {name: value for name, value in serialize(self).items() if name != "captions" or value}
+    """Whether some image of the run has several captions."""
 
 
 class DataSpec(Content):
@@ -204,14 +195,9 @@ class ShardsContent(DataSpec):
     rows: dict[str, int]
     """Number of images by split."""
     flip: bool = False
-    """Whether training draws mirror images; omitted if not."""
+    """Whether training draws mirror images."""
     patches: PatchSpec | None = None
-    """The patch features for `train.align`; omitted if there are none."""
-
-    @model_serializer(mode="wrap")
-    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
-        # Defaults are omitted, so that shards without them keep the bytes that they had before these fields.
-        return {name: value for name, value in serialize(self).items() if value or name not in ("flip", "patches")}
+    """The patch features for `train.align`; null if there are none."""
 
 
 # Networks and their training
