@@ -62,12 +62,11 @@ def test_scale_is_the_factor_of_the_autoencoder_and_the_data_keeps_its_moments(t
     assert shards.statistics.bridge_options == {name: tuple(statistics[name]) for name in ("data_mean", "data_std")}
 
 
-def test_the_default_normalization_does_not_change_the_inputs_of_shards(prepared: Path) -> None:
-    """Neither latents nor shards of a run from before there was a choice are stale."""
+def test_the_normalization_is_an_input_of_shards_alone(prepared: Path) -> None:
     latents = Artifact(prepared, "data/latents").open(LATENTS)
     shards = Artifact(prepared, "data/shards/cluster_000").open(SHARDS)
-    assert set(latents.made_from) == {"ingest", "resolution", "autoencoder", "batch_size", "dtype", "weights"}
-    assert set(shards.made_from) == {"clusters", "latents", "text", "shard_rows", "cluster"}
+    assert set(latents.made_from) == {"ingest", "resolution", "autoencoder", "batch_size", "dtype", "flip", "weights"}
+    assert shards.made_from["normalization"] == "per-channel"
     assert shards.content["statistics"] == latents.content["statistics"]
     assert shards.content["statistics"]["data_mean"] is None
 
@@ -78,7 +77,7 @@ def test_another_normalization_needs_new_shards_and_no_new_latents(
     run = tmp_path / "run"
     prepare(run, write_run(run, shapes, **ONE_CLUSTER))
     by_scale = configuration.load(run, {"latents.normalization": "scale"})
-    with pytest.raises(AtollError, match="data/shards/cluster_000 is stale: normalization was null, now scale"):
+    with pytest.raises(AtollError, match="data/shards/cluster_000 is stale: normalization was per-channel, now scale"):
         prepare(run, by_scale)
     shutil.rmtree(run / "data/shards")
     capsys.readouterr()

@@ -355,7 +355,7 @@ STALE = {
     "latents.dtype": ("float32", "data/latents is stale: dtype was float16, now float32"),
     "text.max_tokens": ("9", "data/text is stale: max_tokens was 12, now 9"),
     "data.resolution": ("48", "data/ingest is stale: resolution was 32, now 48"),
-    "latents.normalization": ("scale", "data/shards/cluster_000 is stale: normalization was null, now scale"),
+    "latents.normalization": ("scale", "data/shards/cluster_000 is stale: normalization was per-channel, now scale"),
     "data.shard_rows": ("50", "data/shards/cluster_000 is stale: shard_rows was 20, now 50"),
 }
 

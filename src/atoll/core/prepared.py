@@ -22,8 +22,6 @@ _RECORDED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (layout.shards(0), "latents", ("normalization",)),
 )
 """The artifacts that record settings in their inputs, with section and names of the settings."""
-_IF_OMITTED = {"buckets": "off", "flip": False, "normalization": "per-channel"}
-"""The values of settings that an artifact records only if they differ."""
 
 
 def check_overrides(run: Path, config: Config, overrides: Iterable[str]) -> None:
@@ -44,7 +42,7 @@ def check_overrides(run: Path, config: Config, overrides: Iterable[str]) -> None
                 continue
             else:
                 inputs = manifest.made_from[section] if section == "clusters" else manifest.made_from
-                found = inputs.get(name, _IF_OMITTED.get(name))
+                found = inputs.get(name)
             if found != wanted:
                 raise AtollError(
                     f"--{key}: the data of {run} was prepared with {json.dumps(found)}, so training cannot use "

@@ -183,10 +183,6 @@ def made_from(spec: TrainSpec) -> Inputs:
         settings.pop("lr_schedule")
     else:
         settings["cosine_images"] = settings["total_images"]
-    # Jobs that began before there was a choice can resume.
-    for key, before in (("optimizer", "adamw"), ("result_ema", "best")):
-        if settings[key] == before:
-            settings.pop(key)
     # Images instead of a share of total_images: a job may be prolonged if its burn-in stays the same.
     settings.pop("align")
     if spec.align is not None:

@@ -67,11 +67,11 @@ def open_configured(data: Data) -> Source:
 
 def made_from(job: Job) -> Inputs:
     """Return the source and the settings that the index is made from."""
-    reading = {"kind", "image", "caption", "label", "id", "split", "val_fraction", "resolution", "chunk"}
+    reading = {"kind", "image", "caption", "label", "id", "split", "val_fraction", "resolution", "chunk", "buckets"}
     data = job.config.data
     settings = data.model_dump(include=reading)
-    # Omitted without buckets, so that an index from before the setting existed is not stale.
-    buckets = {**data.model_dump(include={"buckets", "max_upscale"}), "multiple": job.multiple}
+    # Without buckets, the options of buckets have no effect.
+    buckets = {**data.model_dump(include={"max_upscale"}), "multiple": job.multiple}
     return {
         "source": job.source.kind,
         **settings,

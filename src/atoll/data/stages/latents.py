@@ -47,9 +47,8 @@ def _made_from(job: Job) -> Inputs:
     if config.normalization == "scale":
         scale_of(config.autoencoder)
     settings = {"resolution": job.config.data.resolution, **config.model_dump(exclude={"normalization"})}
-    # Omitted at its default, so that latents from before the setting existed are not stale.
-    flip = {"flip": True} if _stores_mirrored(job.config) else {}
-    return {"ingest": ingest.identity(job), **settings, **flip, "weights": weights_of(config.autoencoder)}
+    settings |= {"flip": _stores_mirrored(job.config), "weights": weights_of(config.autoencoder)}
+    return {"ingest": ingest.identity(job), **settings}
 
 
 def _stores_mirrored(config: Config) -> bool:

@@ -66,16 +66,15 @@ def _outputs(config: Config) -> dict[str, Inputs]:
 
 
 def _made_from(job: Job) -> Inputs:
-    run, normalization = job.run, job.config.latents.normalization
+    run = job.run
     return {
         "clusters": Artifact(run, layout.CLUSTERS).open(CLUSTERS).digest,
         "latents": Artifact(run, layout.LATENTS).open(LATENTS).digest,
         "text": None if text.unneeded(job) else Artifact(run, layout.TEXT).open(TEXT).digest,
+        "patches": None if patches.unneeded(job) else Artifact(run, layout.PATCHES).open(PATCHES).digest,
         "shard_rows": job.config.data.shard_rows,
-        # Omitted at its default, so that shards from before the setting existed are not stale.
-        **({"normalization": normalization} if normalization == "scale" else {}),
-        **({"flip": True} if job.config.data.flip else {}),
-        **({} if patches.unneeded(job) else {"patches": Artifact(run, layout.PATCHES).open(PATCHES).digest}),
+        "normalization": job.config.latents.normalization,
+        "flip": job.config.data.flip,
     }
 
 
