@@ -461,71 +461,42 @@ def test_a_run_without_its_fingerprint_is_refused(name: str, place: Store, verb:
 
 
 @pytest.mark.parametrize("name", VERBS)
-@pytest.mark.parametrize("old", ["policy", "shards", "format 2"])
-def test_runs_of_earlier_versions_are_refused_with_what_to_do(
-    name: str, old: str, published: Published, verb: Verb, tmp_path: Path
+@pytest.mark.parametrize("state", ["no root", "format 2"])
+def test_a_store_without_a_valid_root_is_refused_with_what_to_do(
+    name: str, state: str, published: Published, verb: Verb, tmp_path: Path
 ) -> None:
     store = Store.open(tmp_path / "store")
     store.write("atoll.yaml", published.objects["atoll.yaml"])
-    if old == "policy":
-        store.write("policy.json", b"{}")
-    if old == "shards":  # a run without a policy has its shards in the store
+    if state == "no root":
         for key, data in published.objects.items():
             if key.startswith("data/shards/cluster_000/"):
                 store.write(key, data)
-    if old == "format 2":
+    if state == "format 2":
         for key, data in published.objects.items():
             if key.startswith("root/"):
                 store.write(key, data.replace(b'"format": 1', b'"format": 2'))
     for options in ((), ("--unsigned",)):
-        code, output = verb(name, store, *VERBS[name](tmp_path), *options, trusted=old == "format 2" and not options)
+        code, output = verb(name, store, *VERBS[name](tmp_path), *options, trusted=state == "format 2" and not options)
         assert code == 2
-        if old == "format 2":
+        if state == "format 2":
             assert "has no valid root" in output
             assert "format: Input should be 1" in output
         else:
-            assert "earlier version of Atoll, without a signed root; its owner shares it again" in output
+            assert "has no signed root: its upload is not complete; its owner finishes it with" in output
 
 
-@pytest.mark.parametrize("old", ["policy", "other settings"])
-def test_an_old_shared_run_is_not_pushed_over(
-    old: str, published: Published, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_store_with_other_settings_is_not_pushed_over(
+    published: Published, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store, run = Store.open(tmp_path / "store"), tmp_path / "run"
     shutil.copytree(published.run, run, ignore=shutil.ignore_patterns("root", "snapshot"))
-    settings = published.objects["atoll.yaml"]
-    store.write("atoll.yaml", settings if old == "policy" else settings + b"island: {}\n")
-    if old == "policy":
-        store.write("policy.json", b"{}")
+    store.write("atoll.yaml", published.objects["atoll.yaml"] + b"island: {}\n")
     before = state_of(store)
     assert cli.main(["push", str(run), store.url, "--key", str(key_file("owner", tmp_path))]) == 2
     assert "another URL" in capfd.readouterr().err
     assert state_of(store) == before
     assert cli.main(["trust", f"file://{tmp_path}/store"]) == 2
-    assert "earlier version of Atoll, without a signed root; its owner shares it again" in capfd.readouterr().err
-
-
-def test_a_local_copy_of_an_earlier_version_is_refused(
-    published: Published, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It has a policy and no root: its signatures are not checked any more, so it is not loaded as if it was local."""
-    run, key = tmp_path / "run", ("--key", str(key_file("owner", tmp_path)))
-    shutil.copytree(published.run, run, ignore=shutil.ignore_patterns("root", "snapshot"))
-    assert atoll.load(run, "expert:0") is not None, "without a policy it is a local run"
-    (run / "policy.json").write_text("{}")
-    with pytest.raises(AtollError, match="earlier version of Atoll, whose signatures are no longer read"):
-        atoll.load(run, "expert:0")
-    verbs = [
-        ("export", str(run), str(tmp_path / "export"), "--model", "expert:0"),
-        ("push", str(run), str(tmp_path / "store"), *key),
-        ("trust", str(run)),
-        ("trust", str(run), "renew", *key),
-    ]
-    for verb_and_options in verbs:
-        assert cli.main(list(verb_and_options)) == 2, verb_and_options
-        assert "is that of an earlier version of Atoll" in capfd.readouterr().err, verb_and_options
-    assert not (tmp_path / "export").exists()
-    assert not (run / "root").exists()
+    assert "has no signed root" in capfd.readouterr().err
 
 
 def test_a_root_that_was_seen_cannot_be_removed(place: Store, published: Published, verb: Verb, tmp_path: Path) -> None:

@@ -27,8 +27,6 @@ from atoll.core.errors import AtollError, unknown
 
 CONFIG_FILE = "atoll.yaml"
 ROOTS, SNAPSHOTS = "root", "snapshot"
-OLD_POLICY = "policy.json"
-"""Written by versions without a root, to stores and to the local copies of shared runs."""
 REPORT_FILE = "report.html"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.jsonl"

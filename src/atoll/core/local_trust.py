@@ -27,12 +27,6 @@ def files_below(run: Path, folder: str) -> dict[str, bytes]:
 def local_trust(run: Path) -> Trust | None:
     """Return the root of a local copy of a shared run; None if the run was never shared."""
     files = files_below(run, layout.ROOTS)
-    if not files and (run / layout.OLD_POLICY).is_file():
-        raise AtollError(
-            f"{run / layout.OLD_POLICY} is that of an earlier version of Atoll, whose signatures are no longer read. "
-            "If this is a copy of a shared run, ask its owner to share it again with this version, and pull it into "
-            "another folder; if it is your own run, delete the file"
-        )
     return _verified_chain(tuple(files.items()), str(run)) if files else None
 
 

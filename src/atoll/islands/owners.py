@@ -18,7 +18,7 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.layout import CONFIG_FILE
 from atoll.core.local_trust import check_seen, files_below, local_trust, save_root, save_snapshot
-from atoll.core.manifests import SHARDS, DataSpec
+from atoll.core.manifests import SHARDS
 from atoll.core.signing import Signer
 from atoll.core.trust import (
     VALID_DAYS,
@@ -29,9 +29,8 @@ from atoll.core.trust import (
     parse_signed,
 )
 from atoll.core.untrusted import Refused
-from atoll.encoders.hub import public_name
 from atoll.islands.admission import Contribution, check_behavior, check_declaration, check_files, check_new
-from atoll.islands.remote_run import RemoteRun, read_all, without_root
+from atoll.islands.remote_run import RemoteRun, read_all
 from atoll.islands.shared_settings import not_shared, shared_part
 from atoll.islands.store import Store
 from atoll.islands.transfer import upload
@@ -44,8 +43,6 @@ def create_root(run: Path, signer: Signer) -> Trust:
     count = configuration.load(run).clusters.count
     if len(shards) != count or None in shards:
         raise AtollError(f"{run} has nothing to share yet; prepare it with: atoll prepare {run}")
-    for name in layout.shard_folders(run):
-        _check_names(Artifact(run, name), Artifact(run, name).open(SHARDS))
     root = Root(
         run=uuid4().hex,
         version=1,
@@ -149,7 +146,6 @@ def push(run: Path, store: Store, signer: Signer) -> tuple[Trust, list[str]]:
     for cluster, digest in enumerate(trust.current.shards):
         artifact = Artifact(run, layout.shards(cluster))
         manifest = artifact.open(SHARDS)
-        _check_names(artifact, manifest)
         if manifest.digest != digest:
             raise AtollError(f"{artifact.folder} has changed since the run was shared; share it again with another URL")
         upload(store, artifact, manifest, name=artifact.name)
@@ -163,23 +159,10 @@ def push(run: Path, store: Store, signer: Signer) -> tuple[Trust, list[str]]:
     return trust, sent + _push_networks(remote, run)
 
 
-def _check_names(artifact: Artifact, manifest: Manifest) -> None:
-    """Raise an error if a manifest of an earlier version contains the path of a local model folder."""
-    content: DataSpec = SHARDS.parse(manifest, artifact.folder)
-    names = [content.latents.autoencoder, *([content.text.encoder] if content.text else [])]
-    if any(public_name(name) != name for name in names):
-        raise AtollError(
-            f"{artifact.folder} was prepared by an earlier version of Atoll and contains the path of a model folder; "
-            f"delete {artifact.folder.parent}, run atoll prepare {artifact.run}, and train again"
-        )
-
-
 def _check_store(store: Store, run: Path, trust: Trust) -> None:
     """Raise an error if the store holds another run, or a later version of this one."""
     files = read_all(store, layout.ROOTS)
     if not files and store.entry(CONFIG_FILE):
-        if store.entry(layout.OLD_POLICY):
-            raise AtollError(without_root(store))
         # An interrupted push is finished.
         if store.read(CONFIG_FILE) != shared_part(configuration.load(run)):
             raise AtollError(f"{store.url}/{CONFIG_FILE} exists and differs from {run / CONFIG_FILE}; use another URL")

@@ -247,7 +247,7 @@ def read_all(store: Store, folder: str) -> dict[str, bytes]:
 
 def is_local(store: Store) -> bool:
     """Return whether this is the folder of a run that was never shared: without a root and without uploaded shards."""
-    if store.path is None or store.entries(layout.ROOTS) or store.entry(layout.OLD_POLICY):
+    if store.path is None or store.entries(layout.ROOTS):
         return False
     return not any(is_uploaded(entry.key) for entry in store.entries(layout.SHARDS))
 
@@ -256,10 +256,7 @@ def without_root(store: Store) -> str:
     """Return why a store without a root is refused, and what to do."""
     if store.entry(CONFIG_FILE) is None:
         return f"{store.url} holds no run; upload one with: atoll push RUN {store.url}"
-    return (
-        f"{store.url} was shared by an earlier version of Atoll, without a signed root; its owner shares it again with "
-        "this version and another URL: atoll push RUN URL"
-    )
+    return f"{store.url} has no signed root: its upload is not complete; its owner finishes it with: atoll push RUN URL"
 
 
 def _read_settings(store: Store, trust: Trust) -> bytes:
