@@ -127,7 +127,7 @@ def test_damaged_files_are_errors(artifact: Artifact) -> None:
     file.unlink()
     with pytest.raises(AtollError, match="is missing"):
         artifact.open(THINGS)
-    artifact.path(MANIFEST_FILE).write_text('{"format": 3}')
+    artifact.path(MANIFEST_FILE).write_text('{"format": 1}')
     with pytest.raises(AtollError, match="is not a manifest"):
         artifact.open(THINGS)
 
@@ -135,8 +135,8 @@ def test_damaged_files_are_errors(artifact: Artifact) -> None:
 def test_an_unknown_format_is_refused(artifact: Artifact) -> None:
     make(artifact)
     value = json.loads(artifact.path(MANIFEST_FILE).read_text())
-    artifact.path(MANIFEST_FILE).write_text(json.dumps({**value, "format": 4}))
-    with pytest.raises(AtollError, match="has format 4; this version of Atoll reads format 3"):
+    artifact.path(MANIFEST_FILE).write_text(json.dumps({**value, "format": 2}))
+    with pytest.raises(AtollError, match="has format 2; this version of Atoll reads format 1"):
         artifact.manifest()
 
 

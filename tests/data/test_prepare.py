@@ -279,18 +279,6 @@ def test_an_index_that_was_made_again_must_be_the_same(tmp_path: Path) -> None:
         prepare(run, loose)
 
 
-def test_an_index_of_an_older_version_is_an_error(prepared: Path, tmp_path: Path, shapes: Path) -> None:
-    run = tmp_path / "run"
-    config = write_run(run, shapes)
-    shutil.copytree(prepared / "data", run / "data")
-    manifest = run / "data/ingest/manifest.json"
-    content = json.loads(manifest.read_text())
-    del content["content"]["sizes"]
-    manifest.write_text(json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False) + "\n")
-    with pytest.raises(AtollError, match=r"older version of Atoll; delete .*/run/data and run"):
-        prepare(run, config)
-
-
 def test_the_worker_option_is_checked() -> None:
     assert Worker.parse("2/4") == Worker(2, 4)
     for text in ("4/4", "x", "1", "-1/2", "1/0"):

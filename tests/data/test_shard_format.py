@@ -72,7 +72,7 @@ def write_manifest(folder: Path, cluster: int, rows: dict[str, int], *, several:
         file.name: {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "size": file.stat().st_size}
         for file in folder.iterdir()
     }
-    head = {"format": 3, "kind": "shards", "version": 1, "made_from": {"program": "a test"}}
+    head = {"format": 1, "kind": "shards", "version": 1, "made_from": {"program": "a test"}}
     value = {**head, "content": content, "files": files}
     data = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
     (folder / "manifest.json").write_text(data, encoding="utf-8")

@@ -33,15 +33,15 @@ def huge_manifest(offer: Offer) -> None:
 
 
 def repeated_key(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"format": 3', b'"format": 3,\n "format": 3', 1)
+    offer.raw = lambda data: data.replace(b'"format": 1', b'"format": 1,\n "format": 1', 1)
 
 
 def nan_constant(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"format": 3', b'"format": NaN', 1)
+    offer.raw = lambda data: data.replace(b'"format": 1', b'"format": NaN', 1)
 
 
 def infinite_number(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"format": 3', b'"format": 1e999', 1)
+    offer.raw = lambda data: data.replace(b'"format": 1', b'"format": 1e999', 1)
 
 
 def not_json(offer: Offer) -> None:
@@ -49,7 +49,7 @@ def not_json(offer: Offer) -> None:
 
 
 def other_format(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"format": 3', b'"format": 4', 1)
+    offer.raw = lambda data: data.replace(b'"format": 1', b'"format": 2', 1)
 
 
 def other_spelling(offer: Offer) -> None:
@@ -212,7 +212,7 @@ CLAIMS: dict[Callable[[Offer], None], str] = {
     nan_constant: "NaN is not a number",
     infinite_number: "1e999 is not a finite number",
     not_json: "not UTF-8",
-    other_format: "has format 4",
+    other_format: "has format 2",
     other_spelling: "is not canonical JSON",
     size_of_text: "expected a number of bytes",
     hash_with_a_path: "not 64 hexadecimal digits",

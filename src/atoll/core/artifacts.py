@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 _PLAN = ".plan.json"
 _NOT_PORTABLE = {"\\", ":", "\0"}
 """Characters that separate folders, drives or streams on some operating system, or end a string in C."""
-FORMAT = 3
-"""Format of manifest.json. Formats 1 and 2 had other field names."""
+FORMAT = 1
+"""Format of manifest.json."""
 Inputs = Mapping[str, object]
 """What an artifact is made from: settings and digests by name; each kind has other names. They are compared as JSON,
 so they must be plain values."""

@@ -45,7 +45,7 @@ class IngestContent(Content):
     """Number of images by split."""
     labels: dict[str, int]
     """Number of images per class name, in the order of the class indices."""
-    sizes: dict[str, BucketContent] = Field(default_factory=dict)
+    sizes: dict[str, BucketContent]
     """Readable images by size in pixels (WIDTHxHEIGHT), the most frequent first."""
 
 

@@ -354,8 +354,8 @@ def _densities(reference: ExpertReference) -> dict[Size, Density]:
     """Return the densities of an expert's cluster by the size of the latents."""
     if reference.density is None:
         raise AtollError(
-            f"{reference.declaration.name} has no cluster density (a foreign expert, or one of an older version of "
-            "Atoll), which --routing nearest needs; train it again, or use a router"
+            f"{reference.declaration.name} has no cluster density (it is a foreign expert), which --routing nearest "
+            "needs; use a router"
         )
     return {reference.declaration.size: reference.density, **reference.density.sizes}
 

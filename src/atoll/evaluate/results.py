@@ -50,7 +50,7 @@ class SampleProtocol(Content):
     guidance_scale: float
     guidance_interval: tuple[float, float]
     guidance_weights: GuidanceWeights = "separate"
-    """Expert weights of the unconditional velocity. Results of older versions lack them; they are separate."""
+    """Expert weights of the unconditional velocity."""
     rescale: float
     solver: str
     shift: float
