@@ -326,7 +326,7 @@ def save_grid(groups: dict[str, Tensor], file: Path, columns: int = 16, scale: i
 def main() -> None:
     """Train both models, print their held-out errors, and save a picture."""
     parser = argparse.ArgumentParser(description="Decentralized diffusion in one file.")
-    parser.add_argument("--steps", type=int, default=1000, help="training steps of every network")
+    parser.add_argument("--steps", type=int, default=2000, help="training steps of every network")
     parser.add_argument("--batch", type=int, default=16, help="images per step of an expert")
     parser.add_argument("--top-k", type=int, default=2, help="experts per image when sampling")
     parser.add_argument("--sampling-steps", type=int, default=50)
@@ -344,18 +344,23 @@ def main() -> None:
     print(f"{len(images)} images in clusters of {torch.bincount(cluster).tolist()}")
 
     # Experts. This loop could be K machines: each needs the images of its cluster, and nothing of the other experts.
-    experts = [Expert(UNet(), objective) for objective in OBJECTIVES]
-    for k, expert in enumerate(experts):
-        print(f"expert {k}, {expert.objective}")
+    experts = []
+    for k, objective in enumerate(OBJECTIVES):
+        print(f"expert {k}, {objective}")
+        torch.manual_seed(options.seed + k)
+        expert = Expert(UNet(), objective)
         train(expert.network, expert.loss, [train_images[train_cluster == k]], options.steps, options.batch)
+        experts.append(expert)
 
     # Router: all images with their clusters, and no expert.
     print("router")
+    torch.manual_seed(options.seed + EXPERTS)
     router = Router()
     train(router, router.loss, [train_images, train_cluster], options.steps, EXPERTS * options.batch)
 
     # Dense network: an expert of all images, with the batches of all experts together, and so the same FLOPs.
     print("dense network")
+    torch.manual_seed(options.seed + EXPERTS + 1)
     dense = Expert(UNet())
     train(dense.network, dense.loss, [train_images], options.steps, EXPERTS * options.batch)
     seen = options.steps * EXPERTS * options.batch
@@ -373,9 +378,12 @@ def main() -> None:
         print(f"{name:14}" + "".join(f"{error:11.4f}" for error in [*errors, errors @ shares]))
 
     # Images of both models from the same noise, below the data.
-    noise = torch.randn(options.samples, 3, SIZE, SIZE)
+    noise = torch.randn(options.samples, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(options.seed))
     mixture = Mixture(experts, router, options.top_k)
-    groups = {f"cluster {k} ({OBJECTIVES[k]})": train_images[train_cluster == k][:16] for k in range(EXPERTS)}
+    groups = {}
+    for k, objective in enumerate(OBJECTIVES):
+        own = train_images[train_cluster == k]
+        groups[f"data of cluster {k} ({objective})"] = own[:: max(1, len(own) // 16)][:16]
     groups[f"samples of {EXPERTS} experts, top-{options.top_k}"] = sample(mixture, noise, options.sampling_steps)
     groups["samples of the dense network"] = sample(dense, noise, options.sampling_steps)
     save_grid(groups, options.out)
