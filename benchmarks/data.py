@@ -39,6 +39,7 @@ from atoll.core.manifests import (
 from atoll.data import kmeans
 from atoll.data.chunks import Chunks
 from atoll.data.dataset import Batch, Shards
+from atoll.data.index import IMAGES, SCHEMA, Index
 from atoll.data.stages import clusters, features, ingest
 from atoll.encoders.pretrained import Pixels
 from atoll.nets import Condition, DiT, DiTConfig
@@ -131,7 +132,7 @@ def write_features(run: Path, rows: int) -> None:
     target = Artifact(run, features.NAME)
     target.begin(FEATURES, {})
     chunks = Chunks(target, rows, chunk)
-    with artifact.writing(ingest.IMAGES) as path, pq.ParquetWriter(path, ingest.SCHEMA) as writer:
+    with artifact.writing(IMAGES) as path, pq.ParquetWriter(path, SCHEMA) as writer:
         for number in range(chunks.count):
             count = chunks.length(number)
             kind = generator.choice(len(centers), count, p=weights / weights.sum())
@@ -141,8 +142,8 @@ def write_features(run: Path, rows: int) -> None:
             )
             ids = [f"{number}-{row}" for row in range(count)]
             table = {"id": ids, "captions": [[id] for id in ids], "split": ["train"] * count, "attributes": ids}
-            missing = {name: [None] * count for name in ingest.SCHEMA.names if name not in table}
-            writer.write_table(pa.table({**table, **missing}, schema=ingest.SCHEMA))
+            missing = {name: [None] * count for name in SCHEMA.names if name not in table}
+            writer.write_table(pa.table({**table, **missing}, schema=SCHEMA))
     artifact.commit(IngestContent(rows=rows, rejected=0, captions=rows, splits={"train": rows}, labels={}))
     target.commit(FeaturesContent(rows=rows, dimensions=DIMENSIONS))
 
@@ -161,7 +162,7 @@ class Outcome:
 
 def cluster_atoll(run: Path, fine: int) -> Outcome:
     """Cluster with Atoll: fine centers from a bounded sample, streamed assignment, balanced merging."""
-    artifact, index = Artifact(run, "atoll"), ingest.Index.open(run)
+    artifact, index = Artifact(run, "atoll"), Index.open(run)
     shutil.rmtree(artifact.folder, ignore_errors=True)
     artifact.begin(manifests.CLUSTERS, {})
     settings = configuration.Clusters(count=CLUSTERS, num_fine=fine)
@@ -196,7 +197,7 @@ def cluster_minibatch(run: Path, fine: int) -> Outcome:
 
 
 def all_rows(run: Path) -> np.ndarray:
-    index = ingest.Index.open(run)
+    index = Index.open(run)
     chunks = index.chunks(Artifact(run, features.NAME))
     rows = np.empty((index.rows, DIMENSIONS), dtype=np.float32)
     for number in range(chunks.count):

@@ -38,10 +38,11 @@ from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks
+from atoll.data.index import SCHEMA
 from atoll.data.kmeans import nearest_center
-from atoll.data.prepare import open_job, prepare
+from atoll.data.prepare import open_job, prepare, stages_of
 from atoll.data.sources.fields import Ids
-from atoll.data.stages import features, ingest, latents
+from atoll.data.stages import ingest, latents
 from atoll.data.stages.ingest import open_configured
 from atoll.encoders.autoencoder import open_codec
 from atoll.encoders.text import open_text_encoder
@@ -98,8 +99,8 @@ def settings(source: Path) -> Config:
 def write_pass(folder: Path, config: Config) -> None:
     """Write the chunks that the pass would write: parts of the index, random features, random latents."""
     job = open_job(folder, config)
-    for stage in (ingest.STAGE, features.STAGE, latents.STAGE):
-        stage.begin(job)
+    for stage in stages_of(job)[:3]:  # ingest, features, latents
+        stage.begin()
     stream, generator = job.source.images(), torch.Generator().manual_seed(0)
     centers = torch.randn(CLUSTERS * 32, DIMENSIONS, generator=generator)
     size, chunk = Size.square(SIDE), 0
@@ -111,7 +112,7 @@ def write_pass(folder: Path, config: Config) -> None:
         train = torch.tensor([image.split == "train" for image in images])
         _write(folder, layout.LATENTS, chunk, {**mean, **latents.moments(mean, train)})
         part = [ingest.row_of(i, size=size, original=(SIDE, SIDE), reason=None, digest="0" * 32) for i in images]
-        parts = Chunks(Artifact(folder, layout.INGEST), 0, config.data.chunk, ingest._PARTS)
+        parts = Chunks(Artifact(folder, layout.INGEST), 0, config.data.chunk, ingest.PARTS)
         ingest.write_part(parts, chunk, part)
         chunk += 1
 
@@ -220,8 +221,8 @@ def constants(folder: Path, quick: bool) -> Iterator[Row]:
         "width": SIDE,
         "height": SIDE,
     }
-    table = pa.Table.from_pylist([row] * 2, schema=ingest.SCHEMA)
-    with pq.ParquetWriter(folder / "index.parquet", ingest.SCHEMA) as writer:
+    table = pa.Table.from_pylist([row] * 2, schema=SCHEMA)
+    with pq.ParquetWriter(folder / "index.parquet", SCHEMA) as writer:
         for _ in range(chunks):
             writer.write_table(table)
     yield Row(

@@ -20,8 +20,8 @@ from atoll.core.manifests import INGEST, LATENTS
 from atoll.core.sizes import Size
 from atoll.data.buckets import merge_small, side_multiple
 from atoll.data.chunks import select_rows
+from atoll.data.index import Index
 from atoll.data.prepare import prepare
-from atoll.data.stages.ingest import Index
 from atoll.data.stages.patches import Projection
 from atoll.encoders.autoencoder import downscaling, latent_shapes, open_codec
 from atoll.encoders.vision import open_extractor

@@ -17,10 +17,10 @@ from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
 from atoll.data import chunks
 from atoll.data.chunks import Worker
-from atoll.data.prepare import STAGES, open_job, prepare
+from atoll.data.index import Index
+from atoll.data.prepare import STAGES, open_job, prepare, stages_of
 from atoll.data.stages import latents
 from atoll.data.stages.clusters import Assigner, Partition
-from atoll.data.stages.ingest import Index
 from autoencoders import write_autoencoder
 from shapes import write_run, write_shapes
 
@@ -210,7 +210,8 @@ def test_several_workers_divide_each_stage_alone(prepared: Path, tmp_path: Path,
         if stage.name == "shards":
             prepare(run, config, ["clusters"])
         for index in () if stage.name == "patches" else (2, 0, 1):
-            assert not stage.is_done(open_job(run, config))
+            done = {made.name: made.done() for made in stages_of(open_job(run, config))}
+            assert not done[stage.name]
             prepare(run, config, [stage.name], worker=Worker(index, 3))
     assert without_settings(run) == without_settings(prepared)
 

@@ -64,7 +64,7 @@ class Prepare:
 
     def show(self, config: configuration.Config) -> None:
         """Print the plan."""
-        from atoll.data.prepare import STAGES, open_job, plan
+        from atoll.data.prepare import open_job, plan, stages_of
         from atoll.data.sources.base import describe
 
         job = open_job(self.folder, config)
@@ -75,5 +75,5 @@ class Prepare:
         describe(job.source)
         for step in steps:
             print(f"{step['stage']:<9} {step['state']:<22} {step['uses']:<28} {self.folder / step['folder']}")
-        for note in filter(None, (stage.note(config) for stage in STAGES)):
+        for note in filter(None, (stage.note() for stage in stages_of(job))):
             print(f"note: {note}")

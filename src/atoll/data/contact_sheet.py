@@ -8,8 +8,8 @@ from PIL import Image
 from atoll.core.artifacts import Artifact
 from atoll.core.sizes import Size, nearest_size
 from atoll.data.images import BadImage, fit, image_size, open_image
+from atoll.data.index import Index
 from atoll.data.sources.base import Source
-from atoll.data.stages.ingest import Index
 
 # In pixels; choices. Eight thumbnails of 64 pixels with gaps are 548 pixels wide, which fits a web page.
 _SIDE, _GAP, _COLUMNS = 64, 4, 8

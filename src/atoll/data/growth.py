@@ -25,10 +25,10 @@ from atoll.core.artifacts import Artifact, Inputs, to_json
 from atoll.core.differences import differences
 from atoll.core.manifests import INGEST
 from atoll.data.chunks import Chunks, prefetch
+from atoll.data.index import Index
 from atoll.data.stages import ingest
-from atoll.data.stages.base import Job, Stage, previous
-from atoll.data.stages.ingest import Index, image_digest
-from atoll.data.stages.listing import Listing
+from atoll.data.stages.base import EncoderStage, Job, Stage, previous
+from atoll.data.stages.ingest import image_digest
 
 
 def move_aside(job: Job) -> None:
@@ -39,6 +39,8 @@ def move_aside(job: Job) -> None:
         os.rename(job.run / layout.DATA, job.run / layout.PREVIOUS)
     except OSError:  # another worker has done so, and has begun
         return
+    finally:
+        job.listing = job.index = None
     print(
         "the source has grown since it was prepared: unchanged chunks and the clusters are taken from "
         f"{job.run / layout.PREVIOUS}",
@@ -48,15 +50,14 @@ def move_aside(job: Job) -> None:
 
 def has_grown(job: Job) -> bool:
     """Return whether the source has all indexed images in their order, and others; and the settings are the same."""
-    index = Index.find(job.run)
+    index, listed = job.index, job.listing
     if index is None or (job.run / layout.PREVIOUS).exists():
         return False
     # With other settings, the stale stage is an error that names the change; growth must not hide it.
     changed = differences(dict(index.manifest.made_from), json.loads(to_json(ingest.made_from(job))))
     if [change.partition(" was ")[0] for change in changed] != ["fingerprint"]:
         return False
-    stream, listed = job.source.images(), Listing.find(job.run)
-    count = 0
+    stream, count = job.source.images(), 0
     for chunk in range(len(index.lengths)):
         for id in index.read(chunk, ["id"])["id"]:
             for image in stream:
@@ -70,14 +71,14 @@ def has_grown(job: Job) -> bool:
     return listed is not None and count > listed.images
 
 
-def reuse_pass(job: Job, stages: Sequence[Stage], chunks: Iterable[int]) -> None:
+def reuse_pass(job: Job, stages: Sequence[Stage], parts: Chunks, chunks: Iterable[int]) -> None:
     """Take over those of some chunks of the pass whose images are the same as in the previous data."""
-    old, parts = previous(Artifact(job.run, layout.INGEST)), ingest.source_chunks(job)
-    if old.manifest() is None or parts is None:
+    old = previous(Artifact(job.run, layout.INGEST))
+    if old.manifest() is None:
         return
     before = Index(old, old.open(INGEST))
     keys = before.keys()
-    encoders = [stage for stage in stages if stage.encoder and _is_same(job, stage)]
+    encoders = [stage for stage in stages if isinstance(stage, EncoderStage) and _is_same(stage)]
     wanted = {chunk for chunk in chunks if chunk < len(keys)}
     stream = job.source.images()
     kept = 0
@@ -89,7 +90,7 @@ def reuse_pass(job: Job, stages: Sequence[Stage], chunks: Iterable[int]) -> None
         if ingest.chunk_key(digests) != keys[chunk]:
             continue
         for stage in encoders:
-            _link(previous(stage.artifacts(job)[0]), stage.artifacts(job)[0], Chunks(old, 0, 1).file(chunk))
+            _link(previous(stage.artifact), stage.artifact, Chunks(old, 0, 1).file(chunk))
         # A stage with other settings is made from the index, after the part is written.
         ingest.write_part(parts, chunk, before.part_rows(chunk, digests))
         kept += 1
@@ -98,24 +99,24 @@ def reuse_pass(job: Job, stages: Sequence[Stage], chunks: Iterable[int]) -> None
 
 def reuse_chunks(job: Job, stage: Stage) -> None:
     """Take over the unchanged chunks of a stage that is made from the index."""
-    artifact = stage.artifacts(job)[0]
-    old, index = previous(Artifact(job.run, layout.INGEST)), Index.find(job.run)
-    if stage.chunks is None or index is None or old.manifest() is None or not _is_same(job, stage):
+    chunks, index = stage.chunks(), job.open_index()
+    old = previous(Artifact(job.run, layout.INGEST))
+    if chunks is None or old.manifest() is None or not _is_same(stage):
         return
-    stage.begin(job)
+    stage.begin()
     pairs = zip(index.keys(), Index(old, old.open(INGEST)).keys(), strict=False)
     for chunk, (now, then) in enumerate(pairs):
         if now == then:
-            _link(previous(artifact), artifact, index.chunks(artifact).file(chunk))
+            _link(previous(stage.artifact), stage.artifact, chunks.file(chunk))
 
 
-def _is_same(job: Job, stage: Stage) -> bool:
+def _is_same(stage: Stage) -> bool:
     """Return whether a stage has a previous artifact with the same settings, whatever its images."""
-    made = previous(stage.artifacts(job)[0]).manifest()
+    made = previous(stage.artifact).manifest()
     if made is None:
         return False
     # As it would be read back from a manifest: tuples are lists, for example.
-    now = json.loads(to_json(stage.made_from(job)))
+    now = json.loads(to_json(stage.made_from()))
     return _settings(made.made_from) == _settings(now)
 
 

@@ -34,9 +34,7 @@ from atoll.data.chunks import Chunks, Worker, part_name, prefetch
 from atoll.data.images import BadImage, fit, image_size, open_image
 from atoll.data.sources.base import SourceImage
 from atoll.data.stages import ingest
-from atoll.data.stages.base import Encoder, Job, Stage
-from atoll.data.stages.ingest import Index
-from atoll.data.stages.listing import Listing
+from atoll.data.stages.base import Encoder, EncoderStage, Job, Stage
 from atoll.encoders.pretrained import Pixels
 
 
@@ -154,29 +152,28 @@ class _Batches:
 
 def fill(job: Job, stages: Sequence[Stage], worker: Worker) -> None:
     """Make this worker's missing chunks of some stages of the pass."""
+    # The index comes first, because the inputs of all other stages contain its identity. The listing has the number of
+    # classes, which decides whether the clusters need features.
     for stage in stages:
         if stage.name == "ingest":
-            stage.begin(job)
-    listing = Listing.of(job)
-    # The index comes first, because the inputs of all other stages contain its identity.
-    # The listing has the number of classes, which decides whether the clusters need features.
+            stage.begin()
+    listing, data = job.list_source(), job.config.data
     # A committed stage is here if somebody deleted the index; whether it fits the new one is checked afterwards.
-    stages = [stage for stage in stages if not stage.unneeded(job) and not stage.artifacts(job)[0].manifest()]
+    stages = [stage for stage in stages if not stage.unneeded() and not stage.artifact.manifest()]
     for stage in stages:
-        stage.begin(job)
-    if unchecked := [chunk for chunk, names in _missing(job, stages, worker).items() if "ingest" in names]:
-        growth.reuse_pass(job, stages, unchecked)
-    todo = _missing(job, stages, worker)
+        stage.begin()
+    parts = Chunks(Artifact(job.run, ingest.NAME), listing.images, data.chunk, ingest.PARTS)
+    if unchecked := [chunk for chunk, names in _missing(stages, worker).items() if "ingest" in names]:
+        growth.reuse_pass(job, stages, parts, unchecked)
+    todo = _missing(stages, worker)
     if not todo:
         return
     encoders = {
-        stage.name: stage.encoder(job)
+        stage.name: stage.open_encoder()
         for stage in stages
-        if stage.encoder and any(stage.name in names for names in todo.values())
+        if isinstance(stage, EncoderStage) and any(stage.name in names for names in todo.values())
     }
-    chunks: dict[str, Chunks] = {stage.name: _chunks(job, stage) for stage in stages}
-    parts, data = ingest.source_chunks(job), job.config.data
-    assert parts is not None
+    chunks: dict[str, Chunks] = {stage.name: _chunks(stage) for stage in stages}
     decoder, rejected, sizes = Decoder(data, listing.buckets), 0, listing.buckets
 
     def work(item: tuple[int, SourceImage, Size | None]) -> tuple[int, Decoded]:
@@ -220,15 +217,15 @@ def fill(job: Job, stages: Sequence[Stage], worker: Worker) -> None:
             written.result()
 
 
-def _chunks(job: Job, stage: Stage) -> Chunks:
-    found = stage.chunks(job) if stage.chunks else None
+def _chunks(stage: Stage) -> Chunks:
+    found = stage.chunks()
     assert found is not None  # the source is listed
     return found
 
 
-def _missing(job: Job, stages: Sequence[Stage], worker: Worker) -> dict[int, list[str]]:
+def _missing(stages: Sequence[Stage], worker: Worker) -> dict[int, list[str]]:
     """Return the chunks to make, each with the stages that need it."""
-    missing = {stage.name: set(_chunks(job, stage).missing(worker)) for stage in stages}
+    missing = {stage.name: set(_chunks(stage).missing(worker)) for stage in stages}
     unchecked = missing.get("ingest", set())
     todo = sorted(set().union(*missing.values()))
     return {chunk: [name for name, own in missing.items() if chunk in own or chunk in unchecked] for chunk in todo}
@@ -238,14 +235,14 @@ def _listed(job: Job, parts: Chunks, wanted: list[int]) -> Iterator[tuple[int, S
     """Yield (chunk, image, size) of the wanted chunks: all images, or the readable ones if they are known."""
     # Every worker lists the source from its start, because a repeated key gets an id that depends on the images
     # before it. But it decodes only the images of its chunks.
-    stream, chosen, index = job.source.images(), set(wanted), Index.find(job.run)
+    stream, chosen = job.source.images(), set(wanted)
     for chunk in range(max(wanted) + 1):
         images = list(islice(stream, parts.length(chunk)))
         if len(images) < parts.length(chunk):
             raise _changed(parts.artifact, f"it has only {chunk * parts.size + len(images):,} images")
         if chunk not in chosen:
             continue
-        known = ingest.sizes_by_id(parts, index, chunk)
+        known = ingest.sizes_by_id(job, parts, chunk)
         if known is None:
             yield from ((chunk, image, None) for image in images)
             continue

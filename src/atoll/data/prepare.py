@@ -13,22 +13,34 @@ from atoll.core.errors import AtollError
 from atoll.data import growth, one_pass
 from atoll.data.buckets import side_multiple
 from atoll.data.chunks import Worker
-from atoll.data.stages import clusters, features, ingest, latents, patches, shards, text
+from atoll.data.index import Index, Listing
 from atoll.data.stages.base import Job, Stage, StageName
+from atoll.data.stages.clusters import ClustersStage
+from atoll.data.stages.features import Features
+from atoll.data.stages.ingest import Ingest, open_configured
+from atoll.data.stages.latents import Latents
+from atoll.data.stages.patches import Patches
+from atoll.data.stages.shards import Shards
+from atoll.data.stages.text import Text
 from atoll.encoders.autoencoder import downscaling
 
-STAGES: tuple[Stage, ...] = tuple(
-    module.STAGE for module in (ingest, features, latents, patches, clusters, text, shards)
-)
+STAGES: tuple[type[Stage], ...] = (Ingest, Features, Latents, Patches, ClustersStage, Text, Shards)
 """All stages, each after those whose artifacts it reads. The pass makes the first ones together."""
 
 
 def open_job(run: Path, config: Config) -> Job:
-    """Open the source that the configuration names."""
-    source = ingest.open_configured(config.data)
-    if config.data.buckets == "off":
-        return Job(run, config, source)
-    return Job(run, config, source, side_multiple(config, downscaling(config.latents.autoencoder)))
+    """Open the source that the configuration names, and the listing and the index of the run if it has them."""
+    by_size = config.data.buckets != "off"
+    multiple = side_multiple(config, downscaling(config.latents.autoencoder)) if by_size else 1
+    return Job(run, config, open_configured(config.data), multiple, Listing.find(run), Index.find(run))
+
+
+def stages_of(job: Job) -> list[Stage]:
+    """Return all stages of a job."""
+    made: dict[StageName, Stage] = {}
+    for stage in STAGES:
+        made[stage.name] = stage(job, made)
+    return list(made.values())
 
 
 def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, worker: Worker = Worker()) -> None:  # noqa: B008 - it is frozen
@@ -37,91 +49,84 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, work
     Without given stages, one of several workers makes its part of the pass. If no chunk is missing then, it is the last
     one, and does the rest alone.
     """
-    chosen = [stage for stage in STAGES if not stages or stage.name in stages]
-    if worker.count > 1 and stages and not all(stage.divisible for stage in chosen):
+    if worker.count > 1 and stages and not all(stage.divisible for stage in STAGES if stage.name in stages):
         divisible = ", ".join(stage.name for stage in STAGES if stage.divisible)
         raise AtollError(f"--worker divides the stages {divisible}; name only these with --stage")
     job = open_job(run, config)
     growth.move_aside(job)
-    passing = [stage for stage in chosen if stage.in_pass]
-    if not _make_pass(job, passing, worker) and not stages:
-        return
-    finished = False
+    chosen = [stage for stage in stages_of(job) if not stages or stage.name in stages]
+
+    # The pass makes the chunks of all stages that need pixels.
+    start = time.monotonic()
+    todo: list[Stage] = []
     for stage in chosen:
-        if not stage.in_pass:
-            # Without given stages, only the last worker comes here, and nobody shares the rest with it.
-            finished = _make(job, stage, worker if stages else Worker())
-    if shards.STAGE in chosen and finished:
+        if not stage.in_pass or _skip(stage):
+            continue
+        _check_order(stage, made_now=todo)
+        _print_note(stage)
+        todo.append(stage)
+    if todo:
+        one_pass.fill(job, todo, worker)
+    finished = [_finish(stage, worker, start) for stage in todo]
+    if not (all(finished) or stages):
+        return
+
+    # Without given stages, only the last worker comes here, and nobody shares the rest with it.
+    for stage in chosen:
+        if stage.in_pass or _skip(stage):
+            continue
+        _check_order(stage)
+        _print_note(stage)
+        growth.reuse_chunks(job, stage)
+        _finish(stage, worker if stages else Worker(), time.monotonic())
+    if isinstance(chosen[-1], Shards) and chosen[-1].done():
         growth.remove_previous(run)
 
 
-def _make_pass(job: Job, stages: Sequence[Stage], worker: Worker) -> bool:
-    """Make the chunks of all stages that need pixels in one pass, and finish these stages. Return whether all are."""
-    todo: list[Stage] = []
-    for stage in stages:
-        if stage.is_done(job) or stage.unneeded(job):
-            _print_done(job, stage)
-            continue
-        _check_order(job, stage, made_now=todo)
-        _print_note(job, stage)
-        todo.append(stage)
-    start = time.monotonic()
-    if todo:
-        one_pass.fill(job, todo, worker)
-    finished = [_finish(job, stage, worker, start=start) for stage in todo]
-    return all(finished)
+def _skip(stage: Stage) -> bool:
+    """Print that a stage is done or not needed, if it is."""
+    reason = stage.unneeded()
+    if not stage.done() and reason is None:
+        return False
+    if stage.first_missing() is None and reason is None:
+        for artifact, _ in stage.outputs():
+            # A job that was killed right after its commit has left scratch files behind.
+            artifact.sweep()
+    print(f"{stage.name}: {reason or 'already done'}", flush=True)
+    return True
 
 
-def _make(job: Job, stage: Stage, worker: Worker) -> bool:
-    """Run a stage that needs no pixels. Return whether it is finished."""
-    _check_order(job, stage)
-    if not stage.is_done(job):
-        _print_note(job, stage)
-        growth.reuse_chunks(job, stage)
-    return _finish(job, stage, worker, start=time.monotonic())
-
-
-def _finish(job: Job, stage: Stage, worker: Worker, *, start: float) -> bool:
-    """Run a stage and print its summary. Return whether it is finished."""
-    ready = stage.first_missing(job) is None
-    if ready and stage.is_done(job):  # known only now, because the index is new
-        _print_done(job, stage)
+def _finish(stage: Stage, worker: Worker, start: float) -> bool:
+    """Finish a stage and print its summary. Return whether it is finished."""
+    ready = stage.first_missing() is None
+    if ready and _skip(stage):  # known only now, because the index is new
         return True
-    finished = ready and stage.make(job, worker)
+    finished = ready and stage.finish(worker)
     if finished:
-        artifact = stage.artifacts(job)[0]
-        summary = stage.summary(artifact, artifact.read(stage.kind))
+        summary = stage.summary(stage.artifact.read(stage.kind))
     else:
-        summary = f"this worker is done; all workers together: {stage.state(job)}"
+        summary = f"this worker is done; all workers together: {stage.state()}"
     print(f"{stage.name}: {summary} ({time.monotonic() - start:.1f} s)", flush=True)
     return finished
 
 
-def _check_order(job: Job, stage: Stage, *, made_now: Sequence[Stage] = ()) -> None:
+def _check_order(stage: Stage, *, made_now: Sequence[Stage] = ()) -> None:
     """Raise `AtollError` if an earlier stage is missing that is not made in the same pass."""
-    if (earlier := stage.first_missing(job)) and earlier not in made_now:
-        command = f"atoll prepare {job.run} --stage {earlier.name}"
+    if (earlier := stage.first_missing()) and earlier not in made_now:
+        command = f"atoll prepare {stage.job.run} --stage {earlier.name}"
         raise AtollError(f"the stage {stage.name!r} needs the stage {earlier.name!r} first: {command}")
 
 
-def _print_done(job: Job, stage: Stage) -> None:
-    for artifact in stage.artifacts(job):
-        # A job that was killed right after its commit has left scratch files behind.
-        artifact.sweep()
-    print(f"{stage.name}: {stage.unneeded(job) or 'already done'}", flush=True)
-
-
-def _print_note(job: Job, stage: Stage) -> None:
-    if note := stage.note(job.config):
+def _print_note(stage: Stage) -> None:
+    if note := stage.note():
         print(f"note: {note}", flush=True)
 
 
 def plan(job: Job) -> list[dict[str, str]]:
     """Return name, state, main setting and folder of every stage."""
-    rows, grown = [], growth.has_grown(job)
-    for stage in STAGES:
-        state = "the source has grown" if grown else stage.state(job)
-        first, *others = list(stage.outputs(job.config))
-        folder = f"{first} … {others[-1][-3:]}" if others else first
-        rows.append({"stage": stage.name, "state": state, "uses": stage.uses(job.config), "folder": folder})
+    rows, grown, last = [], growth.has_grown(job), job.config.clusters.count - 1
+    for stage in stages_of(job):
+        state = "the source has grown" if grown else stage.state()
+        folder = f"{stage.folder} … {last:03d}" if isinstance(stage, Shards) and last else stage.folder
+        rows.append({"stage": stage.name, "state": state, "uses": stage.uses(), "folder": folder})
     return rows

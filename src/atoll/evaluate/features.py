@@ -18,9 +18,10 @@ from atoll.core.errors import AtollError
 from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks, prefetch
 from atoll.data.images import BadImage, fit, open_image
+from atoll.data.index import Index
 from atoll.data.shuffle import shuffled
 from atoll.data.sources.base import Source, SourceImage
-from atoll.data.stages.ingest import Index, open_configured
+from atoll.data.stages.ingest import open_configured
 from atoll.encoders.pretrained import Pixels
 from atoll.encoders.vision import Vision
 from atoll.evaluate.cache import keyed

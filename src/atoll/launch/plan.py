@@ -165,12 +165,11 @@ def _preparation(run: Path, config: Config, request: LaunchRequest) -> list[Grou
     """Return the unfinished stages of preparation; with several workers, divide the divisible stages among them."""
     if request.prepare_workers == 1:
         return [Group("prepare", (Step("prepare", 0, ("prepare", str(run), *request.options)),), (), "gpu")]
-    from atoll.data.prepare import STAGES, open_job
+    from atoll.data.prepare import open_job, stages_of
     from atoll.data.stages.base import Stage
 
-    job = open_job(run, config)
     # Stages of the pass are one group: each of its workers decodes its images once.
-    left = [stage for stage in STAGES if not (stage.unneeded(job) or stage.is_done(job))]
+    left = [stage for stage in stages_of(open_job(run, config)) if not (stage.unneeded() or stage.done())]
     members: dict[str, list[Stage]] = {}
     for stage in left:
         members.setdefault("encode" if stage.in_pass else stage.name, []).append(stage)

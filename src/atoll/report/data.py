@@ -20,6 +20,7 @@ from atoll.core.manifests import CLUSTERS, EXPERT, ROUTER, ComputeSpec, ExpertCo
 from atoll.core.metrics_file import MetricsLine, read_lines
 from atoll.core.version import __version__
 from atoll.data.dataset import Shards
+from atoll.data.index import IMAGES
 from atoll.data.stages import clusters, ingest
 from atoll.evaluate.models import finished_jobs
 from atoll.evaluate.results import EvaluationResult
@@ -147,7 +148,7 @@ def _read_attributions(run: Path) -> list[str]:
     artifact = Artifact(run, ingest.NAME)
     if artifact.manifest() is None:
         return []
-    column = pq.read_table(artifact.path(ingest.IMAGES), columns=["attributes"])["attributes"]
+    column = pq.read_table(artifact.path(IMAGES), columns=["attributes"])["attributes"]
     found = [json.loads(text) for text in column.unique().to_pylist()]
     named = {(row["attribution"], row.get("license", "license unknown")) for row in found if "attribution" in row}
     return [f"{author} ({license})" for author, license in sorted(named)]

@@ -17,10 +17,10 @@ from atoll.core.manifests import CLUSTERS, EXPERT, ExpertContent
 from atoll.core.metrics_file import read_lines
 from atoll.core.networks import NetworkConfig
 from atoll.core.sizes import Size
+from atoll.data.index import Index
 from atoll.data.stages import clusters as partition
 from atoll.data.stages import ingest
 from atoll.data.stages.clusters import read_assignments
-from atoll.data.stages.ingest import Index
 from atoll.ensemble import Ensemble
 from atoll.ensemble.images import COLORS
 from atoll.experts.expert import Declaration

@@ -7,10 +7,11 @@ bytes do not depend on which worker made what.
 The stages that need pixels are computed together, in one pass over the source (`data/one_pass.py`).
 """
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -20,21 +21,35 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks, Worker
+from atoll.data.index import Index, Listing
 from atoll.data.sources.base import Source
 from atoll.encoders.pretrained import Pixels
 
 StageName = Literal["ingest", "features", "latents", "patches", "clusters", "text", "shards"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """A run, its configuration and its source, as all stages need them."""
+    """A run, its configuration and its source; its listing and its index as soon as they exist."""
 
     run: Path
     config: Config
     source: Source
     multiple: int = 1
     """Sides of buckets are multiples of it, in pixels."""
+    listing: Listing | None = None
+    index: Index | None = None
+
+    def list_source(self) -> Listing:
+        """Return the listing; list the source if no worker has."""
+        self.listing = self.listing or Listing.find(self.run)
+        self.listing = self.listing or Listing.make(self.run, self.config.data, self.source, multiple=self.multiple)
+        return self.listing
+
+    def open_index(self) -> Index:
+        """Return the index, which must be finished."""
+        self.index = self.index or Index.open(self.run)
+        return self.index
 
 
 def previous(artifact: Artifact) -> Artifact:
@@ -66,111 +81,104 @@ class Encoder:
         return target, target if exact else size
 
 
-def _no_reason(_: object) -> None:
-    return None
+class Stage(ABC):
+    """One stage of a job. `inputs` are the stages whose artifacts it reads."""
 
-
-def _count_rows(artifact: Artifact, content: Any) -> str:
-    return f"{content.rows:,} images in {artifact.folder}"
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The description of one stage."""
-
-    name: StageName
-    kind: Kind[Any]
-    inputs: tuple["Stage", ...]
+    name: ClassVar[StageName]
+    kind: ClassVar[Kind[Any]]
+    folder: ClassVar[str]
+    """Its artifact; the first one if it has several."""
+    needs: ClassVar[tuple[StageName, ...]] = ("ingest",)
     """Stages whose artifacts it reads."""
-    outputs: Callable[[Config], Mapping[str, Inputs]]
-    """The artifacts by name, each with the inputs that the other artifacts of the stage do not have."""
-    made_from: Callable[[Job], Inputs]
-    """The common inputs of all artifacts; the stages before must be done."""
-    run: Callable[[Job, Artifact, Worker], Content | None]
-    """Make this worker's part of an artifact. Return the content to commit, or None while chunks are missing.
-
-    A stage of the pass makes nothing here: its chunks come from the pass.
-    """
-    uses: Callable[[Config], str]
-    """The main setting, for `--dry-run`."""
-    chunks: Callable[[Job], Chunks | None] | None = None
-    """The chunks that workers divide; None as long as their number is unknown."""
-    by_artifact: bool = False
-    """Whether workers divide its artifacts, which are independent of each other."""
-    encoder: Callable[[Job], Encoder] | None = None
-    """Open the network that makes its chunks in the pass; None if it is not a part of the pass."""
-    needs_gpu: bool = False
+    divisible: ClassVar[bool] = True
+    """Whether several workers can divide it."""
+    in_pass: ClassVar[bool] = False
+    """Whether it needs pixels, so that the pass over the source makes its chunks."""
+    needs_gpu: ClassVar[bool] = False
     """Whether a GPU makes it much faster, so that `atoll launch` should give it one."""
-    unneeded: Callable[[Job], str | None] = _no_reason
-    """Why the run does not need this stage; None if it does, or if that is not known yet."""
-    note: Callable[[Config], str | None] = _no_reason
-    """A warning about settings that are valid but probably a mistake."""
-    summary: Callable[[Artifact, Any], str] = _count_rows
-    """A phrase about the first artifact, from the artifact and its content."""
 
-    @property
-    def divisible(self) -> bool:
-        """Whether several workers can divide it."""
-        return self.by_artifact or self.chunks is not None
+    def __init__(self, job: Job, earlier: Mapping[StageName, "Stage"]) -> None:
+        self.job = job
+        self.artifact = Artifact(job.run, self.folder)
+        self.inputs = tuple(earlier[name] for name in self.needs)
+        self._done = False
 
-    @property
-    def in_pass(self) -> bool:
-        """Whether it needs pixels, so that the pass over the source makes its chunks."""
-        return self.encoder is not None or self.name == "ingest"
+    # What a stage defines
 
-    def artifacts(self, job: Job) -> list[Artifact]:
-        """Return the artifacts that it makes."""
-        return [Artifact(job.run, name) for name in self.outputs(job.config)]
+    @abstractmethod
+    def uses(self) -> str:
+        """Return the main setting, for `--dry-run`."""
 
-    def _resolve(self, job: Job) -> list[tuple[Artifact, Inputs]]:
+    @abstractmethod
+    def made_from(self) -> Inputs:
+        """Return the inputs of its artifact; the stages before must be done."""
+
+    @abstractmethod
+    def make(self, artifact: Artifact) -> Content | None:
+        """Make an artifact from its chunks. Return the content to commit; None if another worker has committed."""
+
+    def outputs(self) -> list[tuple[Artifact, Inputs]]:
         """Return its artifacts, each with all of its inputs."""
-        common, own = self.made_from(job), self.outputs(job.config)
-        return [(artifact, {**common, **own[artifact.name]}) for artifact in self.artifacts(job)]
+        return [(self.artifact, self.made_from())]
 
-    def first_missing(self, job: Job) -> "Stage | None":
+    def chunks(self) -> Chunks | None:
+        """Return the chunks that workers divide; None as long as their number is unknown."""
+        return None
+
+    def fill(self, worker: Worker) -> None:  # noqa: B027 - most stages have nothing to fill
+        """Make this worker's missing chunks, if the pass does not make them."""
+
+    def unneeded(self) -> str | None:
+        """Return why the run does not need this stage; None if it does, or if that is not known yet."""
+        return None
+
+    def note(self) -> str | None:
+        """Return a warning about settings that are valid but probably a mistake."""
+        return None
+
+    def summary(self, content: Any) -> str:
+        """Return a phrase about the first artifact, from its content."""
+        return f"{content.rows:,} images in {self.artifact.folder}"
+
+    # What all stages have in common
+
+    def done(self) -> bool:
+        """Return whether it is finished or not needed. Raise `AtollError` if it was made from other inputs."""
+        if not self._done and all(stage.done() for stage in self.inputs):
+            # All artifacts are checked, also after one that is missing.
+            made = [] if self.unneeded() else [self._is_made(*output) for output in self.outputs()]
+            self._done = all(made)
+        return self._done
+
+    def _is_made(self, artifact: Artifact, inputs: Inputs) -> bool:
+        if artifact.orphaned():
+            raise AtollError(f"{artifact.folder} has files without a plan or manifest; delete the folder")
+        return artifact.check(self.kind, inputs)
+
+    def first_missing(self) -> "Stage | None":
         """Return the earliest unfinished stage that this one depends on; None if this one can run."""
-        later = next((stage for stage in self.inputs if not stage.is_done(job)), None)
-        return later and (later.first_missing(job) or later)
+        missing = next((stage for stage in self.inputs if not stage.done()), None)
+        return missing and (missing.first_missing() or missing)
 
-    def is_done(self, job: Job) -> bool:
-        """Return whether it is finished. Raise `AtollError` if an artifact was made from other inputs."""
-        if not all(stage.is_done(job) for stage in self.inputs):
-            return False
-        if self.unneeded(job):
-            return True
-        found = []
-        for artifact, inputs in self._resolve(job):
-            if artifact.orphaned():
-                raise AtollError(f"{artifact.folder} has files without a plan or manifest; delete the folder")
-            found.append(artifact.check(self.kind, inputs))
-            if found[-1] and self.encoder:
-                self._check_index(artifact)
-        return all(found)
-
-    def _check_index(self, artifact: Artifact) -> None:
-        """Raise `AtollError` if an artifact of the pass belongs to another index.
-
-        Its plan cannot have the digest of the index, which the same pass makes. So its content has it. It differs if
-        somebody deleted the index, and images that were unreadable then are readable now.
-        """
-        index = Artifact(artifact.run, layout.INGEST).manifest()
-        recorded = artifact.read(self.kind).ingest
-        if index and recorded and recorded != index.digest:
-            raise AtollError(f"{artifact.folder} is stale: {layout.INGEST} has changed since. Delete {artifact.folder}")
-
-    def begin(self, job: Job) -> None:
-        """Write the plan of its artifacts, before the pass makes their chunks."""
-        for artifact, inputs in self._resolve(job):
+    def begin(self) -> None:
+        """Write the plans of its artifacts, before their chunks are made."""
+        for artifact, inputs in self.outputs():
             artifact.begin(self.kind, inputs)
 
-    def make(self, job: Job, worker: Worker) -> bool:
-        """Run the stage, or this worker's part of it. Return whether the stage is finished now."""
-        resolved = self._resolve(job)
-        for artifact, inputs in resolved[worker.index :: worker.count] if self.by_artifact else resolved:
-            if artifact.begin(self.kind, inputs):
+    def finish(self, worker: Worker) -> bool:
+        """Make its artifacts, or this worker's part of them. Return whether the stage is finished."""
+        share = self._share(worker)
+        for artifact, inputs in share:
+            artifact.begin(self.kind, inputs)
+        self.fill(worker)
+        chunks = self.chunks()
+        if chunks is not None and chunks.missing() and not self.done():
+            return False
+        for artifact, _ in share:
+            if artifact.manifest():
                 continue
             try:
-                content = self.run(job, artifact, worker)
+                content = self.make(artifact)
             except FileNotFoundError:
                 # Two workers may end the pass at the same moment, and both do the rest. The first one to commit
                 # removes the scratch files that the other one still reads.
@@ -179,23 +187,49 @@ class Stage:
                 continue
             if content is not None:
                 artifact.commit(content)
-            elif artifact.manifest() is None:
-                return False
-            # If another worker committed meanwhile, it did not remove the scratch files that this one wrote later.
+            # Also clean up when another worker committed first: it could not see our scratch files.
             artifact.sweep()
-        return all(artifact.manifest() for artifact, _ in resolved)
+        return self.done()
 
-    def state(self, job: Job) -> str:
+    def _share(self, worker: Worker) -> Sequence[tuple[Artifact, Inputs]]:
+        """Return the artifacts that this worker makes: all of them, since workers divide the chunks."""
+        del worker
+        return self.outputs()
+
+    def state(self) -> str:
         """Return the progress of the stage, for `--dry-run`."""
-        if reason := self.unneeded(job):
+        if reason := self.unneeded():
             return f"not needed: {reason}"
-        if self.is_done(job):
+        if self.done():
             return "done"
-        artifacts = self.artifacts(job)
-        if self.by_artifact and (made := sum(artifact.manifest() is not None for artifact in artifacts)):
-            return f"{made} of {len(artifacts)} folders"
-        ready = self.in_pass or all(stage.is_done(job) for stage in self.inputs)
-        chunks = self.chunks(job) if self.chunks and ready else None
+        chunks = self.chunks() if self.in_pass or self.first_missing() is None else None
         if chunks is None or not chunks.artifact.folder.is_dir():
             return "to do"
         return f"{chunks.count - len(chunks.missing())} of {chunks.count} chunks"
+
+
+class EncoderStage(Stage):
+    """A stage whose chunks a network makes in the pass."""
+
+    in_pass = needs_gpu = True
+
+    @abstractmethod
+    def open_encoder(self) -> Encoder:
+        """Open the network."""
+
+    def chunks(self) -> Chunks | None:
+        """Return its chunks; until the index is finished, as if all images were readable."""
+        job = self.job
+        if job.index:
+            return job.index.chunks(self.artifact)
+        return Chunks(self.artifact, job.listing.images, job.config.data.chunk) if job.listing else None
+
+    def _is_made(self, artifact: Artifact, inputs: Inputs) -> bool:
+        if not super()._is_made(artifact, inputs):
+            return False
+        # Its plan cannot have the digest of the index, which the same pass makes. So its content has it. It differs if
+        # somebody deleted the index, and images that were unreadable then are readable now.
+        recorded = artifact.read(self.kind).ingest
+        if recorded and recorded != self.job.open_index().manifest.digest:
+            raise AtollError(f"{artifact.folder} is stale: {layout.INGEST} has changed since. Delete {artifact.folder}")
+        return True

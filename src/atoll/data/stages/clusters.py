@@ -25,13 +25,13 @@ from atoll.core.config_sections import Clusters
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, FEATURES, ClustersContent
 from atoll.core.progress import progress
-from atoll.data.chunks import Chunks, Worker, read_rows
+from atoll.data.chunks import Chunks, read_rows
 from atoll.data.contact_sheet import contact_sheets
+from atoll.data.index import IMAGES, Index
 from atoll.data.kmeans import Floats, Integers, Part, fine_count, fit_fine, merge, nearest_center, separation
 from atoll.data.shuffle import shuffled
 from atoll.data.stages import features
-from atoll.data.stages.base import Job, Stage, previous
-from atoll.data.stages.ingest import IMAGES, Index
+from atoll.data.stages.base import Stage, previous
 
 NAME = layout.CLUSTERS
 ASSIGNMENTS, CENTROIDS, REPORT = "assignments.parquet", "centroids.safetensors", "report.json"
@@ -43,47 +43,44 @@ _SCHEMA = pa.schema([("id", pa.string()), ("fine", pa.int32()), ("coarse", pa.in
 _FINE_SCHEMA = pa.schema([("fine", pa.int32()), ("distance", pa.float32())])
 
 
-def _made_from(job: Job) -> Inputs:
-    config, index = job.config.clusters, Index.open(job.run)
-    needed = features.needed(config, len(index.labels))
-    used = Artifact(job.run, features.NAME).open(FEATURES).digest if needed else None
-    return {"ingest": index.manifest.digest, "features": used, "clusters": config.model_dump()}
+class ClustersStage(Stage):
+    """The cluster of every image."""
 
+    name, kind, folder = "clusters", CLUSTERS, NAME
+    needs = ("features",)
+    divisible = False
 
-def _run(job: Job, artifact: Artifact, _: Worker) -> ClustersContent:
-    index, settings = Index.open(job.run), job.config.clusters
-    if settings.method == "random" and settings.count > 1:
-        warnings.warn(
-            "clusters.method is random: a router cannot learn such clusters, so use it only as an ablation",
-            stacklevel=2,
-        )
-    partition = Partition(artifact, index, settings, index.chunks(Artifact(job.run, features.NAME)))
-    partition.assign()
-    report = partition.report()
-    artifact.write(REPORT, to_json(report.model_dump(exclude_none=True)))
-    contact_sheets(artifact, index, job.source, examples=report.examples)
-    return ClustersContent(**report.model_dump(include=set(ClustersContent.model_fields)))
+    def uses(self) -> str:
+        config = self.job.config.clusters
+        return f"{config.count} by {config.method}"
 
+    def made_from(self) -> Inputs:
+        config, index = self.job.config.clusters, self.job.open_index()
+        needed = features.needed(config, len(index.labels))
+        used = Artifact(self.job.run, features.NAME).open(FEATURES).digest if needed else None
+        return {"ingest": index.manifest.digest, "features": used, "clusters": config.model_dump()}
 
-def _summary(artifact: Artifact, content: ClustersContent) -> str:
-    parts = [f"sizes {list(content.sizes['train'])}", f"largest/mean {content.imbalance:.3f}"]
-    if found := Report.model_validate(artifact.read_json(REPORT)).separation:
-        parts += [
-            f"{key} {found['clusters'][key]:.3f} (random {found['random'][key]:.3f})" for key in found["clusters"]
-        ]
-    return f"{', '.join(parts)}; contact sheets: {artifact.folder}/cluster_*.png"
+    def make(self, artifact: Artifact) -> ClustersContent:
+        index, settings = self.job.open_index(), self.job.config.clusters
+        if settings.method == "random" and settings.count > 1:
+            warnings.warn(
+                "clusters.method is random: a router cannot learn such clusters, so use it only as an ablation",
+                stacklevel=2,
+            )
+        partition = Partition(artifact, index, settings, index.chunks(Artifact(self.job.run, features.NAME)))
+        partition.assign()
+        report = partition.report()
+        artifact.write(REPORT, to_json(report.model_dump(exclude_none=True)))
+        contact_sheets(artifact, index, self.job.source, examples=report.examples)
+        return ClustersContent(**report.model_dump(include=set(ClustersContent.model_fields)))
 
-
-STAGE = Stage(
-    name="clusters",
-    kind=CLUSTERS,
-    inputs=(features.STAGE,),
-    outputs=lambda _: {NAME: {}},
-    made_from=_made_from,
-    run=_run,
-    uses=lambda config: f"{config.clusters.count} by {config.clusters.method}",
-    summary=_summary,
-)
+    def summary(self, content: ClustersContent) -> str:
+        parts = [f"sizes {list(content.sizes['train'])}", f"largest/mean {content.imbalance:.3f}"]
+        if found := Report.model_validate(self.artifact.read_json(REPORT)).separation:
+            parts += [
+                f"{key} {found['clusters'][key]:.3f} (random {found['random'][key]:.3f})" for key in found["clusters"]
+            ]
+        return f"{', '.join(parts)}; contact sheets: {self.artifact.folder}/cluster_*.png"
 
 
 class Report(ClustersContent):

@@ -6,15 +6,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact
+from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config_sections import Clusters
 from atoll.core.manifests import FEATURES, FeaturesContent
 from atoll.core.sizes import Size
-from atoll.data.chunks import Chunks, Worker
+from atoll.data.chunks import Chunks
 from atoll.data.stages import ingest
-from atoll.data.stages.base import Encoder, Job, Stage
-from atoll.data.stages.ingest import Index
-from atoll.data.stages.listing import Listing
+from atoll.data.stages.base import Encoder, EncoderStage, Job
 from atoll.encoders import efficientnet
 from atoll.encoders.pretrained import fingerprint, model_folder
 from atoll.encoders.vision import open_extractor
@@ -29,13 +27,6 @@ def needed(config: Clusters, classes: int | None) -> bool:
     return config.method == "features" or classes is None or classes > config.count
 
 
-def _unneeded(job: Job) -> str | None:
-    # Before the index is done, the classes are those of all listed images, readable or not.
-    index, listing = Index.find(job.run), Listing.find(job.run)
-    classes = len(index.labels) if index else listing.labels if listing else None
-    return None if needed(job.config.clusters, classes) else "the clusters need no features"
-
-
 def network_inputs(job: Job) -> dict[str, object]:
     """Return the images and the network that features are made from."""
     settings = job.config.features
@@ -44,40 +35,38 @@ def network_inputs(job: Job) -> dict[str, object]:
     return {"ingest": ingest.identity(job), **chosen, "weights": fingerprint(weights)}
 
 
-def _encoder(job: Job) -> Encoder:
-    config = job.config.features
-    extractor = open_extractor(config.model, config.resolution)
-    return Encoder(
-        encode=lambda pixels, _: {"features": extractor.unit(pixels).half()},
-        batch_size=config.batch_size,
-        input_size=lambda _: Size.square(extractor.side),
-        by_size=False,
-    )
+class Features(EncoderStage):
+    """One unit vector per image."""
 
+    name, kind, folder = "features", FEATURES, NAME
 
-def _run(job: Job, artifact: Artifact, _: Worker) -> FeaturesContent | None:
-    index = Index.open(job.run)
-    chunks = index.chunks(artifact)
-    if chunks.missing():
-        return None
-    with safe_open(artifact.path(chunks.first_file()), "pt") as first:
-        dimensions = first.get_slice("features").get_shape()[1]
-    return FeaturesContent(rows=index.rows, dimensions=dimensions, ingest=index.manifest.digest)
+    def uses(self) -> str:
+        return self.job.config.features.model
 
+    def unneeded(self) -> str | None:
+        index, listing = self.job.index, self.job.listing
+        # Before the index is done, the classes are those of all listed images, readable or not.
+        classes = len(index.labels) if index else listing.labels if listing else None
+        return None if needed(self.job.config.clusters, classes) else "the clusters need no features"
 
-STAGE = Stage(
-    name="features",
-    kind=FEATURES,
-    inputs=(ingest.STAGE,),
-    outputs=lambda _: {NAME: {}},
-    made_from=network_inputs,
-    run=_run,
-    uses=lambda config: config.features.model,
-    chunks=lambda job: ingest.pass_chunks(job, Artifact(job.run, NAME)),
-    encoder=_encoder,
-    needs_gpu=True,
-    unneeded=_unneeded,
-)
+    def made_from(self) -> Inputs:
+        return network_inputs(self.job)
+
+    def open_encoder(self) -> Encoder:
+        config = self.job.config.features
+        extractor = open_extractor(config.model, config.resolution)
+        return Encoder(
+            encode=lambda pixels, _: {"features": extractor.unit(pixels).half()},
+            batch_size=config.batch_size,
+            input_size=lambda _: Size.square(extractor.side),
+            by_size=False,
+        )
+
+    def make(self, artifact: Artifact) -> FeaturesContent:
+        index = self.job.open_index()
+        with safe_open(artifact.path(index.chunks(artifact).first_file()), "pt") as first:
+            dimensions = first.get_slice("features").get_shape()[1]
+        return FeaturesContent(rows=index.rows, dimensions=dimensions, ingest=index.manifest.digest)
 
 
 def read_chunk(chunks: Chunks, chunk: int) -> Tensor:

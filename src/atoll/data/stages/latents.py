@@ -19,11 +19,10 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.manifests import LATENTS, ChannelStatistics, LatentsContent
 from atoll.core.sizes import Size
-from atoll.data.chunks import Chunks, Worker, select_rows
+from atoll.data.chunks import Chunks, select_rows
 from atoll.data.sources.open import find_kind
 from atoll.data.stages import ingest
-from atoll.data.stages.base import Encoder, Job, Stage
-from atoll.data.stages.ingest import Index
+from atoll.data.stages.base import Encoder, EncoderStage
 from atoll.encoders.autoencoder import Statistics, latent_shapes, open_codec, precision_of, scale_of, weights_of
 from atoll.encoders.pretrained import Pixels
 
@@ -40,17 +39,6 @@ def normalization(config: Config, measured: Statistics) -> Statistics:
     return measured.under(scale_of(config.latents.autoencoder)) if by_scale else measured
 
 
-def _made_from(job: Job) -> Inputs:
-    config = job.config.latents
-    # Latents are stored without normalization, so the setting is an input of the shards, not of this artifact. But an
-    # autoencoder without a scaling factor must be an error here, before the work.
-    if config.normalization == "scale":
-        scale_of(config.autoencoder)
-    settings = {"resolution": job.config.data.resolution, **config.model_dump(exclude={"normalization"})}
-    settings |= {"flip": _stores_mirrored(job.config), "weights": weights_of(config.autoencoder)}
-    return {"ingest": ingest.identity(job), **settings}
-
-
 def _stores_mirrored(config: Config) -> bool:
     """Return whether the latents of the mirror images are stored.
 
@@ -59,18 +47,51 @@ def _stores_mirrored(config: Config) -> bool:
     return config.data.flip and config.latents.autoencoder != "pixels"
 
 
-def _encoder(job: Job) -> Encoder:
-    config, mirrors = job.config.latents, _stores_mirrored(job.config)
-    codec, dtype = open_codec(config.autoencoder), getattr(torch, config.dtype)
+class Latents(EncoderStage):
+    """Mean and std of the posterior of every image, and their statistics over the training split."""
 
-    def encode(pixels: Pixels, _: Size) -> dict[str, Tensor]:
-        parts = codec.encode_tensor(pixels)
-        if mirrors:
-            mirrored = codec.encode_tensor(np.ascontiguousarray(pixels[:, :, ::-1]))
-            parts |= {f"{name}{MIRRORED}": part for name, part in mirrored.items()}
-        return {name: part.to(dtype) for name, part in parts.items()}
+    name, kind, folder = "latents", LATENTS, NAME
 
-    return Encoder(encode, config.batch_size, input_size=lambda size: size, by_size=True, summarize=moments)
+    def uses(self) -> str:
+        return self.job.config.latents.autoencoder
+
+    def note(self) -> str | None:
+        return note(self.job.config)
+
+    def made_from(self) -> Inputs:
+        config, data = self.job.config.latents, self.job.config.data
+        # Latents are stored without normalization, so the setting is an input of the shards, not of this artifact. But
+        # an autoencoder without a scaling factor must be an error here, before the work.
+        if config.normalization == "scale":
+            scale_of(config.autoencoder)
+        settings = {"resolution": data.resolution, **config.model_dump(exclude={"normalization"})}
+        settings |= {"flip": _stores_mirrored(self.job.config), "weights": weights_of(config.autoencoder)}
+        return {"ingest": ingest.identity(self.job), **settings}
+
+    def open_encoder(self) -> Encoder:
+        config, mirrors = self.job.config.latents, _stores_mirrored(self.job.config)
+        codec, dtype = open_codec(config.autoencoder), getattr(torch, config.dtype)
+
+        def encode(pixels: Pixels, _: Size) -> dict[str, Tensor]:
+            parts = codec.encode_tensor(pixels)
+            if mirrors:
+                mirrored = codec.encode_tensor(np.ascontiguousarray(pixels[:, :, ::-1]))
+                parts |= {f"{name}{MIRRORED}": part for name, part in mirrored.items()}
+            return {name: part.to(dtype) for name, part in parts.items()}
+
+        return Encoder(encode, config.batch_size, input_size=lambda size: size, by_size=True, summarize=moments)
+
+    def make(self, artifact: Artifact) -> LatentsContent:
+        index, config = self.job.open_index(), self.job.config.latents
+        shapes = {size: latent_shapes(config.autoencoder, size)["mean"] for size in index.train_sizes()}
+        return LatentsContent(
+            rows=index.rows,
+            shape=next(iter(shapes.values())),
+            shapes={str(size): shape for size, shape in shapes.items()} if len(shapes) > 1 else None,
+            statistics=_measure(index.chunks(artifact)),
+            precision=precision_of(config.autoencoder),
+            ingest=index.manifest.digest,
+        )
 
 
 def moments(tensors: Mapping[str, Tensor], train: Tensor) -> dict[str, Tensor]:
@@ -94,23 +115,6 @@ def read_latents(chunks: Chunks, chunk: int, *, sizes: Sequence[Size], rows: Seq
     stored = load_file(chunks.artifact.path(chunks.file(chunk)))
     own = {name: tensor for name, tensor in stored.items() if not name.startswith((_SUMS, _COUNT))}
     return select_rows(own, sizes, rows)
-
-
-def _run(job: Job, artifact: Artifact, _: Worker) -> LatentsContent | None:
-    index, config = Index.open(job.run), job.config.latents
-    chunks = index.chunks(artifact)
-    if chunks.missing():
-        return None
-    train = index.train_sizes()
-    shapes = {size: latent_shapes(config.autoencoder, size)["mean"] for size in train}
-    return LatentsContent(
-        rows=index.rows,
-        shape=next(iter(shapes.values())),
-        shapes={str(size): shape for size, shape in shapes.items()} if len(shapes) > 1 else None,
-        statistics=_measure(chunks),
-        precision=precision_of(config.autoencoder),
-        ingest=index.manifest.digest,
-    )
 
 
 def _measure(chunks: Chunks) -> ChannelStatistics:
@@ -143,18 +147,3 @@ def note(config: Config) -> str | None:
         "for these use a diffusers autoencoder, such as stabilityai/sd-vae-ft-mse, or begin with: "
         "atoll init --preset images"
     )
-
-
-STAGE = Stage(
-    name="latents",
-    kind=LATENTS,
-    inputs=(ingest.STAGE,),
-    outputs=lambda _: {NAME: {}},
-    made_from=_made_from,
-    run=_run,
-    uses=lambda config: config.latents.autoencoder,
-    chunks=lambda job: ingest.pass_chunks(job, Artifact(job.run, NAME)),
-    encoder=_encoder,
-    needs_gpu=True,
-    note=note,
-)

@@ -33,13 +33,11 @@ from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.errors import AtollError, first_line
 from atoll.core.manifests import PATCHES, PatchesContent
 from atoll.core.sizes import Size, nearest_size
-from atoll.data.chunks import Worker, prefetch
+from atoll.data.chunks import prefetch
 from atoll.data.images import BadImage, fit, image_size, open_image
 from atoll.data.sources.base import Source, SourceImage
-from atoll.data.stages import features, ingest
-from atoll.data.stages.base import Encoder, Job, Stage, previous
-from atoll.data.stages.ingest import Index
-from atoll.data.stages.listing import Listing
+from atoll.data.stages import features
+from atoll.data.stages.base import Encoder, EncoderStage, Job, previous
 from atoll.encoders import autoencoder
 from atoll.encoders.pretrained import Pixels
 from atoll.encoders.vision import Extractor, open_extractor
@@ -122,17 +120,6 @@ def _grid(job: Job, size: Size) -> tuple[int, int]:
     return max(1, round(height * square / side)), max(1, round(width * square / side))
 
 
-def unneeded(job: Job) -> str | None:
-    """Return why a run has no patch features; None if it has them."""
-    return None if job.config.features.patch_dimensions else "features.patch_dimensions is 0"
-
-
-def _made_from(job: Job) -> Inputs:
-    dimensions = job.config.features.patch_dimensions
-    flip = {"flip": True} if job.config.data.flip else {}
-    return {**features.network_inputs(job), "dimensions": dimensions, "grid": _square(job)[1], **flip}
-
-
 @dataclass(frozen=True)
 class _Patches:
     """The features network, from images of a bucket to patch features (N, rows, columns, C) on the device."""
@@ -176,60 +163,72 @@ class _Patches:
         return extract(pixels, _grid(self.job, size))
 
 
-def _encoder(job: Job) -> Encoder:
-    sizes = Listing.of(job).buckets
-    network = _Patches.open(job, sizes)
-    projection = _projection(job, network, sizes).to(network.extractor.device)
-    return Encoder(
-        encode=lambda pixels, size: {"patches": projection.encode(network(pixels, size))},
-        batch_size=job.config.features.batch_size,
-        input_size=network.input_size,
-        by_size=True,
-    )
+class Patches(EncoderStage):
+    """A small grid of vectors per image."""
 
+    name, kind, folder = "patches", PATCHES, NAME
 
-def _run(job: Job, artifact: Artifact, _: Worker) -> PatchesContent | None:
-    index, config = Index.open(job.run), job.config.features
-    if index.chunks(artifact).missing():
-        return None
-    return PatchesContent(
-        rows=index.rows,
-        model=config.model,
-        weights=str(features.network_inputs(job)["weights"]),
-        grid=_square(job)[1],
-        steps=tuple(load_file(artifact.path(PROJECTION))["step"].tolist()),
-        ingest=index.manifest.digest,
-    )
+    def uses(self) -> str:
+        config = self.job.config.features
+        return f"{config.model}, {config.patch_dimensions} dimensions"
 
+    def unneeded(self) -> str | None:
+        return None if self.job.config.features.patch_dimensions else "features.patch_dimensions is 0"
 
-def _projection(job: Job, network: _Patches, sizes: tuple[Size, ...]) -> Projection:
-    """Return the projection of the artifact; fit it if no worker has.
+    def made_from(self) -> Inputs:
+        dimensions = self.job.config.features.patch_dimensions
+        flip = {"flip": True} if self.job.config.data.flip else {}
+        return {**features.network_inputs(self.job), "dimensions": dimensions, "grid": _square(self.job)[1], **flip}
 
-    Its sample is decoded before the pass, and again in it.
-    """
-    artifact = Artifact(job.run, NAME)
-    # Unchanged chunks of a source that has grown were made with the components of then.
-    before = previous(artifact).path(PROJECTION)
-    if before.is_file():
-        artifact.create(PROJECTION, before.read_bytes())
-    if not artifact.path(PROJECTION).is_file():
-        config = job.config
-        sample = _sample(job.source, Listing.of(job).train)
-        decoded = prefetch(sample, lambda image: _decode(image, sizes, network), config.data.workers)
-        waiting: dict[Size, list[Pixels]] = defaultdict(list)
+    def open_encoder(self) -> Encoder:
+        sizes = self.job.list_source().buckets
+        network = _Patches.open(self.job, sizes)
+        projection = self._projection(network, sizes).to(network.extractor.device)
+        return Encoder(
+            encode=lambda pixels, size: {"patches": projection.encode(network(pixels, size))},
+            batch_size=self.job.config.features.batch_size,
+            input_size=network.input_size,
+            by_size=True,
+        )
 
-        def parts() -> Iterator[Tensor]:
-            for size, pixels in filter(None, decoded):
-                waiting[size].append(pixels)
-                if len(waiting[size]) == config.features.batch_size:
-                    yield network(np.stack(waiting.pop(size)), size).flatten(0, 2).cpu()
-            for size, rest in waiting.items():
-                yield network(np.stack(rest), size).flatten(0, 2).cpu()
+    def _projection(self, network: _Patches, sizes: tuple[Size, ...]) -> Projection:
+        """Return the projection of the artifact; fit it if no worker has.
 
-        fitted = Projection.fit(parts(), config.features.patch_dimensions)
-        # Several workers may fit it at the same time, on different machines. The first file counts for all of them.
-        artifact.create(PROJECTION, save(vars(fitted)))
-    return Projection(**load_file(artifact.path(PROJECTION)))
+        Its sample is decoded before the pass, and again in it.
+        """
+        artifact, config = self.artifact, self.job.config
+        # Unchanged chunks of a source that has grown were made with the components of then.
+        before = previous(artifact).path(PROJECTION)
+        if before.is_file():
+            artifact.create(PROJECTION, before.read_bytes())
+        if not artifact.path(PROJECTION).is_file():
+            sample = _sample(self.job.source, self.job.list_source().train)
+            decoded = prefetch(sample, lambda image: _decode(image, sizes, network), config.data.workers)
+            waiting: dict[Size, list[Pixels]] = defaultdict(list)
+
+            def parts() -> Iterator[Tensor]:
+                for size, pixels in filter(None, decoded):
+                    waiting[size].append(pixels)
+                    if len(waiting[size]) == config.features.batch_size:
+                        yield network(np.stack(waiting.pop(size)), size).flatten(0, 2).cpu()
+                for size, rest in waiting.items():
+                    yield network(np.stack(rest), size).flatten(0, 2).cpu()
+
+            fitted = Projection.fit(parts(), config.features.patch_dimensions)
+            # Several workers may fit it at the same time, on different machines. The first file counts for all of them.
+            artifact.create(PROJECTION, save(vars(fitted)))
+        return Projection(**load_file(artifact.path(PROJECTION)))
+
+    def make(self, artifact: Artifact) -> PatchesContent:
+        index = self.job.open_index()
+        return PatchesContent(
+            rows=index.rows,
+            model=self.job.config.features.model,
+            weights=str(features.network_inputs(self.job)["weights"]),
+            grid=_square(self.job)[1],
+            steps=tuple(load_file(artifact.path(PROJECTION))["step"].tolist()),
+            ingest=index.manifest.digest,
+        )
 
 
 def _decode(image: SourceImage, sizes: tuple[Size, ...], network: _Patches) -> tuple[Size, Pixels] | None:
@@ -248,18 +247,3 @@ def _sample(source: Source, train: int) -> Iterator[SourceImage]:
     # Evenly, because sources are often sorted: the first thousand images may show one class.
     every = -(-train // FIT_IMAGES)
     return islice((image for image in source.images() if image.split == "train"), 0, None, every)
-
-
-STAGE = Stage(
-    name="patches",
-    kind=PATCHES,
-    inputs=(ingest.STAGE,),
-    outputs=lambda _: {NAME: {}},
-    made_from=_made_from,
-    run=_run,
-    uses=lambda config: f"{config.features.model}, {config.features.patch_dimensions} dimensions",
-    chunks=lambda job: ingest.pass_chunks(job, Artifact(job.run, NAME)),
-    encoder=_encoder,
-    needs_gpu=True,
-    unneeded=unneeded,
-)

@@ -16,7 +16,7 @@ An island that trains the expert needs only this folder and the run's configurat
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -48,9 +48,9 @@ from atoll.core.manifests import (
 from atoll.core.progress import progress
 from atoll.core.sizes import Size
 from atoll.data.chunks import Worker, read_rows, select_rows
+from atoll.data.index import IMAGES, Index
 from atoll.data.stages import clusters, latents, patches, text
 from atoll.data.stages.base import Job, Stage
-from atoll.data.stages.ingest import IMAGES, Index
 from atoll.encoders.autoencoder import Statistics
 from atoll.encoders.hub import public_name
 
@@ -61,39 +61,52 @@ Members = dict[int, Rows]
 _COLUMNS = ["id", "captions", "weights", "label", "attributes"]
 
 
-def _outputs(config: Config) -> dict[str, Inputs]:
-    return {layout.shards(cluster): {"cluster": cluster} for cluster in range(config.clusters.count)}
+class Shards(Stage):
+    """One artifact per cluster. Workers divide the clusters."""
 
+    name, kind, folder = "shards", SHARDS, layout.shards(0)
+    needs = ("clusters", "latents", "text", "patches")
 
-def _made_from(job: Job) -> Inputs:
-    run = job.run
-    return {
-        "clusters": Artifact(run, layout.CLUSTERS).open(CLUSTERS).digest,
-        "latents": Artifact(run, layout.LATENTS).open(LATENTS).digest,
-        "text": None if text.unneeded(job) else Artifact(run, layout.TEXT).open(TEXT).digest,
-        "patches": None if patches.unneeded(job) else Artifact(run, layout.PATCHES).open(PATCHES).digest,
-        "shard_rows": job.config.data.shard_rows,
-        "normalization": job.config.latents.normalization,
-        "flip": job.config.data.flip,
-    }
+    def uses(self) -> str:
+        return f"{self.job.config.data.shard_rows:,} images per file"
 
+    def made_from(self) -> Inputs:
+        """Return the common inputs of the shards of all clusters."""
+        run, config = self.job.run, self.job.config
+        _, _, text, patches = self.inputs
+        return {
+            "clusters": Artifact(run, layout.CLUSTERS).open(CLUSTERS).digest,
+            "latents": Artifact(run, layout.LATENTS).open(LATENTS).digest,
+            "text": None if text.unneeded() else Artifact(run, layout.TEXT).open(TEXT).digest,
+            "patches": None if patches.unneeded() else Artifact(run, layout.PATCHES).open(PATCHES).digest,
+            "shard_rows": config.data.shard_rows,
+            "normalization": config.latents.normalization,
+            "flip": config.data.flip,
+        }
 
-def _run(job: Job, artifact: Artifact, _: Worker) -> ShardsContent:
-    cluster = list(_outputs(job.config)).index(artifact.name)
-    return _Writer.of(job).cluster(artifact, cluster)
+    def outputs(self) -> list[tuple[Artifact, Inputs]]:
+        common, clusters = self.made_from(), range(self.job.config.clusters.count)
+        return [
+            (Artifact(self.job.run, layout.shards(cluster)), {**common, "cluster": cluster}) for cluster in clusters
+        ]
 
+    def _share(self, worker: Worker) -> Sequence[tuple[Artifact, Inputs]]:
+        return self.outputs()[worker.index :: worker.count]
 
-STAGE = Stage(
-    name="shards",
-    kind=SHARDS,
-    inputs=(clusters.STAGE, latents.STAGE, text.STAGE, patches.STAGE),
-    outputs=_outputs,
-    made_from=_made_from,
-    run=_run,
-    by_artifact=True,
-    uses=lambda config: f"{config.data.shard_rows:,} images per file",
-    summary=lambda artifact, content: f"{content.clusters} folders like {artifact.folder}",
-)
+    def make(self, artifact: Artifact) -> ShardsContent:
+        cluster = [made for made, _ in self.outputs()].index(artifact)
+        _, _, text, patches = self.inputs
+        run, index = self.job.run, self.job.open_index()
+        captions = None if text.unneeded() else _text_spec(run, index)
+        parts = None if patches.unneeded() else _patch_spec(run)
+        return _Writer.of(self.job, captions, parts).cluster(artifact, cluster)
+
+    def state(self) -> str:
+        made = 0 if self.first_missing() else sum(artifact.manifest() is not None for artifact, _ in self.outputs())
+        return f"{made} of {self.job.config.clusters.count} folders" if made and not self.done() else super().state()
+
+    def summary(self, content: ShardsContent) -> str:
+        return f"{content.clusters} folders like {self.artifact.folder}"
 
 
 @dataclass(frozen=True)
@@ -110,9 +123,9 @@ class _Writer:
     patches: PatchSpec | None
 
     @classmethod
-    def of(cls, job: Job) -> "_Writer":
+    def of(cls, job: Job, text: TextSpec | None, patches: PatchSpec | None) -> "_Writer":
         """Return the writer of a run whose other stages are done."""
-        run, index = job.run, Index.open(job.run)
+        run, index = job.run, job.open_index()
         encoded = Artifact(run, layout.LATENTS)
         made_from, measured = encoded.open(LATENTS).made_from, encoded.read(LATENTS)
         # The order is that of the index: a manifest has its keys in the order of the alphabet.
@@ -125,8 +138,7 @@ class _Writer:
             shape=measured.shape,
             sizes=tuple((height, width) for _, height, width in sizes.values()) if len(sizes) > 1 else None,
         )
-        captions = None if text.unneeded(job) else _text_spec(run, index)
-        return cls(run, index, job.config, spec, sizes, captions, None if patches.unneeded(job) else _patch_spec(run))
+        return cls(run, index, job.config, spec, sizes, text, patches)
 
     def cluster(self, artifact: Artifact, cluster: int) -> ShardsContent:
         """Write the shards of one cluster, except those that an interrupted job has written already."""

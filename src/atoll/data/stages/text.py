@@ -15,44 +15,60 @@ from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.device import compute_dtype, download, dtype_name
 from atoll.core.device import device as default_device
 from atoll.core.manifests import TEXT, TextContent
-from atoll.data.chunks import Worker, prefetch
-from atoll.data.stages import ingest
-from atoll.data.stages.base import Job, Stage
-from atoll.data.stages.ingest import Index
+from atoll.data.chunks import Chunks, Worker, prefetch
+from atoll.data.index import Index
+from atoll.data.stages.base import Stage
 from atoll.encoders.text import TextEncoder, open_text_encoder, weights_of
 
 NAME = layout.TEXT
 
 
-def unneeded(job: Job) -> str | None:
-    """Return why a run has no text embeddings: no encoder or no captions; None if it has them."""
-    if job.config.text.encoder == "none":
-        return "text.encoder is none"
-    index = Index.find(job.run)
-    return "no image has a caption" if index and not index.content.captions else None
+class Text(Stage):
+    """The embeddings of all captions."""
 
+    name, kind, folder = "text", TEXT, NAME
+    needs_gpu = True
 
-def _made_from(job: Job) -> Inputs:
-    config, ingested = job.config.text, Index.open(job.run).manifest.digest
-    return {"ingest": ingested, **config.model_dump(), "weights": weights_of(config.encoder)}
+    def uses(self) -> str:
+        return self.job.config.text.encoder
 
+    def unneeded(self) -> str | None:
+        if self.job.config.text.encoder == "none":
+            return "text.encoder is none"
+        index = self.job.index
+        return "no image has a caption" if index and not index.content.captions else None
 
-def _run(job: Job, artifact: Artifact, worker: Worker) -> TextContent | None:
-    index, config = Index.open(job.run), job.config.text
-    chunks = index.chunks(artifact)
-    if missing := chunks.missing(worker):
+    def made_from(self) -> Inputs:
+        config, ingested = self.job.config.text, self.job.open_index().manifest.digest
+        return {"ingest": ingested, **config.model_dump(), "weights": weights_of(config.encoder)}
+
+    def chunks(self) -> Chunks:
+        return self.job.open_index().chunks(self.artifact)
+
+    def fill(self, worker: Worker) -> None:
+        index, config, chunks = self.job.open_index(), self.job.config.text, self.chunks()
+        if not (missing := chunks.missing(worker)):
+            return
         encoder, dtype = open_text_encoder(config.encoder, config.max_tokens), getattr(torch, config.dtype)
         captions = _captions(index, missing, config.batch_size)
         tokenized = prefetch(captions, lambda item: (*item[:2], encoder.tokenize(item[2])), workers=1)
         encoded = ((chunk, images, _stored(encoder, tokens, dtype)) for chunk, images, tokens in tokenized)
         chunks.fill("text", missing, encoded)
-    if chunks.missing():
-        return None
-    with safe_open(artifact.path(chunks.first_file()), "pt") as chunk:
-        width, pooled = (chunk.get_slice(name).get_shape()[1] for name in ("tokens", "pooled"))
-    precision = dtype_name(compute_dtype(default_device()))
-    rows = sum(map(len, (captions for chunk in range(chunks.count) for captions in image_captions(index, chunk))))
-    return TextContent(rows=rows, max_tokens=config.max_tokens, dimensions=width, pooled=pooled, precision=precision)
+
+    def make(self, artifact: Artifact) -> TextContent:
+        index, chunks = self.job.open_index(), self.chunks()
+        with safe_open(artifact.path(chunks.first_file()), "pt") as chunk:
+            width, pooled = (chunk.get_slice(name).get_shape()[1] for name in ("tokens", "pooled"))
+        return TextContent(
+            rows=sum(len(captions) for chunk in range(chunks.count) for captions in image_captions(index, chunk)),
+            max_tokens=self.job.config.text.max_tokens,
+            dimensions=width,
+            pooled=pooled,
+            precision=dtype_name(compute_dtype(default_device())),
+        )
+
+    def summary(self, content: TextContent) -> str:
+        return f"{content.rows:,} captions in {self.artifact.folder}"
 
 
 def image_captions(index: Index, chunk: int) -> list[list[str]]:
@@ -74,18 +90,3 @@ def _stored(encoder: TextEncoder, tokens: dict[str, Tensor], dtype: torch.dtype)
     states, mask, pooled = download(*encoder.encode(tokens))
     lengths = mask.sum(1).to(torch.int32)
     return {"tokens": states[mask].to(dtype), "lengths": lengths, "pooled": pooled.to(dtype)}
-
-
-STAGE = Stage(
-    name="text",
-    kind=TEXT,
-    inputs=(ingest.STAGE,),
-    outputs=lambda _: {NAME: {}},
-    made_from=_made_from,
-    run=_run,
-    uses=lambda config: config.text.encoder,
-    chunks=lambda job: Index.open(job.run).chunks(Artifact(job.run, NAME)),
-    needs_gpu=True,
-    unneeded=unneeded,
-    summary=lambda artifact, content: f"{content.rows:,} captions in {artifact.folder}",
-)

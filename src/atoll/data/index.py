@@ -1,0 +1,195 @@
+"""The index of a run: which images its source has, which of them are readable, and in which chunk each one is.
+
+`Listing` is decided before the first image is decoded. `Index` is what the ingest stage makes and all later stages read:
+id, captions, label, split, attributes and size of every readable image, with one row group per chunk.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from atoll.core import layout
+from atoll.core.artifacts import Artifact, Content, Manifest, to_json
+from atoll.core.config_sections import Data
+from atoll.core.errors import AtollError
+from atoll.core.manifests import INGEST, IngestContent
+from atoll.core.sizes import Size
+from atoll.data.buckets import choose_sizes
+from atoll.data.chunks import Chunks, read_rows, row_counts
+from atoll.data.sources.base import Source, SourceImage, describe
+
+IMAGES, REJECTED, CHUNKS = "images.parquet", "rejected.parquet", "chunks.json"
+_LISTING = "listing.json"
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("captions", pa.list_(pa.string())),
+        ("weights", pa.list_(pa.float32())),
+        ("label", pa.string()),
+        ("split", pa.string()),
+        ("attributes", pa.string()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("cropped", pa.float32()),
+    ]
+)
+
+
+class Listing(Content):
+    """What is decided before the pass, from a listing of the source without decoding."""
+
+    images: int
+    """Number of images, readable or not."""
+    train: int
+    """Number of images of the training split."""
+    labels: int
+    """Number of classes."""
+    sizes: tuple[str, ...]
+    """The buckets: sizes that images are cropped and resized to."""
+
+    @property
+    def buckets(self) -> tuple[Size, ...]:
+        """The buckets as sizes."""
+        return tuple(map(Size.parse, self.sizes))
+
+    @classmethod
+    def find(cls, run: Path, data: str = layout.DATA) -> "Listing | None":
+        """Return the listing of a run; None if no worker has written it yet."""
+        try:
+            return cls.model_validate(Artifact(run, layout.INGEST.replace(layout.DATA, data, 1)).read_json(_LISTING))
+        except FileNotFoundError:
+            return None
+
+    @classmethod
+    def make(cls, run: Path, data: Data, source: Source, *, multiple: int) -> "Listing":
+        """List the source. Sides of buckets are multiples of `multiple`."""
+        counted = describe(source)
+        if not counted.images:
+            raise AtollError(f"{data.source} has no images; change data.source")
+        # The sizes of a source that has grown stay the same, because unchanged chunks have them.
+        before = cls.find(run, layout.PREVIOUS)
+        sizes = before.buckets if before else choose_sizes(data, source, images=counted.images, multiple=multiple)
+        made = cls(images=counted.images, train=counted.train, labels=counted.labels, sizes=tuple(map(str, sizes)))
+        # Several workers may list the source at the same time. The first file counts for all of them.
+        Artifact(run, layout.INGEST).create(_LISTING, to_json(made.model_dump()))
+        return cls.find(run) or made
+
+
+@dataclass(frozen=True)
+class Index:
+    """The readable images of a run, by chunk."""
+
+    artifact: Artifact
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, run: Path) -> "Index":
+        """Open the index of a run whose ingest stage is done."""
+        artifact = Artifact(run, layout.INGEST)
+        found = cls(artifact, artifact.open(INGEST))
+        if not found.content.sizes:
+            raise AtollError(
+                f"{artifact.folder} was made by an older version of Atoll; delete {run / layout.DATA} and run atoll "
+                "prepare again"
+            )
+        return found
+
+    @classmethod
+    def find(cls, run: Path) -> "Index | None":
+        """Return the index of a run, or None if its ingest stage is not done."""
+        return cls.open(run) if Artifact(run, layout.INGEST).manifest() else None
+
+    @cached_property
+    def content(self) -> IngestContent:
+        """The declared content of the index."""
+        return INGEST.parse(self.manifest, self.artifact.folder)
+
+    @property
+    def rows(self) -> int:
+        """Number of readable images."""
+        return self.content.rows
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of images in each chunk."""
+        return row_counts(self.artifact.path(IMAGES))
+
+    @property
+    def labels(self) -> list[str]:
+        """The class names, by class index."""
+        return list(self.content.labels)
+
+    def chunks(self, artifact: Artifact) -> Chunks:
+        """Return the chunk files of another artifact of the same run."""
+        return Chunks(artifact, self.rows, int(self.manifest.made_from["chunk"]), lengths=self.lengths)
+
+    def by_chunk(self, rows: "np.ndarray[Any, Any]") -> dict[int, "np.ndarray[Any, Any]"]:
+        """Return ascending rows of the index by their chunks, each counted from the start of its chunk."""
+        starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        chunks = np.searchsorted(starts, rows, side="right") - 1
+        return {int(chunk): rows[chunks == chunk] - starts[chunk] for chunk in np.unique(chunks)}
+
+    def keys(self) -> list[str]:
+        """Return a hash of the images of every chunk."""
+        found: list[str] = self.artifact.read_json(CHUNKS)
+        return found
+
+    def part_rows(self, chunk: int, digests: list[str]) -> list[dict[str, Any]]:
+        """Return the rows of the part that a chunk of the index was made of, for images with these digests."""
+        rows = [
+            *read_rows(self.artifact.path(IMAGES), chunk).to_pylist(),
+            *read_rows(self.artifact.path(REJECTED), chunk).to_pylist(),
+        ]
+        # The order of readable and rejected images among each other is lost, and not needed; that of digests is.
+        return [{**row, "digest": own} for row, own in zip(rows, digests, strict=True)]
+
+    def train_sizes(self) -> dict[Size, int]:
+        """Return the number of training images of every size of the run, the most frequent size first."""
+        found = Counter(dict.fromkeys(map(Size.parse, self.content.sizes), 0))
+        for chunk in range(len(self.lengths)):
+            columns = self.arrays(chunk)
+            shapes = np.stack([columns["height"], columns["width"]], axis=1)[columns["train"]]
+            for shape, count in zip(*np.unique(shapes, axis=0, return_counts=True), strict=True):
+                found[Size(*map(int, shape))] += int(count)
+        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+    def sizes(self, chunk: int) -> list[Size]:
+        """Return the size of every image of a chunk."""
+        if len(self.content.sizes) == 1:
+            return [Size.parse(next(iter(self.content.sizes)))] * self.lengths[chunk]
+        columns = self.read(chunk, ["height", "width"])
+        return [Size(*shape) for shape in zip(columns["height"], columns["width"], strict=True)]
+
+    def arrays(self, chunk: int) -> dict[str, "np.ndarray[Any, Any]"]:
+        """Return height and width of every image of a chunk, and whether it is a training image (`train`)."""
+        table = read_rows(self.artifact.path(IMAGES), chunk, ["height", "width", "split"])
+        train = pc.equal(table["split"], "train").to_numpy()
+        return {"height": table["height"].to_numpy(), "width": table["width"].to_numpy(), "train": train}
+
+    def read(self, chunk: int, columns: list[str]) -> dict[str, list[Any]]:
+        """Return some columns of one chunk."""
+        table: dict[str, list[Any]] = read_rows(self.artifact.path(IMAGES), chunk, columns).to_pydict()
+        return table
+
+    def source_images(self, source: Source, chunks: list[int]) -> Iterator[tuple[int, list[SourceImage]]]:
+        """Yield each of the given chunks with its images, from the source that the index was made from."""
+        # The index has the order of the source, so one pass finds all images; rejected ones are skipped on the way.
+        stream = source.images()
+        wanted = set(chunks)
+        for chunk in range(max(chunks, default=-1) + 1):
+            ids = self.read(chunk, ["id"])["id"]
+            found = [next((image for image in stream if image.id == id), None) for id in ids]
+            if chunk not in wanted:
+                continue
+            if None in found:
+                missing = ids[found.index(None)]
+                raise AtollError(f"the source changed: {missing!r} is in {self.artifact.folder} but not in the source")
+            yield chunk, [image for image in found if image is not None]
