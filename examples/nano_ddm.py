@@ -114,7 +114,7 @@ class Block(nn.Module):
         self.modulation = nn.Sequential(nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 2 * width))
         nn.init.zeros_(self.conv2.weight)  # the block begins as the identity
 
-    def forward(self, x: Tensor, time_embedding: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor, time_embedding: Tensor) -> Tensor:
         scale, shift = self.modulation(time_embedding)[:, :, None, None].chunk(2, 1)
         h = self.conv1(functional.silu(self.norm1(x)))
         return x + self.conv2(functional.silu(self.norm2(h) * (1 + scale) + shift))
@@ -132,7 +132,7 @@ class UNet(nn.Module):
         self.grow = nn.ModuleList(nn.ConvTranspose2d(coarse, fine, 2, stride=2) for fine, coarse in pairwise(widths))
         self.last = nn.Conv2d(widths[0], 12, 3, padding=1)
 
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
         time_embedding = embed_time(t)
         x = self.first(functional.pixel_unshuffle(x, 2))  # (B, 64, 16, 16): four pixels are one position
         skips = []
@@ -155,7 +155,7 @@ class Router(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
         self.last = nn.Linear(width * 4 * 4, EXPERTS)
 
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
         time_embedding = embed_time(t)
         x = self.first(x)  # (B, 64, 8, 8)
         for block in self.blocks:

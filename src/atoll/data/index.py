@@ -1,6 +1,6 @@
 """The index of a run: which images its source has, which of them are readable, and in which chunk each one is.
 
-`Listing` is decided before the first image is decoded. `Index` is what the ingest stage makes and all later stages read:
+`Listing` is decided before the first image is decoded. `Index` is made by the ingest stage and read by all later ones:
 id, captions, label, split, attributes and size of every readable image, with one row group per chunk.
 """
 
