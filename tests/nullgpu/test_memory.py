@@ -28,7 +28,7 @@ from atoll.train.memory import WORKSPACE
 from atoll.train.spec import resolve_job
 
 pytestmark = pytest.mark.slow
-TOLERANCE = 0.05
+TOLERANCE = 0.25
 STEPS = 3
 """The first step creates the optimizer's state and, with DDP, the final buckets."""
 RANKS = 2

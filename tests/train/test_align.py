@@ -221,8 +221,8 @@ def test_flops_are_those_of_the_products_for_the_images_of_the_burn_in(aligned: 
         job_bytes(one.network, one.shapes, one.settings, device=device, objective=one.objective, align=one.align)
         for one in (spec, plain)
     ]
-    # Weights, moments and gradients of the projector, and its activations.
-    assert 16 * spec.align.parameters < sizes[0] - sizes[1] < 2**20
+    # Weights, moments and gradients of the projector. Its activations are small beside those of the network.
+    assert sizes[0] - sizes[1] == 16 * spec.align.parameters
 
 
 def test_a_resume_needs_the_same_burn_in(aligned: Copy) -> None:

@@ -212,11 +212,23 @@ def weights_of(autoencoder: str) -> str | None:
     return None if autoencoder == "pixels" else fingerprint(_folder(autoencoder))
 
 
+PUBLISHED_LATENTS: dict[str, tuple[int, int]] = {
+    "stabilityai/sd-vae-ft-mse": (4, 8),
+    "stabilityai/sd-vae-ft-ema": (4, 8),
+    "madebyollin/taesd": (4, 8),
+    "madebyollin/taesd3": (16, 8),
+}
+"""Latent channels and downsampling factor from published configurations: the shapes of these need no download."""
+
+
 @cache
 def latent_shapes(autoencoder: str, size: Size) -> dict[str, tuple[int, ...]]:
     """Return the shapes (C, H, W) of what `Codec.encode` returns for an image of a size, without loading weights."""
     if autoencoder == "pixels":
         return {"mean": (3, size.height, size.width)}
+    if autoencoder in PUBLISHED_LATENTS:
+        channels, factor = PUBLISHED_LATENTS[autoencoder]
+        return {"mean": (channels, size.height // factor, size.width // factor)}
     import diffusers
 
     folder = _folder(autoencoder)

@@ -1,4 +1,4 @@
-"""Estimate the memory that sampling needs, before it starts.
+"""Estimate the memory that sampling needs, before it starts. `atoll.train.memory` does so for training.
 
 Weights are counted from the networks' configurations. The activations of one evaluation follow from a formula of rows,
 tokens and width, times a measured constant for the memory allocator on the CPU.
@@ -138,17 +138,21 @@ def activation_bytes(network: nn.Module, shape: Sequence[int], *, rows: int, ite
     the GELU: input of the block, residual stream, its norm, hidden layer before and after the GELU. With an MLP ratio
     below 2 the peak is in the attention: input of the block, its norm, queries, keys, values, output, and its copy.
     """
+    tensors = max(7.0, 3 + 2 * network.config.mlp_ratio) if isinstance(network, DiT) else DIFFUSERS
+    return int(rows * stream_size(network, shape) * tensors * itemsize)
+
+
+def stream_size(network: nn.Module, shape: Sequence[int]) -> int:
+    """Return the elements of the residual stream of one image: tokens x width; of the first level for a UNet."""
     if isinstance(network, DiT):
-        own, tensors = network.config, max(7.0, 3 + 2 * network.config.mlp_ratio)
-        patch, width = own.patch, own.width
+        patch, width = network.config.patch, network.config.width
     else:
         model: Any = network.model
-        own, tensors = model.config, DIFFUSERS
+        own = model.config
         convolutional = "block_out_channels" in own
         patch = 1 if convolutional else own.patch_size
         width = own.block_out_channels[0] if convolutional else own.num_attention_heads * own.attention_head_dim
-    tokens = (shape[-2] // patch) * (shape[-1] // patch)
-    return int(rows * tokens * width * tensors * itemsize)
+    return int((shape[-2] // patch) * (shape[-1] // patch) * width)
 
 
 def condition_bytes(network: nn.Module, declaration: Declaration, *, rows: int, itemsize: int) -> int:

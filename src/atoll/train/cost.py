@@ -59,6 +59,10 @@ class Cost:
     blocks: int
     """Number of transformer blocks."""
 
+    layer_outputs: int
+    """Elements that all linear and convolutional layers return for the image, of which its activations are a multiple.
+    """
+
     def training_flops(self, settings: Train) -> int:
         """Return the FLOPs of training on one image.
 
@@ -91,14 +95,16 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
         x, at = torch.zeros(1, *shape), torch.zeros(1)
         condition = condition_like(config, text, 1)
     products: list[Product] = []
+    outputs: list[int] = []
 
-    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        assert isinstance(layer, nn.Linear)
-        products.append(Product(inputs[0].numel() // layer.in_features, layer.in_features, layer.out_features))
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        outputs.append(output.numel())
+        if isinstance(layer, nn.Linear):
+            products.append(Product(inputs[0].numel() // layer.in_features, layer.in_features, layer.out_features))
 
     for layer in network.modules():
-        if isinstance(layer, nn.Linear):
-            layer.register_forward_pre_hook(note)
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            layer.register_forward_hook(note)
     with FlopCounterMode(display=False) as counter:
         try:
             network(x, at, condition)
@@ -107,7 +113,7 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
             raise AtollError(f"a {config.class_name} does not take latents of shape {shape}: {reason}") from error
     parameters = sum(parameter.numel() for parameter in network.parameters())
     largest, muon = max(products, key=lambda product: product.flops), sum(m.flops for m in hidden_matrices(network))
-    return Cost(parameters, counter.get_total_flops(), largest, muon, len(transformer_blocks(network)))
+    return Cost(parameters, counter.get_total_flops(), largest, muon, len(transformer_blocks(network)), sum(outputs))
 
 
 def condition_like(config: NetworkConfig, text: tuple[int, int] | None, rows: int) -> Condition:

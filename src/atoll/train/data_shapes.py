@@ -10,7 +10,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
@@ -19,7 +19,8 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS, DataSpec, ShardsContent
 from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
-from atoll.encoders.autoencoder import EMOJI
+from atoll.encoders.autoencoder import PUBLISHED_LATENTS, latent_shapes
+from atoll.encoders.hub import is_hub_name
 
 
 class TextShape(NamedTuple):
@@ -30,13 +31,6 @@ class TextShape(NamedTuple):
     pooled: int
 
 
-LATENTS: dict[str, tuple[int, int]] = {
-    "stabilityai/sd-vae-ft-mse": (4, 8),
-    "stabilityai/sd-vae-ft-ema": (4, 8),
-    "madebyollin/taesd": (4, 8),
-    "madebyollin/taesd3": (16, 8),
-}
-"""Latent channels and downsampling factor of autoencoders by name, from their published configurations."""
 TEXT: dict[str, tuple[int, int]] = {
     "minilm": (384, 384),
     "openai/clip-vit-base-patch32": (512, 512),
@@ -93,25 +87,13 @@ class DataShapes:
     @classmethod
     def expected(cls, config: Config) -> "DataShapes":
         """Predict the shapes from a configuration, before the data is prepared."""
-        latents = _latents(config.latents.autoencoder, config.data.resolution)
-        return cls(latents, _text(config.text.encoder, config.text.max_tokens), _labels(config))
-
-
-def _latents(autoencoder: str, resolution: int) -> tuple[int, ...]:
-    if autoencoder == "pixels":
-        return (3, resolution, resolution)
-    if autoencoder in LATENTS:
-        channels, stride = LATENTS[autoencoder]
-    else:
-        # A folder in the format of diffusers: each resolution level but the first halves the side.
-        settings = _settings(EMOJI if autoencoder == "emoji" else Path(autoencoder), "the latents' shape")
-        blocks = settings.get("block_out_channels") or settings.get("encoder_block_out_channels")
-        if not isinstance(blocks, list) or not isinstance(settings.get("latent_channels"), int):
+        autoencoder, text = config.latents.autoencoder, config.text
+        if is_hub_name(autoencoder) and autoencoder not in PUBLISHED_LATENTS:
             raise AtollError(
-                f"the config.json of {autoencoder} does not contain the shape of its latents; prepare the data first"
+                f"the latents' shape cannot be predicted, because {autoencoder} is not a folder; prepare the data first"
             )
-        channels, stride = settings["latent_channels"], 2 ** (len(blocks) - 1)
-    return (channels, resolution // stride, resolution // stride)
+        latents = latent_shapes(autoencoder, Size.square(config.data.resolution))["mean"]
+        return cls(latents, _text(text.encoder, text.max_tokens), _labels(config))
 
 
 def _text(encoder: str, max_tokens: int) -> TextShape | None:
@@ -120,7 +102,16 @@ def _text(encoder: str, max_tokens: int) -> TextShape | None:
     if encoder in TEXT:
         width, pooled = TEXT[encoder]
     else:
-        settings = _settings(Path(encoder), "the text's width")
+        file = Path(encoder) / "config.json"
+        if not file.is_file():
+            raise AtollError(
+                f"the text's width cannot be predicted, because {encoder} is not a folder with a config.json; prepare "
+                "the data first"
+            )
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise AtollError(f"{file} is not JSON: {error}") from error
         settings = settings.get("text_config", settings)
         # d_model of T5, hidden_size of the others. The pooled vector is a token's state or the mean of all tokens.
         width = pooled = settings.get("d_model") or settings.get("hidden_size")
@@ -136,19 +127,6 @@ def _labels(config: Config) -> tuple[str, ...]:
     parts = [choice for choice in config.networks.values() if isinstance(choice, dict)]
     count = max((part.get("num_classes", 0) for part in parts), default=0)
     return tuple(f"class {number}" for number in range(count))
-
-
-def _settings(folder: Path, what: str) -> dict[str, Any]:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise AtollError(
-            f"{what} cannot be predicted, because {folder} is not a folder with a config.json; prepare the data first"
-        )
-    try:
-        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise AtollError(f"{file} is not JSON: {error}") from error
-    return settings
 
 
 @dataclass(frozen=True)

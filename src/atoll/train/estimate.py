@@ -129,7 +129,6 @@ def estimate(spec: TrainSpec, gpus: int | None = None) -> JobEstimate:
     """Estimate the costs of a job on this machine."""
     settings, product = spec.settings, image_cost(spec.network, spec.shapes).largest_product
     images = max(1, settings.batch_size // settings.grad_accum_steps // _processes(gpus))
-    # Before the memory is estimated: its simulated step starts threads, which disturb the measurement.
     rate = measured_rate(
         device(), compute_dtype(device(), settings.precision), replace(product, rows=product.rows * images)
     )
