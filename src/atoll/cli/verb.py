@@ -22,8 +22,7 @@ DType = Annotated[
 class Verb(Protocol):
     """One verb."""
 
-    def run(self) -> None:
-        """Execute the verb."""
+    def run(self) -> None: ...
 
 
 @runtime_checkable

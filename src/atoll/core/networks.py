@@ -172,7 +172,6 @@ class DiTConfig(NamedConfig):
     """Scaling of the latents that a released network was trained on; it does not change the network's output."""
 
     def __post_init__(self) -> None:
-        """Check the fields against each other."""
         _check_width(self.width, self.heads, self.positions)
         _check_patch(self.size, self.patch)
         if self.embedder_per_block and self.modulation != "zero":
@@ -220,7 +219,6 @@ class RouterConfig(NamedConfig):
     """Scaling of the latents that a released router was trained on."""
 
     def __post_init__(self) -> None:
-        """Check the fields against each other."""
         _check_width(self.width, self.heads, self.positions)
         _check_patch(self.size, self.patch)
 

@@ -32,7 +32,6 @@ class AsciiJSONResponse(JSONResponse):
     """JSON in ASCII: error messages may quote lone surrogates of the request, which UTF-8 cannot encode."""
 
     def render(self, content: object) -> bytes:
-        """Return the body."""
         return json.dumps(content, ensure_ascii=True, allow_nan=False).encode("ascii")
 
 

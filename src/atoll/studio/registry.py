@@ -74,7 +74,6 @@ class LoadedModel:
 
     @property
     def ensemble(self) -> Ensemble:
-        """The networks."""
         return self.sampler.ensemble
 
 
