@@ -16,13 +16,14 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, sha256_of
 from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS
+from atoll.core.options import LoadOptions
 from atoll.ensemble import Settings, load
 from atoll.evaluate import Options, diagnostics, evaluate
 from atoll.evaluate.cache import cached
 from atoll.evaluate.distances import Gaussian, frechet, kernel_distance
 from atoll.evaluate.features import generated_features, reference_features
 from atoll.evaluate.generated import generate, prompts_of
-from atoll.evaluate.models import EvaluatedModel, LoadOptions, evaluated_models
+from atoll.evaluate.models import EvaluatedModel, evaluated_models
 from atoll.evaluate.results import EvaluationResult, Spread
 from atoll.train.distributed import DistContext
 

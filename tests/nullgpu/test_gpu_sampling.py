@@ -16,11 +16,12 @@ import torch
 import atoll
 import nullgpu
 from atoll.core.host_memory import pinned_budget, pinned_size
+from atoll.core.options import QuantizedLoadOptions
 from atoll.ensemble import Ensemble, RoutingState, SamplerState, Settings
 from atoll.ensemble.sampler import Sampler
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.studio.engine import Engine
-from atoll.studio.registry import LoadOptions, ModelRegistry
+from atoll.studio.registry import ModelRegistry
 from atoll.studio.request_state import GenerationRequest
 
 pytestmark = pytest.mark.slow
@@ -131,7 +132,7 @@ def test_decoding_waits_once(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) 
 def test_a_server_turn_waits_at_most_three_times(trained_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with their own times, guidance and previews join and end; one routing, so one group of images."""
     finite_results(monkeypatch)
-    models = ModelRegistry(str(trained_run), LoadOptions(batch_size=8))
+    models = ModelRegistry(str(trained_run), QuantizedLoadOptions(), batch_size=8)
     models.scan()
     assert models.load_errors == {}
     engine, turns, posted = Engine(8, 8), [], []

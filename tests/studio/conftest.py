@@ -11,10 +11,11 @@ import httpx
 import pytest
 import uvicorn
 
+from atoll.core.options import QuantizedLoadOptions
 from atoll.ensemble import load
 from atoll.studio.app import Studio, create_app
 from atoll.studio.engine import Engine
-from atoll.studio.registry import LoadOptions, ModelRegistry
+from atoll.studio.registry import ModelRegistry
 from atoll.studio.serve import listen, server_config
 from ensemble.runs import write_run
 from waiting import HOUR
@@ -36,7 +37,7 @@ def serving(
     run: Path, token: str | None = None, *, batch_size: int = 8, queue: int = 4, ready: bool = True
 ) -> Iterator[tuple[str, Studio]]:
     """Serve a run; yield the address and the objects behind the routes, with `ready` once its models are loaded."""
-    models = ModelRegistry(str(run), LoadOptions(batch_size=batch_size))
+    models = ModelRegistry(str(run), QuantizedLoadOptions(), batch_size=batch_size)
     studio = Studio(models, Engine(batch_size, queue), token)
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(server_config(create_app(studio)))

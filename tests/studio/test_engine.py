@@ -10,10 +10,11 @@ import torch
 
 import atoll
 from atoll.core.errors import AtollError
+from atoll.core.options import QuantizedLoadOptions
 from atoll.ensemble import Settings
 from atoll.nets import DiT
 from atoll.studio.engine import Engine
-from atoll.studio.registry import LoadedModel, LoadOptions, ModelRegistry
+from atoll.studio.registry import LoadedModel, ModelRegistry
 from atoll.studio.request_state import (
     CANCELLED,
     DONE,
@@ -52,7 +53,7 @@ class ManualEngine:
     """An engine whose steps the test runs one by one, and the events that it posts."""
 
     def __init__(self, run: Path, batch_size: int = 8, queue: int = 4) -> None:
-        self.models = ModelRegistry(str(run), LoadOptions(batch_size=batch_size))
+        self.models = ModelRegistry(str(run), QuantizedLoadOptions(), batch_size=batch_size)
         self.models.scan()
         self.engine = Engine(batch_size, queue)
         self.events: dict[RequestState, list[Event]] = {}
@@ -244,7 +245,7 @@ def test_a_failed_engine_ends_all_requests_with_an_error(served_run: Path) -> No
             raise OSError("the client is gone")
 
     waiting = engine.submit(steps=3)
-    engine.engine.submit(GenerationRequest(Settings("top-1", 1)), engine.models.get("experts"), failing_post)
+    engine.engine.submit(GenerationRequest(Settings(steps=1)), engine.models.get("experts"), failing_post)
     engine.engine.start()
     engine.engine.join(HOUR)
     assert "the client is gone" in (engine.engine.failure or "")
@@ -323,7 +324,7 @@ def test_loading_a_model_is_tried_again_after_an_error(
     def unsigned(self: ModelRegistry, name: str) -> LoadedModel:
         raise AtollError(f"{name} is not signed")
 
-    models = ModelRegistry(str(served_run), LoadOptions(batch_size=8))
+    models = ModelRegistry(str(served_run), QuantizedLoadOptions(), batch_size=8)
     with monkeypatch.context() as patch:
         patch.setattr(ModelRegistry, "_load", unsigned)
         models.scan()

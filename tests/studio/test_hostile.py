@@ -184,7 +184,7 @@ def test_a_failed_engine_is_reported_to_all_clients(served_run: Path) -> None:
             raise OSError("the client is gone")
 
     with serving(served_run) as (url, studio):
-        studio.engine.submit(GenerationRequest(Settings("top-1", 1)), studio.models.get("experts"), failing_post)
+        studio.engine.submit(GenerationRequest(Settings(steps=1)), studio.models.get("experts"), failing_post)
         response = http.post(f"{url}/v1/images", json={"steps": 250})
         assert response.status_code == 503
         health = http.get(f"{url}/health")

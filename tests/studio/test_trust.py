@@ -13,10 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from atoll.core.options import QuantizedLoadOptions
 from atoll.studio import connections, serve, tokens
 from atoll.studio.app import Studio
 from atoll.studio.engine import Engine
-from atoll.studio.registry import LoadOptions, ModelRegistry
+from atoll.studio.registry import ModelRegistry
 from studio.conftest import http, serving
 from train.workers import start_verb
 from waiting import HOUR, wait_for
@@ -259,7 +260,7 @@ def test_health_contains_no_paths_without_the_token(served_run: Path, tmp_path: 
             assert "secret-folder" not in text
         assert http.get(f"{url}/health", headers={"authorization": "Bearer x"}).status_code == 401
         assert "secret-folder" in http.get(f"{url}/health", headers=RIGHT).json()["reason"]
-    assert Studio(ModelRegistry(str(run), LoadOptions()), Engine(1, 1)).health(details=False).reason is None
+    assert Studio(ModelRegistry(str(run), QuantizedLoadOptions()), Engine(1, 1)).health(details=False).reason is None
 
 
 def tree(folder: Path) -> dict[str, tuple[int, str]]:

@@ -3,15 +3,15 @@
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from atoll.cli.verb import Devices, DType, MaxLoadedExperts, ModelName, RunFolder
+from atoll.cli.verb import ModelName, RunFolder
 from atoll.core import layout
-from atoll.core.names import SOLVERS, GuidanceWeights
+from atoll.core.options import QuantizedLoadOptions, Settings
 from atoll.core.sizes import Size
 
 if TYPE_CHECKING:
@@ -34,40 +34,12 @@ class Sample:
     """Size of the images in pixels, such as 96x64."""
     model: str = "experts"
     """Model to sample from: experts, expert:K, monolith, student or merged."""
-    routing: str = "top-1"
-    """Rule: full, top-K, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or a schedule: top-2@0.6,top-1."""
     clusters: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: none)")] = ()
     """Cluster of each image, for --routing oracle."""
-    steps: int = 50
-    """Number of solver steps."""
-    guidance_scale: float = 4.0
-    """Classifier-free guidance scale; 1 disables guidance."""
-    guidance_interval: tuple[float, float] = (0.0, 1.0)
-    """Interval of times t (0 is data, 1 is noise) in which guidance is applied."""
-    guidance_weights: GuidanceWeights = "separate"
-    """Expert weights of the unconditional velocity: those of the prompt, or those of the router without the prompt."""
-    rescale: float = 0.0
-    """Guidance rescale from 0 to 1: moves the standard deviation of the guided velocity to that of the conditional."""
-    solver: Literal[SOLVERS] = "euler"  # type: ignore[valid-type]
-    """ODE solver."""
-    shift: float = 1.0
-    """Timestep shift; values above 1 take more steps at high noise."""
-    scheduler_times: bool = False
-    """Use the scheduler's own timesteps with --solver flow-euler or flow-heun, as diffusers pipelines and Paris do."""
-    seed: int = 0
-    """Random seed of the initial noise."""
+    settings: Annotated[Settings, OmitArgPrefixes] = field(default_factory=Settings)
     batch_size: int = 64
     """Images per batch."""
-    max_loaded_experts: MaxLoadedExperts = None
-    """Maximum number of experts on each device at once."""
-    devices: Devices = None
-    """Devices to spread the experts over, such as cuda:0,cuda:1."""
-    dtype: DType = "auto"
-    """Precision of the networks."""
-    quantize: Annotated[Literal["int8"] | None, arg(metavar="int8", help_behavior_hint="(default: off)")] = None
-    """Store the weights of linear layers as 8-bit integers."""
-    compile: bool = False
-    """Compile the networks with torch.compile."""
+    load: Annotated[QuantizedLoadOptions, OmitArgPrefixes] = field(default_factory=QuantizedLoadOptions)
     strict: bool = False
     """Fail if an expert is missing instead of sampling without it."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: RUN/samples)")] = None
@@ -82,40 +54,35 @@ class Sample:
     def run(self) -> None:
         """Sample and save the images."""
         if "RANK" not in os.environ:
-            self._sample(self.devices)
+            self._sample(self.load)
             return
         # Several processes under torchrun. The import takes a second, which others need not wait for.
         from atoll.core.device import device
         from atoll.train.distributed import init_distributed
 
         with init_distributed(device()) as context:
-            self._sample(context.only_device(self.devices), context)
+            self._sample(replace(self.load, devices=context.only_device(self.load.devices)), context)
 
-    def _sample(self, devices: str | None, processes: "Processes | None" = None) -> None:
+    def _sample(self, options: QuantizedLoadOptions, processes: "Processes | None" = None) -> None:
         from atoll.ensemble import load
         from atoll.ensemble.images import save
         from atoll.experts.validation import ALONE
 
         processes, size = processes or ALONE, None if self.size is None else Size.parse(self.size)
-        sampler = load(
-            self.folder, self.model, max_loaded_experts=self.max_loaded_experts, dtype=self.dtype, strict=self.strict,
-            devices=devices, quantize=self.quantize, compile=self.compile,
-        )  # fmt: skip
+        sampler = load(self.folder, self.model, strict=self.strict, **vars(options))
         given = max(len(self.prompts), len(self.labels))
         count = self.num_images or max(given, len(self.clusters)) or 16
         if self.plan:
             # Memory depends on the largest batch, its number of different prompts, and whether guidance doubles it.
             rows = min(self.batch_size, count)
-            plan = sampler.plan(rows, min(rows, max(given, 1)), self.guidance_scale != 1 and given > 0, size=size)
+            plan = sampler.plan(
+                rows, min(rows, max(given, 1)), self.settings.guidance_scale != 1 and given > 0, size=size
+            )
             print(json.dumps(plan.to_dict()) if self.json else "\n".join(plan.lines()))
             return
         samples = sampler.generate(
             self.prompts or None, self.labels or None, count, clusters=self.clusters or None, size=size,
-            batch_size=self.batch_size, trace=self.save_routing, processes=processes, routing=self.routing,
-            steps=self.steps,
-            guidance_scale=self.guidance_scale, guidance_interval=self.guidance_interval,
-            guidance_weights=self.guidance_weights, rescale=self.rescale,
-            solver=self.solver, shift=self.shift, scheduler_times=self.scheduler_times, seed=self.seed,
+            batch_size=self.batch_size, trace=self.save_routing, processes=processes, **vars(self.settings),
         )  # fmt: skip
         if processes.rank > 0:
             return

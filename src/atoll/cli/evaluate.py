@@ -2,22 +2,25 @@
 
 import json
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import arg
+from tyro.conf import OmitArgPrefixes, arg
 
-from atoll.cli.verb import Devices, DType, MaxLoadedExperts, Overrides, RunFolder
+from atoll.cli.verb import Overrides, RunFolder
 from atoll.core import config as configuration
-from atoll.core.names import SOLVERS, GuidanceWeights
+from atoll.core.options import LoadOptions, SamplingOptions
 
 Part = Literal["metrics", "diversity", "diagnostics", "trajectories"]
 
 
 @dataclass
 class Evaluate:
-    """Compute FID, KID, diversity and diagnostics of a run."""
+    """Compute FID, KID, diversity and diagnostics of a run.
+
+    All models and routings start from the same noise; diagnostics are in float32.
+    """
 
     folder: RunFolder
     """Folder of the run."""
@@ -27,16 +30,7 @@ class Evaluate:
     """Models to evaluate: experts, monolith, student, merged, expert:K, or singles (every expert alone)."""
     routings: tuple[str, ...] = ("top-1", "top-2", "full")
     """Routings to evaluate the experts with."""
-    steps: int = 50
-    """Number of solver steps."""
-    guidance_scale: float = 4.0
-    """Classifier-free guidance scale; 1 disables guidance."""
-    guidance_weights: GuidanceWeights = "separate"
-    """Expert weights of the unconditional velocity: those of the prompt, or those of the router without the prompt."""
-    solver: Literal[SOLVERS] = "euler"  # type: ignore[valid-type]
-    """ODE solver."""
-    seed: int = 0
-    """Random seed. All models and routings start from the same noise."""
+    settings: Annotated[SamplingOptions, OmitArgPrefixes] = field(default_factory=SamplingOptions)
     extractors: tuple[str, ...] = ("inception",)
     """Feature networks: inception (FID and KID as published), inception:FILE, efficientnet-lite0, or a hub name."""
     reference: Literal["train", "held-out"] = "train"
@@ -59,14 +53,7 @@ class Evaluate:
     """Parts of the evaluation to leave out."""
     batch_size: int = 64
     """Images per batch."""
-    max_loaded_experts: MaxLoadedExperts = None
-    """Maximum number of experts on each device at once."""
-    devices: Devices = None
-    """Devices to spread the experts over, such as cuda:0,cuda:1."""
-    dtype: DType = "auto"
-    """Precision of the networks in sampling; diagnostics are always in float32."""
-    compile: bool = False
-    """Compile the networks with torch.compile."""
+    load: Annotated[LoadOptions, OmitArgPrefixes] = field(default_factory=LoadOptions)
     allow_small: bool = False
     """Compute biased metrics from too few images; the real-vs-real baseline shows the bias."""
     json: bool = False
@@ -79,41 +66,15 @@ class Evaluate:
 
         config = configuration.load(self.folder, self.overrides)
         from atoll.core.device import device
-        from atoll.ensemble import Settings
         from atoll.evaluate import Options, evaluate
-        from atoll.evaluate.models import LoadOptions
         from atoll.evaluate.results import plain
         from atoll.evaluate.table import show
         from atoll.train.distributed import init_distributed
 
-        options = Options(
-            num_images=self.num_images,
-            models=self.models,
-            routings=self.routings,
-            settings=Settings(
-                steps=self.steps,
-                guidance_scale=self.guidance_scale,
-                guidance_weights=self.guidance_weights,
-                solver=self.solver,
-                seed=self.seed,
-            ),
-            extractors=self.extractors,
-            reference=self.reference,
-            num_real=self.num_real,
-            diversity=self.diversity,
-            lpips=self.lpips,
-            clip=self.clip,
-            num_val=self.num_val,
-            num_trajectories=self.num_trajectories,
-            without=self.without,
-            batch_size=self.batch_size,
-            load=LoadOptions(self.max_loaded_experts, self.devices, self.dtype, self.compile),
-            allow_small=self.allow_small,
-            prompts=self.prompts,
-        )
+        options = Options(**{option.name: getattr(self, option.name) for option in fields(Options)})
         # Standard output is only for the result, so that --json can be piped; progress goes to standard error.
         with redirect_stdout(sys.stderr), init_distributed(device()) as context:
-            load = replace(options.load, devices=context.only_device(self.devices))
+            load = replace(options.load, devices=context.only_device(self.load.devices))
             result = evaluate(self.folder, config, replace(options, load=load), context=context)
         if result is None:
             return  # the main process prints the metrics

@@ -14,6 +14,8 @@ SolverName = Literal["euler", "heun", "flow-euler", "flow-heun", "dpm++", "unipc
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
 SOLVERS: tuple[str, ...] = get_args(SolverName)
+OWN_SOLVERS = ("euler", "heun")
+"""Those without a diffusers scheduler."""
 
 
 class ObjectiveParts(TypedDict, total=False):

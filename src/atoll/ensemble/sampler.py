@@ -19,6 +19,7 @@ from torch import Tensor
 from atoll import flow
 from atoll.core.device import download, dtype_name, upload
 from atoll.core.errors import AtollError, unknown
+from atoll.core.options import Settings
 from atoll.core.progress import progress
 from atoll.core.sizes import Size
 from atoll.encoders.encoders import Encoders
@@ -26,7 +27,7 @@ from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.guidance import Guidance
 from atoll.ensemble.plan import Plan, plan
 from atoll.ensemble.routing import RoutingState, parse
-from atoll.ensemble.samples import Gather, Samples, Settings, Trace
+from atoll.ensemble.samples import Gather, Samples, Trace, evaluated_at
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.validation import ALONE, Processes
 from atoll.flow import rng
@@ -115,6 +116,7 @@ class Sampler:
         batches, and all of them return all images. Further keyword arguments are the fields of `Settings`.
         """
         chosen = Settings(**{"routing": self.ensemble.routing.text, **settings})
+        parse(chosen.routing)  # raises an error before the work
         request = self._request(prompts, labels, num_images=num_images, clusters=clusters)
         size = Size.parse(size) if isinstance(size, str) else size
         latent_size = self.latent_size(size)
@@ -125,7 +127,7 @@ class Sampler:
         batches = [slice(first, min(first + batch_size, count)) for first in range(0, count, batch_size)]
         mine = batches[processes.rank :: processes.size]
         latents, images, decisions = [], [], []
-        with progress("sampling", len(mine) * len(chosen.evaluated_at), unit="steps") as bar:
+        with progress("sampling", len(mine) * len(evaluated_at(chosen)), unit="steps") as bar:
             for part in mine:
                 state = self._begin(request, chosen, part=part, first=first, size=latent_size, trace=trace)
                 latents.append(self.run(state, chosen, on_velocity=lambda *_: bar.update(1)))

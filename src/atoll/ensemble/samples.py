@@ -1,68 +1,24 @@
-"""Sampling settings, routing traces and sampled images."""
+"""Routing traces and sampled images."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import get_args
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from atoll import flow
-from atoll.core.errors import AtollError, unknown
-from atoll.core.names import GuidanceWeights
+from atoll.core.options import Settings
 from atoll.core.sizes import Size
-from atoll.ensemble.routing import Decision, parse
+from atoll.ensemble.routing import Decision
 from atoll.experts.validation import Processes
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Sampling settings. Every image file contains them as metadata."""
-
-    # Defaults: top-1 is the best strategy of DDM; 50 Euler steps are those of Paris and HDDM; a guidance scale of 4 is
-    # that of DiT's sampling script.
-    routing: str = "top-1"
-    steps: int = 50
-    guidance_scale: float = 4.0
-    guidance_interval: tuple[float, float] = (0.0, 1.0)
-    guidance_weights: GuidanceWeights = "separate"
-    rescale: float = 0.0
-    solver: str = "euler"
-    shift: float = 1.0
-    scheduler_times: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        parse(self.routing)
-        low, high = self.guidance_interval
-        if self.solver not in flow.SOLVERS:
-            raise AtollError(unknown("solver", self.solver, flow.SOLVERS))
-        if self.guidance_weights not in get_args(GuidanceWeights):
-            raise AtollError(unknown("guidance weights", self.guidance_weights, get_args(GuidanceWeights)))
-        if self.steps < 1 or self.shift <= 0 or not 0 <= self.rescale <= 1 or not 0 <= low <= high <= 1:
-            raise AtollError(
-                "expected steps >= 1, shift > 0, rescale in [0, 1] and a guidance interval in [0, 1], got "
-                f"{self.steps}, {self.shift}, {self.rescale} and {self.guidance_interval}"
-            )
-        if self.scheduler_times and self.solver in flow.solvers.OWN_SOLVERS:
-            raise AtollError(
-                f"scheduler_times needs a diffusers solver such as flow-euler, got {self.solver}: euler and heun have "
-                "no diffusers scheduler"
-            )
-
-    @property
-    def evaluated_at(self) -> list[float]:
-        """The times at which the velocity is evaluated."""
-        times = flow.solver_times(self.steps, self.shift)[:-1]
-        # Heun's method evaluates twice per step, except in the last one, which is an Euler step.
-        return times + times[1:] if "heun" in self.solver else times
-
-    def guidance_at(self, t: float) -> float:
-        """Return the guidance scale at a time: 1 outside the guidance interval."""
-        low, high = self.guidance_interval
-        return self.guidance_scale if low <= t <= high else 1.0
+def evaluated_at(settings: Settings) -> list[float]:
+    """Return the times at which the velocity is evaluated."""
+    times = flow.solver_times(settings.steps, settings.shift)[:-1]
+    # Heun's method evaluates twice per step, except in the last one, which is an Euler step.
+    return times + times[1:] if "heun" in settings.solver else times
 
 
 @dataclass(frozen=True, eq=False)

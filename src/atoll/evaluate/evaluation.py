@@ -15,6 +15,7 @@ from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import SHARDS
+from atoll.core.options import LoadOptions, SamplingOptions
 from atoll.data.dataset import Shards
 from atoll.encoders.lpips import open_perceptual
 from atoll.ensemble import Settings
@@ -23,7 +24,7 @@ from atoll.evaluate.cache import cached
 from atoll.evaluate.extractors import open_alignment
 from atoll.evaluate.features import Reference, ReferencePlan, opened, reference_features
 from atoll.evaluate.generated import GeneratedSet, Prompts, generate, prompts_of
-from atoll.evaluate.models import EvaluatedModel, LoadOptions, evaluated_models
+from atoll.evaluate.models import EvaluatedModel, evaluated_models
 from atoll.evaluate.results import (
     Diagnostics,
     DiagnosticsProtocol,
@@ -52,8 +53,7 @@ class Options:
     num_images: int = 2500
     models: tuple[str, ...] = ()
     routings: tuple[str, ...] = ("top-1", "top-2", "full")
-    settings: Settings = Settings()  # noqa: RUF009 - it is frozen
-    """Steps, guidance scale, solver and seed. Its routing is ignored; see `routings`."""
+    settings: SamplingOptions = SamplingOptions()  # noqa: RUF009 - it is frozen
     extractors: tuple[str, ...] = ("inception",)
     reference: Split = "train"
     num_real: int = 10_000

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from atoll.core.artifacts import Artifact, Content, Kind, to_json
 from atoll.core.errors import AtollError
+from atoll.core.options import LoadOptions
 from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks
 from atoll.data.contact_sheet import sheet
@@ -29,7 +30,7 @@ from atoll.data.shuffle import shuffled
 from atoll.encoders.pretrained import Pixels
 from atoll.ensemble import Sampler, Samples, Settings
 from atoll.evaluate.cache import keyed
-from atoll.evaluate.models import EvaluatedModel, LoadOptions
+from atoll.evaluate.models import EvaluatedModel
 from atoll.evaluate.results import SampleProtocol, Split
 from atoll.flow import rng
 from atoll.train.distributed import DistContext

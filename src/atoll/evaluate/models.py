@@ -1,7 +1,7 @@
 """The models that are evaluated (experts with a routing, dense networks, single experts), and their cost."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -9,11 +9,13 @@ from typing import Any, cast
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Kind
 from atoll.core.config import Config
-from atoll.core.device import compute_dtype, device, dtype_name, parse_devices
+from atoll.core.device import device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, training_costs
+from atoll.core.options import LoadOptions
 from atoll.core.sizes import Size
 from atoll.ensemble import Sampler, Settings, load, parse
+from atoll.ensemble.samples import evaluated_at
 from atoll.evaluate.results import ForwardCost, TrainingCost
 from atoll.experts.run import missing_network
 from atoll.train.cost import Cost, image_cost
@@ -22,25 +24,6 @@ from atoll.train.memory import job_bytes
 from atoll.train.spec import job_settings
 
 KINDS = (*layout.MODELS, "singles")
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """How models are opened for sampling."""
-
-    max_loaded_experts: int | None = None
-    devices: str | None = None
-    dtype: str = "auto"
-    compile: bool = False
-
-    @property
-    def precision(self) -> str:
-        """The precision that the networks get."""
-        return dtype_name(compute_dtype(parse_devices(self.devices)[0], self.dtype))
-
-    def in_float32(self) -> "LoadOptions":
-        """Return the options of validation, which is in float32 on every device."""
-        return replace(self, dtype="float32", compile=False)
 
 
 @dataclass(frozen=True)
@@ -122,7 +105,7 @@ class EvaluatedModel:
         experts = [one.forward_flops for name, one in costs.items() if name != "router"]
         # Under guidance every evaluation of the velocity runs the experts twice: with the condition and with the null
         # condition. Experts differ in size and the routing decides which ones run, so their mean FLOPs count.
-        guided = [self._conditioned and settings.guidance_at(t) != 1 for t in settings.evaluated_at]
+        guided = [self._conditioned and settings.guidance_at(t) != 1 for t in evaluated_at(settings)]
         calls = active * (len(guided) + sum(guided))
         router = self._router_calls(settings, guided) * costs["router"].forward_flops if "router" in costs else 0
         return ForwardCost(

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from atoll.core.device import upload
 from atoll.core.errors import AtollError, first_line, unknown
-from atoll.core.names import SOLVERS
+from atoll.core.names import OWN_SOLVERS, SOLVERS
 from atoll.flow.schedules import TIMESTEP_SCALE, broadcast
 
-OWN_SOLVERS = ("euler", "heun")
 VelocityField = Callable[[Tensor, Tensor], Tensor]
 """velocity(x, t) with times t (batch,) on the CPU, whatever the device of x: the host needs them for its decisions, and
 would wait for an accelerator to read them back."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from atoll.core.artifacts import Content, Kind
 from atoll.core.errors import AtollError
+from atoll.core.options import LoadOptions
 from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.data.shuffle import shuffled
@@ -23,7 +24,7 @@ from atoll.encoders.encoders import Encoders
 from atoll.ensemble import Settings, parse
 from atoll.evaluate.cache import keyed
 from atoll.evaluate.generated import Prompts, sample_by_size, stored_images, stored_name
-from atoll.evaluate.models import EvaluatedModel, LoadOptions
+from atoll.evaluate.models import EvaluatedModel
 from atoll.evaluate.results import Split
 
 GALLERY = Kind("gallery", Content)

@@ -18,6 +18,7 @@ import torch
 from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
+from atoll.core.options import QuantizedLoadOptions
 from atoll.core.sizes import Size
 from atoll.ensemble import Ensemble, Sampler, load, parse
 from atoll.ensemble.sampler import draws_unconditioned
@@ -34,19 +35,6 @@ POLL_SECONDS = 0.1
 NAMES = ("experts", *layout.DENSE)
 Signature = tuple[tuple[str, int], ...]
 """Paths and modification times of the files that make up a model."""
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """How models are loaded."""
-
-    batch_size: int = 32
-    max_loaded_experts: int | None = None
-    devices: str | None = None
-    dtype: str = "auto"
-    quantize: str | None = None
-    compile: bool = False
-    routing: str = "top-1"
 
 
 @dataclass(frozen=True)
@@ -93,8 +81,10 @@ class Loading:
 class ModelRegistry:
     """The loaded models of a run or of an exported folder."""
 
-    def __init__(self, source: str, options: LoadOptions) -> None:
-        self.source, self.options = source, options
+    def __init__(
+        self, source: str, options: QuantizedLoadOptions, *, batch_size: int = 32, routing: str = "top-1"
+    ) -> None:
+        self.source, self.options, self.batch_size, self.routing = source, options, batch_size, routing
         self.run = Path(source) if (Path(source) / CONFIG_FILE).is_file() else None
         """Folder of the run; None for an export."""
         self.first_scan_done = threading.Event()
@@ -158,7 +148,7 @@ class ModelRegistry:
                 self._loaded[name] = model = self._load(name)
                 self._signatures[name] = signature
                 self.load_errors.pop(name, None)
-                print(f"{name}: {_summary(model, self.options.batch_size)}", file=sys.stderr, flush=True)
+                print(f"{name}: {_summary(model, self.batch_size)}", file=sys.stderr, flush=True)
             except Exception as error:  # a damaged model must not keep the others from being served
                 message = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
                 # The error may be temporary (a signature that is still being written, a lack of memory), so every scan
@@ -203,15 +193,10 @@ class ModelRegistry:
 
     @torch.no_grad()
     def _load(self, name: str) -> LoadedModel:
-        options = self.options
         sampler = load(
             self.source,
             name,
-            max_loaded_experts=options.max_loaded_experts,
-            devices=options.devices,
-            dtype=options.dtype,
-            quantize=options.quantize,
-            compile=options.compile,
+            **vars(self.options),
         )
         # Models with the same latents and text share one autoencoder and one text encoder, which saves their memory.
         for other in self._loaded.values():
@@ -224,9 +209,9 @@ class ModelRegistry:
         if ensemble.conditioning & {"text", "pooled"}:
             sampler.encode([""])
         routings = supported_routings(ensemble)
-        requested = options.routing if _supports(ensemble, options.routing) else None
+        requested = self.routing if _supports(ensemble, self.routing) else None
         first = routings[0] if routings else None
-        cache = ConditionCache(sampler, options.batch_size)
+        cache = ConditionCache(sampler, self.batch_size)
         return LoadedModel(name, sampler, cache, sampler.sizes, routings, requested or first)
 
 

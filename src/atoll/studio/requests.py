@@ -73,7 +73,7 @@ def check_request(request: ImagesRequest, models: ModelRegistry) -> tuple[Genera
     defaults = models.defaults
     steps = defaults.steps if request.steps is None else request.steps
     guidance_scale = defaults.guidance_scale if request.guidance_scale is None else request.guidance_scale
-    settings = Settings(_routing(request, model), steps, guidance_scale, seed=request.seed)
+    settings = Settings(steps, guidance_scale, seed=request.seed, routing=_routing(request, model))
     generation = GenerationRequest(
         settings, request.prompt, request.label, request.num_images, request.expert, size=size
     )

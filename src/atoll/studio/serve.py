@@ -4,20 +4,23 @@ import json
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from atoll.core.errors import AtollError
+from atoll.core.layout import CONFIG_FILE
+from atoll.core.options import QuantizedLoadOptions
 from atoll.ensemble import parse
 from atoll.experts.folder import is_folder
 from atoll.studio.app import Studio, create_app
 from atoll.studio.connections import BoundedProtocol
 from atoll.studio.engine import Engine
 from atoll.studio.middleware import is_loopback
-from atoll.studio.registry import LoadOptions, ModelRegistry
+from atoll.studio.options import ServerOptions
+from atoll.studio.registry import ModelRegistry
 from atoll.studio.tokens import MIN_TOKEN_CHARACTERS, random_token
 
 # Seconds for open connections to send their last bytes after all requests have ended.
@@ -26,21 +29,6 @@ SEND_SECONDS = 5
 # operation of a network. With Python's default of 5 ms it waits that long whenever another thread reads a request:
 # benchmarks/serve.py measured 0.73 to 0.85 of the offline throughput, and 0.91 with 0.3 ms.
 SWITCH_INTERVAL_SECONDS = 3e-4
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the server."""
-
-    host: str = "127.0.0.1"
-    port: int = 8400
-    token: str | None = None
-    """Token of the user; None makes a random one, unless `no_token` is set."""
-    no_token: bool = False
-    """Accept every client on this machine."""
-    queue: int = 64
-    grace: float = 60.0
-    json: bool = False
 
 
 class Server(uvicorn.Server):
@@ -71,12 +59,12 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve(source: str, load_options: LoadOptions, options: Options) -> None:
+def serve(source: str, load: QuantizedLoadOptions, options: ServerOptions) -> None:
     """Serve until SIGINT or SIGTERM."""
-    check(source, load_options, options)
+    check(source, options)
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
-    models = ModelRegistry(source, load_options)
-    engine = Engine(load_options.batch_size, options.queue)
+    models = ModelRegistry(source, load, batch_size=options.batch_size, routing=options.routing)
+    engine = Engine(options.batch_size, options.queue)
     listener = listen(options.host, options.port)
     made = None if options.token or options.no_token else random_token()
     app = create_app(Studio(models, engine, options.token or made))
@@ -94,11 +82,11 @@ def server_config(app: FastAPI) -> uvicorn.Config:
     )  # fmt: skip
 
 
-def check(source: str, load_options: LoadOptions, options: Options) -> None:
+def check(source: str, options: ServerOptions) -> None:
     """Raise AtollError if the options are invalid or unsafe."""
-    if ModelRegistry(source, load_options).run is None and not is_folder(source):
+    if not (Path(source) / CONFIG_FILE).is_file() and not is_folder(source):
         raise AtollError(f"{source} is neither a run (it has no atoll.yaml) nor an exported folder")
-    parse(load_options.routing)
+    parse(options.routing)
     if options.no_token and options.token is not None:
         raise AtollError("a token and --no-token contradict each other; omit one (ATOLL_TOKEN is a token, too)")
     if options.no_token and not is_loopback(options.host):
@@ -108,7 +96,7 @@ def check(source: str, load_options: LoadOptions, options: Options) -> None:
         )
     if options.token is not None:
         check_token(options.token)
-    if load_options.batch_size < 1 or options.queue < 0 or options.grace < 0:
+    if options.batch_size < 1 or options.queue < 0 or options.grace < 0:
         raise AtollError("expected --batch-size of at least 1, and --queue and --grace of at least 0")
 
 
