@@ -17,9 +17,10 @@ from atoll.core.config import load
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Shards
 from atoll.evaluate.generated import prompts_of
+from atoll.evaluate.table import power
 from atoll.report import Options, report
-from atoll.report.charts import Line, lines, ticks
-from atoll.report.html import SMALL, img, lookup, power
+from atoll.report.charts import Chart, Line, ticks
+from atoll.report.page import SMALL, inline
 
 FEW = [
     "--num-images",
@@ -50,18 +51,24 @@ VOID = {"img", "meta", "link", "br"}
 
 
 class Page(HTMLParser):
-    """A parsed page: metrics with their paths, images, anchors; elements must be nested correctly."""
+    """A parsed page: tables of numbers, images, anchors; elements must be nested correctly."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.metrics: list[tuple[list[str | int], str, str]] = []
+        self.numbers: dict[tuple[str, str, str], tuple[str, str]] = {}
+        """Exact value and text of a number, by the title of its table, its row and its column."""
         self.images: list[dict[str, str | None]] = []
         self.ids: set[str] = set()
         self.links: list[str] = []
         self.loads: list[str] = []
         self.texts: list[str] = []
-        self._metric: tuple[list[str | int], str] | None = None
+        self._value: str | None = None
+        self._shown = ""
+        self._title = ""
+        self._columns: list[str] = []
+        self._row = ""
+        self._column = 0
         self.feed(text)
         assert not self.open
 
@@ -76,17 +83,32 @@ class Page(HTMLParser):
             self.links.append(values["href"] or "")
         else:
             self.loads += [value or "" for key, value in attrs if key in ("src", "href", "srcset", "poster", "data")]
-        if tag == "data":
-            self._metric = (json.loads(values["data-metric"] or ""), values["value"] or "")
+        self._value = values["value"] if tag == "data" else self._value
+        self._columns = [] if tag == "thead" else self._columns
+        self._column += tag == "td"
+        if tag in ("h3", "th", "data"):
+            self._shown = ""
+        if tag == "tr":
+            self._column = 0
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
-        self._metric = None if tag == "data" else self._metric
+        shown = " ".join(self._shown.split())
+        if tag == "h3":
+            self._title = shown
+        elif tag == "th" and "thead" in self.open:
+            self._columns.append(shown)
+        elif tag == "th":
+            self._row = shown
+        elif tag == "data":
+            table = "table" in self.open
+            key = (self._title, self._row, self._columns[self._column]) if table else (self._title, "", "")
+            assert key not in self.numbers
+            self.numbers[key] = (self._value or "", shown)
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
-        if self._metric is not None:
-            self.metrics.append((*self._metric, data))
+        self._shown += "" if "small" in self.open else data
 
 
 @pytest.fixture(scope="module")
@@ -116,33 +138,58 @@ def shown_value(text: str) -> tuple[float, float]:
         return float(found[1]) * 10 ** int(found[2]), 0.5 * 10.0 ** (int(found[2]) - 2)
     number = re.match(r"-?[\d,]+\.?(\d*)", text)
     assert number, text
-    return float(number[0].replace(",", "")), 0.5 * 10.0 ** -len(number[1])
+    factor = next((factor for unit, factor in (("GB", 1e9), ("MB", 1e6), ("M", 1e6)) if text.endswith(unit)), 1.0)
+    return factor * float(number[0].replace(",", "")), factor * 0.5 * 10.0 ** -len(number[1])
 
 
-def scale(path: list[str | int], text: str) -> float:
-    """Return the factor of a shown number: KID × 1000, parameters in millions, bytes in megabytes, percentages."""
-    if "kid" in path or "kid_standard_error" in path:
-        return 1000
-    if path[-1] == "parameters" or text.endswith("MB"):
-        return 1e-6
-    return 100 if text.endswith("%") else 1
-
-
-def test_every_metric_equals_the_one_of_the_evaluation(page: Page, result: dict[str, Any]) -> None:
-    for path, exact, text in page.metrics:
-        value = lookup(result, path)
-        assert value is not None
-        assert json.loads(exact) == value
-        read, half = shown_value(text)
-        assert read == pytest.approx(value * scale(path, text), abs=1.001 * half), (path, text)
-    shown = {json.dumps(path) for path, _, _ in page.metrics}
-    for index in range(len(result["models"])):
-        for below in (
-            ["metrics", "efficientnet-lite0", "kid", "value"],
-            ["training", "flops"],
-            ["sampling", "seconds"],
+def expected_numbers(result: dict[str, Any]) -> dict[tuple[str, str, str], tuple[float, float | None]]:
+    """Return value and standard error of every number, by the title of its table, its row and its column."""
+    found: dict[tuple[str, str, str], tuple[float, float | None]] = {}
+    quality = "Generated vs real images, efficientnet-lite0 features"
+    errors = {**result["diagnostics"]["dense"], **result["diagnostics"]["experts"]["velocity_error"]}
+    for model in result["models"]:
+        row = f"Experts, {model['routing']}" if model["routing"] else model["model"].capitalize()
+        metrics, training, image = model["metrics"]["efficientnet-lite0"], model["training"], model["sampling"]
+        found[quality, row, "Frechet distance"] = (metrics["frechet"]["value"], None)
+        found[quality, row, "KID × 1000"] = (metrics["kid"]["value"], metrics["kid"]["standard_error"])
+        for name in ("precision", "recall", "density", "coverage"):
+            found[quality, row, name] = (metrics["precision_recall"][name], None)
+        real = metrics["real_baseline"]
+        found[quality, "Real-vs-real baseline", "Frechet distance"] = (real["frechet"], None)
+        found[quality, "Real-vs-real baseline", "KID × 1000"] = (real["kid"], real["kid_standard_error"])
+        found["Sampling", row, "diversity"] = (model["diversity"]["mean"], model["diversity"]["standard_error"])
+        found["Sampling", row, "held-out error"] = (errors[model["routing"] or model["model"]]["mean"], None)
+        if model["expert_use"]:
+            found["Sampling", row, "experts per step"] = (model["expert_use"]["mean_active"], None)
+        costs = {"parameters": "parameters", "FLOPs": "flops", "time": "seconds", "longest job": "longest_job_seconds"}
+        for name, key in {**costs, "memory": "memory_bytes"}.items():
+            found["Cost of training", row, name] = (training[key], None)
+        for name, key in (
+            ("FLOPs", "flops"),
+            ("time", "seconds"),
+            ("memory", "memory_bytes"),
+            ("weights", "weights_bytes"),
         ):
-            assert json.dumps(["models", index, *below]) in shown
+            found["Cost of one image", row, name] = (image[key], None)
+    found["Router", "", ""] = (result["diagnostics"]["experts"]["router"]["accuracy"]["mean"], None)
+    matrix = result["diagnostics"]["experts"]["expert_on_cluster"]
+    for cluster, row in enumerate(matrix["mean"]):
+        for expert, error in zip(matrix["experts"], row, strict=True):
+            found["Expert errors by cluster", f"cluster {cluster}", f"expert {expert}"] = (error, None)
+    return found
+
+
+def test_every_number_equals_the_one_of_the_evaluation(page: Page, result: dict[str, Any]) -> None:
+    expected = expected_numbers(result)
+    assert page.numbers.keys() == expected.keys()
+    for key, (exact, text) in page.numbers.items():
+        assert json.loads(exact) == expected[key][0]
+        scale = 1000 if "KID" in key[2] else 100 if text.endswith("%") else 1
+        for shown, value in zip(text.split(" ± "), expected[key], strict=False):
+            read, half = shown_value(shown)
+            assert value is not None
+            assert read == pytest.approx(value * scale, abs=1.001 * half), (key, text)
+        assert ("±" in text) == (expected[key][1] is not None)
 
 
 def test_the_page_loads_nothing_from_outside(page: Page, text: str) -> None:
@@ -150,7 +197,7 @@ def test_the_page_loads_nothing_from_outside(page: Page, text: str) -> None:
     assert all(address.startswith("data:") for address in page.loads)
     assert all(link.startswith(("#", "https://arxiv.org/")) for link in page.links)
     assert "<script" not in text
-    assert "default-src &#x27;none&#x27;; img-src data:;" in text  # browsers enforce it too
+    assert "default-src 'none'; img-src data:;" in text  # browsers enforce it too
     assert "@import" not in text
     assert not re.search(r"url\((?!data:)", text)
 
@@ -219,7 +266,7 @@ def test_the_error_matrix_has_the_experts_of_the_evaluation(
     shutil.rmtree(run / "experts/001")
     text = report(run, load(run), Options(steps=1)).read_text(encoding="utf-8")
     heads = re.search(
-        r'<thead><tr><th scope="col">held-out images of</th>(.*?)</tr></thead><tbody><tr><th scope="row">cluster 0',
+        r'<thead><tr><th scope="col">held-out images of</th>(.*?)</tr></thead><tbody>\s*<tr><th scope="row">cluster 0',
         text,
     )
     assert heads is not None
@@ -263,13 +310,15 @@ def test_a_run_without_finished_experts_is_an_error(prepared: Path) -> None:
 def test_charts_have_round_ticks() -> None:
     assert ticks(0, 1) == pytest.approx([0, 0.5, 1.0]) or ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(32, 160) == pytest.approx([50, 100, 150])
-    assert "<svg" in lines([Line("nothing", [(0, 0.0), (1, 0.0)])], "images", "loss", alt="a loss of zero")
+    zero = Chart([Line("nothing", [(0, 0.0), (1, 0.0)])], "images", "loss", "a loss of zero")
+    assert (zero.x(0), zero.x(1)) == (Chart.LEFT, Chart.WIDTH - Chart.RIGHT)
+    assert zero.y(0.0) == Chart.HEIGHT - Chart.BOTTOM
     assert power(1.234e14) == "1.23 × 10¹⁴"
 
 
 @pytest.mark.parametrize(("side", "kind"), [(SMALL, "PNG"), (SMALL + 1, "WEBP")])
 def test_the_media_type_of_an_inline_image_is_right(side: int, kind: str) -> None:
-    found = re.search(r'src="data:image/(\w+);base64,([^"]+)"', img(Image.new("RGB", (side, 8)), "a bar"))
+    found = re.fullmatch(r"data:image/(\w+);base64,(.+)", inline(Image.new("RGB", (side, 8))))
     assert found is not None
     assert found[1] == kind.lower()
     with Image.open(io.BytesIO(base64.b64decode(found[2]))) as image:

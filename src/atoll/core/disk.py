@@ -41,6 +41,6 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(next(parent for parent in (path, *path.absolute().parents) if parent.exists())).free
 
 
-def size_text(size: int) -> str:
+def size_text(size: float) -> str:
     """Return a number of bytes as a text."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -357,10 +357,9 @@ class EvaluationResult(Content):
         sets = (one for model in self.models for one in (*model.metrics.values(), model.diversity) if one)
         return next((one.protocol for one in sets), None)
 
-    @property
-    def metrics(self) -> list[Metrics]:
-        """Return the metrics of all models."""
-        return [metrics for model in self.models for metrics in model.metrics.values()]
+    def metrics_in(self, extractor: str) -> Metrics:
+        """Return the metrics of the first model in the features of one network."""
+        return next(model.metrics[extractor] for model in self.models if extractor in model.metrics)
 
     @property
     def diversity(self) -> Diversity | None:
@@ -371,6 +370,13 @@ class EvaluationResult(Content):
     def extractors(self) -> list[str]:
         """Return the names of the feature networks."""
         return list(dict.fromkeys(name for model in self.models for name in model.metrics))
+
+    def held_out_error(self, model: ModelResult) -> Summary | None:
+        """Return the error of a model on held-out images; None if it was not measured."""
+        found = self.diagnostics
+        if model.routing and found and found.experts:
+            return found.experts.velocity_error.get(model.routing)
+        return found.dense.get(model.model) if found else None
 
     @classmethod
     def read(cls, run: Path) -> Self | None:

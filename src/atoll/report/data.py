@@ -16,7 +16,7 @@ from PIL import Image
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
-from atoll.core.manifests import CLUSTERS, EXPERT, ROUTER, ComputeSpec, ExpertContent, RouterContent
+from atoll.core.manifests import CLUSTERS, EXPERT, ROUTER, ComputeSpec, ExpertContent, RouterContent, training_costs
 from atoll.core.metrics_file import MetricsLine, read_lines
 from atoll.core.version import __version__
 from atoll.data.dataset import Shards
@@ -110,6 +110,17 @@ class ReportData:
     def experts(self) -> list[Job]:
         """The finished jobs of experts."""
         return [job for job in self.jobs if job.expert is not None]
+
+    def expert(self, number: int) -> Job | None:
+        """Return the finished job of an expert; None if there is none."""
+        return self.job(layout.expert_job(number))
+
+    @property
+    def flops_share(self) -> float | None:
+        """The training FLOPs of the monolith as a share of those of all experts; None without a monolith."""
+        monolith = self.job(layout.MONOLITH)
+        spent = sum(one.flops for one in training_costs(job.content for job in self.experts))
+        return monolith.compute.flops / spent if monolith else None
 
     @property
     def num_images(self) -> int | None:
