@@ -24,7 +24,7 @@ from torch import Tensor
 
 from atoll.core import config as configuration
 from atoll.core import layout, manifests
-from atoll.core.artifacts import Artifact
+from atoll.core.artifacts import Artifact, to_json
 from atoll.core.manifests import (
     FEATURES,
     INGEST,
@@ -39,7 +39,7 @@ from atoll.core.manifests import (
 from atoll.data import kmeans
 from atoll.data.chunks import Chunks
 from atoll.data.dataset import Batch, Shards
-from atoll.data.index import IMAGES, SCHEMA, Index
+from atoll.data.index import CHUNKS, IMAGES, SCHEMA, Index
 from atoll.data.stages import clusters, features, ingest
 from atoll.encoders.pretrained import Pixels
 from atoll.nets import Condition, DiT, DiTConfig
@@ -144,6 +144,7 @@ def write_features(run: Path, rows: int) -> None:
             table = {"id": ids, "captions": [[id] for id in ids], "split": ["train"] * count, "attributes": ids}
             missing = {name: [None] * count for name in SCHEMA.names if name not in table}
             writer.write_table(pa.table({**table, **missing}, schema=SCHEMA))
+    artifact.write(CHUNKS, to_json([f"{number:06d}" for number in range(chunks.count)]))
     artifact.commit(IngestContent(rows=rows, rejected=0, captions=rows, splits={"train": rows}, labels={}))
     target.commit(FeaturesContent(rows=rows, dimensions=DIMENSIONS))
 

@@ -37,7 +37,6 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.sizes import Size
-from atoll.data.chunks import Chunks
 from atoll.data.index import SCHEMA
 from atoll.data.kmeans import nearest_center
 from atoll.data.prepare import open_job, prepare, stages_of
@@ -107,18 +106,15 @@ def write_pass(folder: Path, config: Config) -> None:
     while images := list(islice(stream, config.data.chunk)):
         kind = torch.randint(len(centers), (len(images),), generator=generator)
         vectors = centers[kind] + torch.randn(len(images), DIMENSIONS, generator=generator)
-        _write(folder, layout.FEATURES, chunk, {"features": torch.nn.functional.normalize(vectors, dim=1).half()})
+        part = [ingest.row_of(i, size=size, original=(SIDE, SIDE), reason=None, digest="0" * 32) for i in images]
+        key = f"{chunk:032d}"
+        features = {"features": torch.nn.functional.normalize(vectors, dim=1).half()}
+        Artifact(folder, layout.FEATURES).write_tensors(f"{key}.safetensors", features)
         mean = {"mean": torch.rand(len(images), 3, SIDE, SIDE, generator=generator).half()}
         train = torch.tensor([image.split == "train" for image in images])
-        _write(folder, layout.LATENTS, chunk, {**mean, **latents.moments(mean, train)})
-        part = [ingest.row_of(i, size=size, original=(SIDE, SIDE), reason=None, digest="0" * 32) for i in images]
-        parts = Chunks(Artifact(folder, layout.INGEST), 0, config.data.chunk, ingest.PARTS)
-        ingest.write_part(parts, chunk, part)
+        Artifact(folder, layout.LATENTS).write_tensors(f"{key}.safetensors", {**mean, **latents.moments(mean, train)})
+        ingest.write_part(job, chunk, key, part)
         chunk += 1
-
-
-def _write(folder: Path, name: str, chunk: int, tensors: dict[str, torch.Tensor]) -> None:
-    Artifact(folder, name).write_tensors(Chunks(Artifact(folder, name), 0, 1).file(chunk), tensors)
 
 
 @dataclass(frozen=True)

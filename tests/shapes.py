@@ -1,5 +1,6 @@
 """A small dataset of real image files, and the configuration of a run on it."""
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -55,6 +56,12 @@ def write_run(run: Path, source: Path, **changes: dict[str, object]) -> configur
     run.mkdir(parents=True)
     (run / configuration.CONFIG_FILE).write_text(to_yaml(config))
     return config
+
+
+def chunk_files(run: Path, stage: str) -> list[Path]:
+    """Return the files of a stage of the pass, in the order of the chunks."""
+    keys = json.loads((run / "data/ingest/chunks.json").read_text())
+    return [run / "data" / stage / f"{key}.safetensors" for key in keys]
 
 
 def rewrite(prepared: Path, run: Path, shapes: Path, *, stages: tuple[str, ...], **changes: dict) -> Path:

@@ -26,7 +26,7 @@ from atoll.data.stages.patches import Projection
 from atoll.encoders.autoencoder import downscaling, latent_shapes, open_codec
 from atoll.encoders.vision import open_extractor
 from autoencoders import write_autoencoder
-from shapes import write_run
+from shapes import chunk_files, write_run
 
 SHAPES = {"wide": (60, 40), "tall": (40, 60), "square": (50, 50)}
 COUNT = 60
@@ -96,7 +96,7 @@ def test_each_image_has_the_size_of_its_ratio(buckets: Path) -> None:
 def test_latents_have_the_pixels_of_their_size(buckets: Path, photographs: Path) -> None:
     index, codec = Index.open(buckets), open_codec("pixels")
     for chunk, row, id, size in rows_of(buckets):
-        stored = load_file(buckets / f"data/latents/{chunk:06d}.safetensors")
+        stored = load_file(chunk_files(buckets, "latents")[chunk])
         mean = select_rows({k: v for k, v in stored.items() if "mean" in k}, index.sizes(chunk), [row])["mean"][0]
         assert torch.equal(mean, codec.encode(expected(photographs, id, size)[None])["mean"][0].half())
     content = Artifact(buckets, "data/latents").read(LATENTS)
@@ -125,7 +125,7 @@ def test_patches_have_the_ratio_of_the_bucket(buckets: Path, photographs: Path) 
     grids, index = {Size(24, 36): (12, 18), Size(36, 24): (18, 12), Size(32, 32): (16, 16)}, Index.open(buckets)
     inputs = {Size(24, 36): Size(48, 80), Size(36, 24): Size(80, 48), Size(32, 32): Size(64, 64)}
     for chunk, row, id, size in rows_of(buckets)[:6]:
-        stored = load_file(buckets / f"data/patches/{chunk:06d}.safetensors")
+        stored = load_file(chunk_files(buckets, "patches")[chunk])
         patches = select_rows(stored, index.sizes(chunk), [row])["patches"][0]
         assert patches.shape == (*grids[size], 8)
         pixels = expected(photographs, id, inputs[size])[None]
@@ -169,7 +169,7 @@ def test_an_autoencoder_gives_latents_of_several_shapes(photographs: Path, tmp_p
     codec, index = open_codec(str(vae)), Index.open(tmp_path / "run")
     seen = set()
     for chunk, row, id, size in rows_of(tmp_path / "run")[:8]:
-        stored = load_file(tmp_path / f"run/data/latents/{chunk:06d}.safetensors")
+        stored = load_file(chunk_files(tmp_path / "run", "latents")[chunk])
         own = {name: value for name, value in stored.items() if "/" in name}
         mean = select_rows(own, index.sizes(chunk), [row])["mean"][0]
         assert mean.shape == latent_shapes(str(vae), size)["mean"] == (4, size.height // 2, size.width // 2)

@@ -25,7 +25,7 @@ from atoll.data.prepare import prepare
 from atoll.encoders.autoencoder import Statistics, scale_of
 from atoll.encoders.pretrained import fingerprint
 from autoencoders import write_autoencoder
-from shapes import write_run
+from shapes import chunk_files, write_run
 
 ONE_CLUSTER: dict[str, Any] = {"clusters": {"count": 1}, "text": {"encoder": "none"}}
 
@@ -48,7 +48,7 @@ def test_scale_is_the_factor_of_the_autoencoder_and_the_data_keeps_its_moments(t
     statistics = declared_by_shards(run)["statistics"]
     assert statistics["mean"] == [0.12] * 4
     assert statistics["std"] == [1 / 0.36] * 4
-    parts = [load_file(file) for file in sorted(run.glob("data/latents/0*.safetensors"))]
+    parts = [load_file(file) for file in chunk_files(run, "latents")]
     mean, std = (torch.cat([part[name] for part in parts]).double() for name in ("mean", "std"))
     splits = pq.read_table(run / "data/ingest/images.parquet")["split"].to_pylist()
     train = torch.tensor([split == "train" for split in splits])

@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -233,6 +233,26 @@ class Artifact:
                 f"{self.folder} is stale: {'; '.join(changes)}. Delete {self.folder}, or change the setting back"
             )
         return self.manifest() is not None
+
+    def outdated(self, kind: Kind[Any], made_from: Inputs, follows: Collection[str]) -> bool:
+        """Return whether it was begun with other values of the inputs in `follows`, but of no other inputs."""
+        was, now = self._plan(), _Plan.of(kind, made_from)
+        if was is None or (was.kind, was.version) != (now.kind, now.version):
+            return False
+        names = was.made_from.keys() | now.made_from.keys()
+        changed = {name for name in names if was.made_from.get(name) != now.made_from.get(name)}
+        return bool(changed) and changed <= set(follows)
+
+    def restart(self, kind: Kind[Any], made_from: Inputs, keep: Callable[[Path], bool]) -> None:
+        """Begin again with other inputs. Only the files that `keep` accepts stay."""
+        # The folder has a plan at every moment: the old one until all other files are removed.
+        if was := self._plan():
+            self.write(_PLAN, to_json(vars(was)))
+        self.path(MANIFEST_FILE).unlink(missing_ok=True)
+        for path in self.folder.rglob("*"):
+            if path.is_file() and path.name != _PLAN and not keep(path):
+                path.unlink(missing_ok=True)
+        self.write(_PLAN, to_json(vars(_Plan.of(kind, made_from))))
 
     def begun(self) -> bool:
         """Return whether the artifact has a plan or a manifest."""

@@ -5,7 +5,6 @@
     RUN/snapshot/000001-000004.json                 the finished networks as one signed model
     RUN/data/{ingest,features,clusters,latents,text,patches}
     RUN/data/shards/cluster_003
-    RUN/data.previous                               the data before its source grew, until `atoll prepare` ends
     RUN/{experts/003,router,start,monolith,student,merged}    one folder for each job
         metrics.jsonl, grids/                       training metrics and preview images
         checkpoints/000000012800                    state to resume from, after 12,800 images
@@ -31,7 +30,7 @@ REPORT_FILE = "report.html"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.jsonl"
 
-DATA, PREVIOUS = "data", "data.previous"
+DATA = "data"
 INGEST, FEATURES, CLUSTERS = "data/ingest", "data/features", "data/clusters"
 LATENTS, TEXT, PATCHES, SHARDS = "data/latents", "data/text", "data/patches", "data/shards"
 LAUNCH = "launch"

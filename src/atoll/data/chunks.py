@@ -1,8 +1,12 @@
 """Chunks: the unit in which a stage is computed, committed, resumed and divided among workers.
 
-Chunk c holds the readable ones of the images c·size up to (c+1)·size of the source. It is cut into batches in the same
-way by every worker and after every interruption, because the batch size can change the rounding of a network's output.
-So on one machine a chunk of the same pass always has the same bytes. A chunk without a readable image has no file.
+A chunk holds the readable ones of some consecutive images of the source: of c·size up to (c+1)·size, as long as the
+source does not change. It is cut into batches in the same way by every worker and after every interruption, because the
+batch size can change the rounding of a network's output. So on one machine a chunk of the same pass always has the same
+bytes. A chunk without a readable image has no file.
+
+The file of a chunk is named by its key, a hash of its images, their metadata and the settings of the index. If the
+source changes, its chunks keep their images as far as possible (`Listing`), and files of known keys are not made again.
 
 If the images of a run have several sizes, tensors that depend on the size have one part for each size in a chunk, named
 `mean/96x64`, with the rows of that size in the order of the index. `select_rows` reads them.
@@ -10,7 +14,7 @@ If the images of a run have several sizes, tensors that depend on the size have 
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,6 +53,11 @@ class Worker:
             raise AtollError(f"worker {text!r} is not i/n with i from 0 to n-1; for example 0/4, 1/4, 2/4 and 3/4")
         return cls(int(index), int(count))
 
+    def share(self, chunks: int) -> range:
+        """Return the chunks of this worker."""
+        # Integer division distributes the chunks so that the numbers of two workers differ by at most one.
+        return range(chunks * self.index // self.count, chunks * (self.index + 1) // self.count)
+
 
 @dataclass(frozen=True)
 class Chunks:
@@ -57,9 +66,11 @@ class Chunks:
     artifact: Artifact
     rows: int
     size: int
-    files: str = "{:06d}.safetensors"
+    files: str = "{}.safetensors"
     lengths: tuple[int, ...] | None = None
     """Number of images in each chunk; None if all but the last have `size`."""
+    keys: Sequence[str | None] | None = None
+    """What the files are named by: a hash of the images of each chunk, None as long as it is unknown; else numbers."""
 
     @property
     def count(self) -> int:
@@ -68,7 +79,7 @@ class Chunks:
 
     def file(self, chunk: int) -> str:
         """Return the name of a chunk's file."""
-        return self.files.format(chunk)
+        return self.files.format(f"{chunk:06d}" if self.keys is None else self.keys[chunk])
 
     def length(self, chunk: int) -> int:
         """Return the number of images in a chunk."""
@@ -80,9 +91,19 @@ class Chunks:
 
     def missing(self, worker: Worker = Worker()) -> list[int]:  # noqa: B008 - it is frozen
         """Return the chunks of this worker that have images but no file yet."""
-        # Integer division distributes the chunks so that the numbers of two workers differ by at most one.
-        mine = range(self.count * worker.index // worker.count, self.count * (worker.index + 1) // worker.count)
-        return [c for c in mine if self.length(c) and not self.artifact.path(self.file(c)).is_file()]
+        return [c for c in worker.share(self.count) if self.length(c) and not self.has(c)]
+
+    def has(self, chunk: int) -> bool:
+        """Return whether a chunk has its file."""
+        known = self.keys is None or self.keys[chunk] is not None
+        return known and self.artifact.path(self.file(chunk)).is_file()
+
+    def remove_others(self, keep: Collection[str] = ()) -> None:
+        """Remove files of chunks with other keys, which the source had before it changed, and files of killed jobs."""
+        own = {self.file(chunk) for chunk in range(self.count)} | set(keep)
+        for path in self.artifact.folder.glob(self.files.format("*") + "*"):
+            if path.relative_to(self.artifact.folder).as_posix() not in own:
+                path.unlink(missing_ok=True)
 
     def fill(self, what: str, missing: list[int], batches: Iterable[tuple[int, int, dict[str, Tensor]]]) -> None:
         """Write the missing chunks from batches of (chunk, number of images, tensors by name), ordered by chunk."""

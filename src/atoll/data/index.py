@@ -1,6 +1,6 @@
 """The index of a run: which images its source has, which of them are readable, and in which chunk each one is.
 
-`Listing` is decided before the first image is decoded. `Index` is made by the ingest stage and read by all later ones:
+`Listing` is decided before the first image is decoded. `Index` is what the ingest stage makes and later stages read:
 id, captions, label, split, attributes and size of every readable image, with one row group per chunk.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Content, Manifest, to_json
@@ -25,8 +26,11 @@ from atoll.data.buckets import choose_sizes
 from atoll.data.chunks import Chunks, read_rows, row_counts
 from atoll.data.sources.base import Source, SourceImage, describe
 
-IMAGES, REJECTED, CHUNKS = "images.parquet", "rejected.parquet", "chunks.json"
-_LISTING = "listing.json"
+IMAGES, REJECTED, CHUNKS, LISTING = "images.parquet", "rejected.parquet", "chunks.json", "listing.json"
+PARTS = "parts/{}.parquet"
+"""One table per chunk, with readable and rejected images, by the key of the chunk."""
+BEFORE = ".before.json"
+"""Scratch file: sizes and chunks of the source before it changed."""
 
 SCHEMA = pa.schema(
     [
@@ -54,6 +58,8 @@ class Listing(Content):
     """Number of classes."""
     sizes: tuple[str, ...]
     """The buckets: sizes that images are cropped and resized to."""
+    lengths: tuple[int, ...] | None = None
+    """Number of images in each chunk of the source; None if all but the last are full."""
 
     @property
     def buckets(self) -> tuple[Size, ...]:
@@ -61,26 +67,60 @@ class Listing(Content):
         return tuple(map(Size.parse, self.sizes))
 
     @classmethod
-    def find(cls, run: Path, data: str = layout.DATA) -> "Listing | None":
+    def find(cls, run: Path) -> "Listing | None":
         """Return the listing of a run; None if no worker has written it yet."""
         try:
-            return cls.model_validate(Artifact(run, layout.INGEST.replace(layout.DATA, data, 1)).read_json(_LISTING))
+            return cls.model_validate(Artifact(run, layout.INGEST).read_json(LISTING))
         except FileNotFoundError:
             return None
 
     @classmethod
     def make(cls, run: Path, data: Data, source: Source, *, multiple: int) -> "Listing":
         """List the source. Sides of buckets are multiples of `multiple`."""
-        counted = describe(source)
+        artifact, counted, lengths = Artifact(run, layout.INGEST), describe(source), None
         if not counted.images:
             raise AtollError(f"{data.source} has no images; change data.source")
-        # The sizes of a source that has grown stay the same, because unchanged chunks have them.
-        before = cls.find(run, layout.PREVIOUS)
-        sizes = before.buckets if before else choose_sizes(data, source, images=counted.images, multiple=multiple)
-        made = cls(images=counted.images, train=counted.train, labels=counted.labels, sizes=tuple(map(str, sizes)))
+        try:
+            before = Before.model_validate(artifact.read_json(BEFORE))
+        except FileNotFoundError:
+            sizes = tuple(map(str, choose_sizes(data, source, images=counted.images, multiple=multiple)))
+        else:
+            # The sizes of a source that has changed stay the same, because unchanged chunks have them.
+            sizes, lengths = before.sizes, before.cut(artifact, source, data.chunk)
+        found = {"images": counted.images, "train": counted.train, "labels": counted.labels, "sizes": sizes}
+        made = cls(**found, lengths=lengths)
         # Several workers may list the source at the same time. The first file counts for all of them.
-        Artifact(run, layout.INGEST).create(_LISTING, to_json(made.model_dump()))
+        artifact.create(LISTING, to_json(made.model_dump(exclude_none=True)))
         return cls.find(run) or made
+
+
+class Before(Content):
+    """The source before it changed."""
+
+    sizes: tuple[str, ...]
+    keys: tuple[str, ...]
+    """Keys of its chunks, in their order."""
+
+    def cut(self, artifact: Artifact, source: Source, size: int) -> tuple[int, ...]:
+        """Return the lengths of the chunks of the source, at most `size`, which begin where they began before.
+
+        So images that were added or removed change the chunk that they are in, and not the ones after it.
+        """
+        files = (artifact.path(PARTS.format(key)) for key in self.keys)
+        tables = (pq.read_table(file, columns=["id"]) if file.is_file() else None for file in files)
+        chunk_of = {id: n for n, table in enumerate(tables) if table for id in table["id"].to_pylist()}
+        lengths, furthest = [0], -1
+        for image in source.images():
+            old = chunk_of.get(image.id, -1)
+            if lengths[-1] == size or (lengths[-1] and old > furthest):
+                lengths.append(0)
+            furthest = max(furthest, old)
+            lengths[-1] += 1
+        return tuple(lengths)
+
+
+def _chunk_keys(artifact: Artifact) -> tuple[str, ...]:
+    return tuple(artifact.read_json(CHUNKS))
 
 
 @dataclass(frozen=True)
@@ -129,7 +169,8 @@ class Index:
 
     def chunks(self, artifact: Artifact) -> Chunks:
         """Return the chunk files of another artifact of the same run."""
-        return Chunks(artifact, self.rows, int(self.manifest.made_from["chunk"]), lengths=self.lengths)
+        size = int(self.manifest.made_from["chunk"])
+        return Chunks(artifact, self.rows, size, lengths=self.lengths, keys=self.keys)
 
     def by_chunk(self, rows: "np.ndarray[Any, Any]") -> dict[int, "np.ndarray[Any, Any]"]:
         """Return ascending rows of the index by their chunks, each counted from the start of its chunk."""
@@ -137,19 +178,10 @@ class Index:
         chunks = np.searchsorted(starts, rows, side="right") - 1
         return {int(chunk): rows[chunks == chunk] - starts[chunk] for chunk in np.unique(chunks)}
 
-    def keys(self) -> list[str]:
-        """Return a hash of the images of every chunk."""
-        found: list[str] = self.artifact.read_json(CHUNKS)
-        return found
-
-    def part_rows(self, chunk: int, digests: list[str]) -> list[dict[str, Any]]:
-        """Return the rows of the part that a chunk of the index was made of, for images with these digests."""
-        rows = [
-            *read_rows(self.artifact.path(IMAGES), chunk).to_pylist(),
-            *read_rows(self.artifact.path(REJECTED), chunk).to_pylist(),
-        ]
-        # The order of readable and rejected images among each other is lost, and not needed; that of digests is.
-        return [{**row, "digest": own} for row, own in zip(rows, digests, strict=True)]
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the chunks."""
+        return _chunk_keys(self.artifact)
 
     def train_sizes(self) -> dict[Size, int]:
         """Return the number of training images of every size of the run, the most frequent size first."""

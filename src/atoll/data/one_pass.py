@@ -7,14 +7,15 @@ features network, the autoencoder, …) gets batches that are formed inside the 
 the size. So the bytes depend neither on the number of workers nor on interruptions. An accelerator computes one batch
 while the host prepares the next one, and another thread writes the files of the chunk before.
 
-The files of the encoders are written first and the part of the index last. So a chunk with a part is complete. If a
-part is missing, all of its files are made again, because another set of its images may be readable now.
+The files of the encoders are written first, then the part of the index, and then the key of the chunk is noted. A chunk
+without a noted key is read again, because another set of its images may be readable now. If the source has changed, its
+chunks are hashed first, and files that exist for their keys are not made again.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from operator import itemgetter
@@ -29,9 +30,9 @@ from atoll.core.device import Download
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
 from atoll.core.sizes import Size, nearest_size, upscaling
-from atoll.data import growth
 from atoll.data.chunks import Chunks, Worker, part_name, prefetch
 from atoll.data.images import BadImage, fit, image_size, open_image
+from atoll.data.index import BEFORE, PARTS
 from atoll.data.sources.base import SourceImage
 from atoll.data.stages import ingest
 from atoll.data.stages.base import Encoder, EncoderStage, Job, Stage
@@ -158,14 +159,22 @@ def fill(job: Job, stages: Sequence[Stage], worker: Worker) -> None:
         if stage.name == "ingest":
             stage.begin()
     listing, data = job.list_source(), job.config.data
-    # A committed stage is here if somebody deleted the index; whether it fits the new one is checked afterwards.
-    stages = [stage for stage in stages if not stage.unneeded() and not stage.artifact.manifest()]
+    stages = [stage for stage in stages if not stage.unneeded()]
     for stage in stages:
         stage.begin()
-    parts = Chunks(Artifact(job.run, ingest.NAME), listing.images, data.chunk, ingest.PARTS)
-    if unchecked := [chunk for chunk, names in _missing(stages, worker).items() if "ingest" in names]:
-        growth.reuse_pass(job, stages, parts, unchecked)
-    todo = _missing(stages, worker)
+
+    # Which chunks need which stages
+    parts = Chunks(Artifact(job.run, ingest.NAME), listing.images, data.chunk, lengths=listing.lengths)
+    keys = _known_keys(job, stages, parts, worker)
+    chunks: dict[str, Chunks] = {stage.name: replace(_chunks(stage), keys=keys) for stage in stages}
+    noted = job.chunk_keys()
+    todo: dict[int, list[str]] = {}
+    for chunk in worker.share(parts.count):
+        missing = [name for name, own in chunks.items() if own.length(chunk) and not own.has(chunk)]
+        if noted[chunk] is None and "ingest" not in missing:  # an unchanged chunk
+            ingest.note_key(job, chunk, str(keys[chunk]))
+        if missing:
+            todo[chunk] = missing
     if not todo:
         return
     encoders = {
@@ -173,7 +182,6 @@ def fill(job: Job, stages: Sequence[Stage], worker: Worker) -> None:
         for stage in stages
         if isinstance(stage, EncoderStage) and any(stage.name in names for names in todo.values())
     }
-    chunks: dict[str, Chunks] = {stage.name: _chunks(stage) for stage in stages}
     decoder, rejected, sizes = Decoder(data, listing.buckets), 0, listing.buckets
 
     def work(item: tuple[int, SourceImage, Size | None]) -> tuple[int, Decoded]:
@@ -182,10 +190,23 @@ def fill(job: Job, stages: Sequence[Stage], worker: Worker) -> None:
 
     def write(chunk: int, batches: _Batches, rows: list[Decoded]) -> None:
         tensors = batches.tensors([row for row in rows if row.size], sizes)
-        _write(chunks, chunk, tensors=tensors, rows=rows if "ingest" in todo[chunk] else None)
+        checked = "ingest" not in todo[chunk]
+        key = keys[chunk] if checked else ingest.chunk_key(job, [row.digest for row in rows])
+        if keys[chunk] not in (None, key):
+            raise AtollError("the source changed while it was read; run the same command again")
+        for name, parts in tensors.items():
+            if parts:  # a chunk without readable images has no file
+                artifact = chunks[name].artifact
+                artifact.write_tensors(chunks[name].files.format(key), parts)
+        if not checked:
+            table = [
+                ingest.row_of(row.image, size=row.size, original=row.original, reason=row.reason, digest=row.digest)
+                for row in rows
+            ]
+            ingest.write_part(job, chunk, str(key), table)
 
     batch_size = max((encoder.batch_size for encoder in encoders.values()), default=0)
-    images = prefetch(_listed(job, parts, list(todo)), work, data.workers, ahead=batch_size)
+    images = prefetch(_listed(job, parts, todo, keys), work, data.workers, ahead=batch_size)
     total = sum(map(parts.length, todo))
     label = ", ".join(stage.name for stage in stages)
     with ExitStack() as stack:
@@ -211,8 +232,7 @@ def fill(job: Job, stages: Sequence[Stage], worker: Worker) -> None:
             rejected += sum(row.reason is not None for row in rows)
             if rejected > data.max_rejects * parts.rows:
                 written.result()
-                with suppress(ingest.PartsRemovedError):
-                    ingest.check_rejects(parts, data)
+                ingest.check_rejects(replace(parts, files=PARTS, keys=job.chunk_keys()), data)
         if written:
             written.result()
 
@@ -223,52 +243,54 @@ def _chunks(stage: Stage) -> Chunks:
     return found
 
 
-def _missing(stages: Sequence[Stage], worker: Worker) -> dict[int, list[str]]:
-    """Return the chunks to make, each with the stages that need it."""
-    missing = {stage.name: set(_chunks(stage).missing(worker)) for stage in stages}
-    unchecked = missing.get("ingest", set())
-    todo = sorted(set().union(*missing.values()))
-    return {chunk: [name for name, own in missing.items() if chunk in own or chunk in unchecked] for chunk in todo}
+def _known_keys(job: Job, stages: Sequence[Stage], parts: Chunks, worker: Worker) -> list[str | None]:
+    """Return the keys of all chunks, None for those that are unknown.
+
+    If the source has changed, or the index was deleted, the unchecked chunks of this worker are hashed: this takes
+    reading their images, but no decoding and no network.
+    """
+    keys = job.chunk_keys()
+    unchecked = {chunk for chunk in worker.share(parts.count) if keys[chunk] is None}
+    changed = parts.artifact.path(BEFORE).is_file() or any(stage.artifact.manifest() for stage in stages)
+    if not (unchecked and changed):
+        return keys
+    for chunk, images in _chunk_images(job, parts, unchecked):
+        keys[chunk] = ingest.chunk_key(job, list(prefetch(images, ingest.image_digest, job.config.data.workers)))
+    unchanged = sum(parts.artifact.path(PARTS.format(keys[chunk])).is_file() for chunk in unchecked)
+    print(f"{unchanged} of {len(unchecked)} chunks are unchanged", flush=True)
+    return keys
 
 
-def _listed(job: Job, parts: Chunks, wanted: list[int]) -> Iterator[tuple[int, SourceImage, Size | None]]:
-    """Yield (chunk, image, size) of the wanted chunks: all images, or the readable ones if they are known."""
+def _chunk_images(job: Job, parts: Chunks, wanted: Collection[int]) -> Iterator[tuple[int, list[SourceImage]]]:
+    """Yield the wanted chunks with all of their images."""
     # Every worker lists the source from its start, because a repeated key gets an id that depends on the images
-    # before it. But it decodes only the images of its chunks.
-    stream, chosen = job.source.images(), set(wanted)
+    # before it. But it reads only the images of its chunks.
+    stream = job.source.images()
     for chunk in range(max(wanted) + 1):
         images = list(islice(stream, parts.length(chunk)))
         if len(images) < parts.length(chunk):
-            raise _changed(parts.artifact, f"it has only {chunk * parts.size + len(images):,} images")
-        if chunk not in chosen:
-            continue
-        known = ingest.sizes_by_id(job, parts, chunk)
+            raise _changed("it has fewer images")
+        if chunk in wanted:
+            yield chunk, images
+    if max(wanted) == parts.count - 1 and next(stream, None) is not None:
+        raise _changed(f"it has more than {parts.rows:,} images")
+
+
+def _listed(
+    job: Job, parts: Chunks, todo: Mapping[int, list[str]], keys: Sequence[str | None]
+) -> Iterator[tuple[int, SourceImage, Size | None]]:
+    """Yield (chunk, image, size) of the chunks to do: all images, or the readable ones if they are known."""
+    for chunk, images in _chunk_images(job, parts, todo):
+        known = None if "ingest" in todo[chunk] else ingest.sizes_by_id(job, chunk, keys[chunk])
         if known is None:
             yield from ((chunk, image, None) for image in images)
             continue
         by_id = {image.id: image for image in images}
         for id, size in known.items():
             if id not in by_id:
-                raise _changed(parts.artifact, f"{id!r} is no longer in it")
+                raise _changed(f"{id!r} is no longer in it")
             yield chunk, by_id[id], size
-    if max(wanted) == parts.count - 1 and next(stream, None) is not None:
-        raise _changed(parts.artifact, f"it has more than {parts.rows:,} images")
 
 
-def _changed(artifact: Artifact, how: str) -> AtollError:
-    return AtollError(f"the source changed since it was listed: {how}; delete {artifact.folder} and start again")
-
-
-def _write(
-    chunks: dict[str, Chunks], chunk: int, *, tensors: dict[str, dict[str, Tensor]], rows: list[Decoded] | None
-) -> None:
-    """Write the files of a chunk, the part of the index last."""
-    for name, parts in tensors.items():
-        if parts:  # a chunk without readable images has no file
-            chunks[name].artifact.write_tensors(chunks[name].file(chunk), parts)
-    if rows is not None:
-        table = [
-            ingest.row_of(row.image, size=row.size, original=row.original, reason=row.reason, digest=row.digest)
-            for row in rows
-        ]
-        ingest.write_part(chunks["ingest"], chunk, table)
+def _changed(how: str) -> AtollError:
+    return AtollError(f"the source changed since it was listed: {how}; run the same command again")

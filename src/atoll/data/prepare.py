@@ -4,13 +4,16 @@ ingest, features, latents, patches ──> clusters, text ──> shards
 (one pass over the images)
 """
 
+import fcntl
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
-from atoll.data import growth, one_pass
+from atoll.data import one_pass
 from atoll.data.buckets import side_multiple
 from atoll.data.chunks import Worker
 from atoll.data.index import Index, Listing
@@ -53,7 +56,6 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, work
         divisible = ", ".join(stage.name for stage in STAGES if stage.divisible)
         raise AtollError(f"--worker divides the stages {divisible}; name only these with --stage")
     job = open_job(run, config)
-    growth.move_aside(job)
     chosen = [stage for stage in stages_of(job) if not stages or stage.name in stages]
 
     # The pass makes the chunks of all stages that need pixels.
@@ -67,20 +69,38 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, work
         todo.append(stage)
     if todo:
         one_pass.fill(job, todo, worker)
-    finished = [_finish(stage, worker, start) for stage in todo]
-    if not (all(finished) or stages):
-        return
 
-    # Without given stages, only the last worker comes here, and nobody shares the rest with it.
-    for stage in chosen:
-        if stage.in_pass or _skip(stage):
-            continue
+    # One worker after the other comes here, and the last one finds all chunks present. Without given stages, it does
+    # the rest alone.
+    rest = [stage for stage in chosen if not stage.in_pass]
+    with _alone(run):
+        finished = [_finish(stage, worker, start) for stage in todo]
+        if not stages:
+            for stage in rest if all(finished) else ():
+                _make(stage, Worker())
+            return
+    for stage in rest:
+        with nullcontext() if stage.divisible else _alone(run):
+            _make(stage, worker)
+
+
+@contextmanager
+def _alone(run: Path) -> Iterator[None]:
+    """Hold the lock of the worker that finishes stages, which the end of a process releases, too."""
+    (run / layout.DATA).mkdir(parents=True, exist_ok=True)
+    with (run / layout.DATA / ".lock").open("w") as stream:
+        # Some network file systems have no locks. There, one of two workers that finish at the same moment may fail.
+        with suppress(OSError):
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _make(stage: Stage, worker: Worker) -> None:
+    """Make a stage that needs no pixels."""
+    if not _skip(stage):
         _check_order(stage)
         _print_note(stage)
-        growth.reuse_chunks(job, stage)
-        _finish(stage, worker if stages else Worker(), time.monotonic())
-    if isinstance(chosen[-1], Shards) and chosen[-1].done():
-        growth.remove_previous(run)
+        _finish(stage, worker, time.monotonic())
 
 
 def _skip(stage: Stage) -> bool:
@@ -122,11 +142,17 @@ def _print_note(stage: Stage) -> None:
         print(f"note: {note}", flush=True)
 
 
+def has_changed(job: Job) -> bool:
+    """Return whether the source has changed since its index was begun, with the same settings."""
+    ingest = Ingest(job, {})
+    return ingest.artifact.outdated(ingest.kind, ingest.made_from(), ingest.follows)
+
+
 def plan(job: Job) -> list[dict[str, str]]:
     """Return name, state, main setting and folder of every stage."""
-    rows, grown, last = [], growth.has_grown(job), job.config.clusters.count - 1
+    rows, changed, last = [], has_changed(job), job.config.clusters.count - 1
     for stage in stages_of(job):
-        state = "the source has grown" if grown else stage.state()
+        state = "the source has changed" if changed else stage.state()
         folder = f"{stage.folder} … {last:03d}" if isinstance(stage, Shards) and last else stage.folder
         rows.append({"stage": stage.name, "state": state, "uses": stage.uses(), "folder": folder})
     return rows

@@ -118,12 +118,6 @@ def submit(launcher: Launcher, run: Path, config: Config, *, request: LaunchRequ
     """
     Store.open(run).probe()
     with _alone(run):
-        # Only if nothing else is requested: training jobs would go on with other data than they began with.
-        if request.kinds == ("prepare",):
-            from atoll.data import growth
-            from atoll.data.prepare import open_job
-
-            growth.move_aside(open_job(run, config))
         launch = inspect_run(launcher, run, config, request=request)
         if launch.to_submit:
             # Slurm and Ray choose the order themselves; only a launcher that starts the processes can choose it.

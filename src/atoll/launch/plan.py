@@ -78,7 +78,13 @@ def missing_groups(run: Path, config: Config, request: LaunchRequest) -> list[Gr
         group.name != "experts" for group in training
     )
     clusters = range(config.clusters.count) if wants_all else numbers
-    if (training or "prepare" in request.kinds) and not _has_shards(run, clusters):
+    prepared = _has_shards(run, clusters)
+    # Only if nothing else is requested: training jobs would go on with other data than they began with.
+    if prepared and request.kinds == ("prepare",):
+        from atoll.data.prepare import has_changed, open_job
+
+        prepared = not has_changed(open_job(run, config))
+    if (training or "prepare" in request.kinds) and not prepared:
         if "prepare" not in request.kinds:
             raise AtollError(f"{run} has no shards yet; prepare them too with --jobs prepare {' '.join(request.kinds)}")
         return _preparation(run, config, request) + training

@@ -1,12 +1,16 @@
 """A stage of `atoll prepare`: a step from the source, or from the artifacts of earlier stages, to its artifacts.
 
-A divisible stage is computed in chunks (`data/chunks.py`), which several workers divide. The worker that finds all
+A divisible stage is computed in chunks (`data/chunks.py`), which several workers divide. One worker that finds all
 chunks present finishes the stage. The shards have an artifact for each cluster, and workers divide the artifacts. The
 bytes do not depend on which worker made what.
 
 The stages that need pixels are computed together, in one pass over the source (`data/one_pass.py`).
+
+A changed setting is an error, which names the change. If the source or an artifact of an earlier stage changed, the
+stage begins again, and keeps the chunks that did not change.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +32,10 @@ from atoll.encoders.pretrained import Pixels
 StageName = Literal["ingest", "features", "latents", "patches", "clusters", "text", "shards"]
 
 
+KEYS = ".keys"
+"""Scratch folder of the index: an empty file NUMBER.KEY for each chunk of the source that is complete."""
+
+
 @dataclass
 class Job:
     """A run, its configuration and its source; its listing and its index as soon as they exist."""
@@ -46,15 +54,25 @@ class Job:
         self.listing = self.listing or Listing.make(self.run, self.config.data, self.source, multiple=self.multiple)
         return self.listing
 
+    def chunk_keys(self) -> list[str | None]:
+        """Return the keys of all chunks of the source; None for a chunk that is not checked yet."""
+        folder = self.run / layout.INGEST / KEYS
+        noted = os.listdir(folder) if folder.is_dir() else []
+        # Another worker may have finished the index meanwhile, and removed the scratch folder after that.
+        self.index = self.index or Index.find(self.run)
+        if self.index:
+            return list(self.index.keys)
+        listing = self.list_source()
+        keys: list[str | None] = [None] * (len(listing.lengths or ()) or -(-listing.images // self.config.data.chunk))
+        for name in noted:
+            chunk, key = name.split(".")
+            keys[int(chunk)] = key
+        return keys
+
     def open_index(self) -> Index:
         """Return the index, which must be finished."""
         self.index = self.index or Index.open(self.run)
         return self.index
-
-
-def previous(artifact: Artifact) -> Artifact:
-    """Return the same artifact of the data before the source grew (`data/growth.py`); it may not exist."""
-    return Artifact(artifact.run, artifact.name.replace(layout.DATA, layout.PREVIOUS, 1))
 
 
 @dataclass(frozen=True)
@@ -97,6 +115,9 @@ class Stage(ABC):
     needs_gpu: ClassVar[bool] = False
     """Whether a GPU makes it much faster, so that `atoll launch` should give it one."""
 
+    follows: ClassVar[frozenset[str]] = frozenset({"ingest"})
+    """Inputs that are no settings, but the source or artifacts of earlier stages."""
+
     def __init__(self, job: Job, earlier: Mapping[StageName, "Stage"]) -> None:
         self.job = job
         self.artifact = Artifact(job.run, self.folder)
@@ -114,8 +135,8 @@ class Stage(ABC):
         """Return the inputs of its artifact; the stages before must be done."""
 
     @abstractmethod
-    def make(self, artifact: Artifact) -> Content | None:
-        """Make an artifact from its chunks. Return the content to commit; None if another worker has committed."""
+    def make(self, artifact: Artifact) -> Content:
+        """Make an artifact from its chunks. Return the content to commit."""
 
     def outputs(self) -> list[tuple[Artifact, Inputs]]:
         """Return its artifacts, each with all of its inputs."""
@@ -152,43 +173,40 @@ class Stage(ABC):
 
     def _is_made(self, artifact: Artifact, inputs: Inputs) -> bool:
         if artifact.orphaned():
-            raise AtollError(f"{artifact.folder} has files without a plan or manifest; delete the folder")
-        return artifact.check(self.kind, inputs)
+            raise AtollError(f"{artifact.folder} has files that Atoll did not write; move them to another place")
+        return not self._is_outdated(artifact, inputs) and artifact.check(self.kind, inputs)
+
+    def _is_outdated(self, artifact: Artifact, inputs: Inputs) -> bool:
+        """Return whether an artifact was made from another source, or from other artifacts of earlier stages."""
+        return artifact.outdated(self.kind, inputs, self.follows)
 
     def first_missing(self) -> "Stage | None":
         """Return the earliest unfinished stage that this one depends on; None if this one can run."""
         missing = next((stage for stage in self.inputs if not stage.done()), None)
         return missing and (missing.first_missing() or missing)
 
-    def begin(self) -> None:
+    def begin(self, worker: Worker = Worker()) -> None:  # noqa: B008 - it is frozen
         """Write the plans of its artifacts, before their chunks are made."""
-        for artifact, inputs in self.outputs():
-            artifact.begin(self.kind, inputs)
+        for artifact, inputs in self._share(worker):
+            if self._is_outdated(artifact, inputs):
+                self.restart(artifact, inputs)
+            else:
+                artifact.begin(self.kind, inputs)
+
+    def restart(self, artifact: Artifact, inputs: Inputs) -> None:
+        """Begin an outdated artifact again."""
+        artifact.restart(self.kind, inputs, keep=lambda _: False)
 
     def finish(self, worker: Worker) -> bool:
         """Make its artifacts, or this worker's part of them. Return whether the stage is finished."""
-        share = self._share(worker)
-        for artifact, inputs in share:
-            artifact.begin(self.kind, inputs)
+        self.begin(worker)
         self.fill(worker)
         chunks = self.chunks()
-        if chunks is not None and chunks.missing() and not self.done():
+        if chunks is not None and chunks.missing():
             return False
-        for artifact, _ in share:
-            if artifact.manifest():
-                continue
-            try:
-                content = self.make(artifact)
-            except FileNotFoundError:
-                # Two workers may end the pass at the same moment, and both do the rest. The first one to commit
-                # removes the scratch files that the other one still reads.
-                if artifact.manifest() is None:
-                    raise
-                continue
-            if content is not None:
-                artifact.commit(content)
-            # Also clean up when another worker committed first: it could not see our scratch files.
-            artifact.sweep()
+        for artifact, _ in self._share(worker):
+            if not artifact.manifest():
+                artifact.commit(self.make(artifact))
         return self.done()
 
     def _share(self, worker: Worker) -> Sequence[tuple[Artifact, Inputs]]:
@@ -208,7 +226,15 @@ class Stage(ABC):
         return f"{chunks.count - len(chunks.missing())} of {chunks.count} chunks"
 
 
-class EncoderStage(Stage):
+class ChunkStage(Stage):
+    """A stage whose artifact is a file of tensors for each chunk."""
+
+    def restart(self, artifact: Artifact, inputs: Inputs) -> None:
+        """Keep the chunks: those that did not change are used again, and the others are removed at the end."""
+        artifact.restart(self.kind, inputs, keep=lambda path: path.suffix == ".safetensors")
+
+
+class EncoderStage(ChunkStage):
     """A stage whose chunks a network makes in the pass."""
 
     in_pass = needs_gpu = True
@@ -220,16 +246,16 @@ class EncoderStage(Stage):
     def chunks(self) -> Chunks | None:
         """Return its chunks; until the index is finished, as if all images were readable."""
         job = self.job
+        if job.listing is None:
+            return None
+        size, lengths, keys = job.config.data.chunk, job.listing.lengths, job.chunk_keys()
         if job.index:
             return job.index.chunks(self.artifact)
-        return Chunks(self.artifact, job.listing.images, job.config.data.chunk) if job.listing else None
+        return Chunks(self.artifact, job.listing.images, size, lengths=lengths, keys=keys)
 
-    def _is_made(self, artifact: Artifact, inputs: Inputs) -> bool:
-        if not super()._is_made(artifact, inputs):
-            return False
+    def _is_outdated(self, artifact: Artifact, inputs: Inputs) -> bool:
         # Its plan cannot have the digest of the index, which the same pass makes. So its content has it. It differs if
         # somebody deleted the index, and images that were unreadable then are readable now.
-        recorded = artifact.read(self.kind).ingest
-        if recorded and recorded != self.job.open_index().manifest.digest:
-            raise AtollError(f"{artifact.folder} is stale: {layout.INGEST} has changed since. Delete {artifact.folder}")
-        return True
+        index, made = self.job.index, artifact.manifest()
+        other = index and made and self.kind.parse(made, artifact.folder).ingest != index.manifest.digest
+        return bool(other) or super()._is_outdated(artifact, inputs)

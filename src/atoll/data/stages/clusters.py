@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
@@ -31,10 +32,12 @@ from atoll.data.index import IMAGES, Index
 from atoll.data.kmeans import Floats, Integers, Part, fine_count, fit_fine, merge, nearest_center, separation
 from atoll.data.shuffle import shuffled
 from atoll.data.stages import features
-from atoll.data.stages.base import Stage, previous
+from atoll.data.stages.base import Stage
 
 NAME = layout.CLUSTERS
 ASSIGNMENTS, CENTROIDS, REPORT = "assignments.parquet", "centroids.safetensors", "report.json"
+_KEPT = ".kept.safetensors"
+"""The rule from before the source changed."""
 _CENTERS, _FINE, _SUMS = ".centers.safetensors", ".fine.parquet", ".sums.safetensors"
 # Separation needs all pairwise cosines, so its memory is quadratic: 4,096 rows take 134 MB in float64.
 _REPORT_ROWS = 4096
@@ -49,6 +52,7 @@ class ClustersStage(Stage):
     name, kind, folder = "clusters", CLUSTERS, NAME
     needs = ("features",)
     divisible = False
+    follows = frozenset({"ingest", "features", "network"})
 
     def uses(self) -> str:
         config = self.job.config.clusters
@@ -57,8 +61,26 @@ class ClustersStage(Stage):
     def made_from(self) -> Inputs:
         config, index = self.job.config.clusters, self.job.open_index()
         needed = features.needed(config, len(index.labels))
-        used = Artifact(self.job.run, features.NAME).open(FEATURES).digest if needed else None
-        return {"ingest": index.manifest.digest, "features": used, "clusters": config.model_dump()}
+        used = Artifact(self.job.run, features.NAME).open(FEATURES) if needed else None
+        network = {name: used.made_from[name] for name in ("model", "resolution", "weights")} if used else None
+        made = {"ingest": index.manifest.digest, "features": used and used.digest, "network": network}
+        return {**made, "clusters": config.model_dump()}
+
+    def restart(self, artifact: Artifact, inputs: Inputs) -> None:
+        """Keep the rule, if it was made with the same network and at least half of its images are still there."""
+        made, config = artifact.manifest(), self.job.config.clusters
+        if made is not None and config.count > 1 and not artifact.path(_KEPT).is_file():
+            same = config.method == "features" and made.made_from["network"] == inputs["network"]
+            if same and _remaining(artifact, self.job.open_index()) >= 0.5:
+                print("clusters: kept; new images go to the nearest center", flush=True)
+                artifact.path(CENTROIDS).replace(artifact.path(_KEPT))
+            else:
+                print(
+                    "clusters: made again, because most images, the features network or clusters.method do not allow "
+                    "to keep them",
+                    flush=True,
+                )
+        artifact.restart(self.kind, inputs, keep=lambda path: path.name == _KEPT)
 
     def make(self, artifact: Artifact) -> ClustersContent:
         index, settings = self.job.open_index(), self.job.config.clusters
@@ -81,6 +103,13 @@ class ClustersStage(Stage):
                 f"{key} {found['clusters'][key]:.3f} (random {found['random'][key]:.3f})" for key in found["clusters"]
             ]
         return f"{', '.join(parts)}; contact sheets: {self.artifact.folder}/cluster_*.png"
+
+
+def _remaining(artifact: Artifact, index: Index) -> float:
+    """Return the share of the assigned images that the index still has."""
+    before = pq.read_table(artifact.path(ASSIGNMENTS), columns=["id"])["id"]
+    now = pq.read_table(index.artifact.path(IMAGES), columns=["id"])["id"]
+    return float(pc.mean(pc.is_in(before, value_set=now.combine_chunks())).as_py())
 
 
 class Report(ClustersContent):
@@ -116,19 +145,8 @@ class Partition:
             self.write_assignments(self.rows_without_features())
 
     def _kept_rule(self) -> dict[str, Tensor] | None:
-        """Return the rule from before the source grew: fine centers, clusters, and the table between them; or None."""
-        before, network = previous(self.artifact), previous(self.features.artifact).manifest()
-        made = before.manifest()
-        if made is None or self.settings.count == 1:
-            return None
-        same = made.made_from["clusters"] == self.settings.model_dump()
-        if same and network is not None and self.settings.method == "features":
-            now = self.features.artifact.open(FEATURES).made_from
-            if all(network.made_from[name] == now[name] for name in ("model", "resolution", "weights")):
-                print("clusters: kept; new images go to the nearest center", flush=True)
-                return load_file(before.path(CENTROIDS))
-        print("clusters: made again, because their settings changed or clusters.method is not features", flush=True)
-        return None
+        """Return the rule from before the source changed, if it is kept: centers, and the table that merges them."""
+        return load_file(self.artifact.path(_KEPT)) if self.artifact.path(_KEPT).is_file() else None
 
     def _keep(self, rule: dict[str, Tensor]) -> Integers:
         """Write the kept centers, and return the table from fine clusters to clusters."""

@@ -64,7 +64,9 @@ class Features(EncoderStage):
 
     def make(self, artifact: Artifact) -> FeaturesContent:
         index = self.job.open_index()
-        with safe_open(artifact.path(index.chunks(artifact).first_file()), "pt") as first:
+        chunks = index.chunks(artifact)
+        chunks.remove_others()
+        with safe_open(artifact.path(chunks.first_file()), "pt") as first:
             dimensions = first.get_slice("features").get_shape()[1]
         return FeaturesContent(rows=index.rows, dimensions=dimensions, ingest=index.manifest.digest)
 

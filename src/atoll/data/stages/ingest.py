@@ -3,17 +3,16 @@
 `images.parquet` is the index for all later stages: id, captions, label, split, attributes and size of every readable
 image, in the order of the source, with one row group per chunk. `rejected.parquet` has id and reason of every rejected
 image. `listing.json` has what is decided before the first image is decoded: the number of images, and their sizes.
-`chunks.json` has a hash of the images of every chunk, by which a grown source reuses unchanged ones.
+`chunks.json` has the key of every chunk.
 
-The pass over the source (`data/one_pass.py`) writes one table per chunk, a part. The part is written after the tensors
-of the same chunk, so a chunk with a part is complete. Here the parts are joined.
+The pass over the source (`data/one_pass.py`) writes one table per chunk, a part, after the tensors of the same chunk.
+Then it notes the key of the chunk in the scratch folder `KEYS`. Here the parts are joined.
 """
 
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -26,15 +25,13 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import INGEST, BucketContent, IngestContent
 from atoll.core.sizes import Size, cropped_share
 from atoll.data.chunks import Chunks
-from atoll.data.index import CHUNKS, IMAGES, REJECTED, SCHEMA
+from atoll.data.index import BEFORE, CHUNKS, IMAGES, LISTING, PARTS, REJECTED, SCHEMA, Before
 from atoll.data.sources.base import BadImage, Options, Source, SourceImage, digest
 from atoll.data.sources.open import open_source
-from atoll.data.stages.base import Job, Stage
+from atoll.data.stages.base import KEYS, Job, Stage
 
 NAME = layout.INGEST
-PARTS = ".parts/{:06d}.parquet"
-"""Scratch files: one table per chunk of the source."""
-
+_FOLDER = PARTS.partition("/")[0]
 _REJECTED = pa.schema([("id", pa.string()), ("reason", pa.string())])
 _PART = pa.schema([*SCHEMA, ("reason", pa.string()), ("digest", pa.string())])
 
@@ -77,9 +74,10 @@ def image_digest(image: SourceImage, data: bytes | None = None) -> str:
     return digest(image.id, metadata, data)
 
 
-def chunk_key(digests: Sequence[str]) -> str:
-    """Return a hash of all images of a chunk, from their digests."""
-    return digest(*digests)
+def chunk_key(job: Job, digests: Sequence[str]) -> str:
+    """Return the key of a chunk, from the digests of its images."""
+    settings = {name: value for name, value in made_from(job).items() if name != "fingerprint"}
+    return digest(*digests, to_json([settings, job.list_source().sizes]))
 
 
 def row_of(
@@ -92,20 +90,27 @@ def row_of(
     return {**row, "split": image.split, "attributes": attributes, **shape, "reason": reason, "digest": digest}
 
 
-def write_part(chunks: Chunks, chunk: int, rows: list[dict[str, Any]]) -> None:
-    """Write the table of a chunk. Its other files must be complete."""
-    with chunks.artifact.writing(chunks.file(chunk)) as path:
+def write_part(job: Job, chunk: int, key: str, rows: list[dict[str, Any]]) -> None:
+    """Write the table of a chunk, and note its key. Its other files must be complete."""
+    with Artifact(job.run, NAME).writing(PARTS.format(key)) as path:
         pq.write_table(pa.Table.from_pylist(rows, schema=_PART), path)
+    note_key(job, chunk, key)
 
 
-def sizes_by_id(job: Job, chunks: Chunks, chunk: int) -> dict[str, Size] | None:
+def note_key(job: Job, chunk: int, key: str) -> None:
+    """Note the key of a chunk of the source, all files of which are complete."""
+    folder = job.run / NAME / KEYS
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{chunk:06d}.{key}").touch()
+
+
+def sizes_by_id(job: Job, chunk: int, key: str | None) -> dict[str, Size] | None:
     """Return the sizes of the readable images of a chunk by id; None if the chunk is not checked yet."""
     if job.index:
         return dict(zip(job.index.read(chunk, ["id"])["id"], job.index.sizes(chunk), strict=True))
-    try:
-        part = _read_part(chunks, chunk)
-    except PartsRemovedError:
+    if key is None:
         return None
+    part = pq.read_table(job.run / NAME / PARTS.format(key))
     fine = part.filter(part["reason"].is_null()).to_pydict()
     return {id: Size(h, w) for id, h, w in zip(fine["id"], fine["height"], fine["width"], strict=True)}
 
@@ -116,6 +121,7 @@ class Ingest(Stage):
     name, kind, folder = "ingest", INGEST, NAME
     needs = ()
     in_pass = True
+    follows = frozenset({"fingerprint"})
 
     def uses(self) -> str:
         data = self.job.config.data
@@ -126,19 +132,36 @@ class Ingest(Stage):
 
     def chunks(self) -> Chunks | None:
         """Return the chunks of the source, with readable and rejected images."""
-        listing = self.job.listing
-        return Chunks(self.artifact, listing.images, self.job.config.data.chunk, PARTS) if listing else None
+        listing, size = self.job.listing, self.job.config.data.chunk
+        if listing is None:
+            return None
+        return Chunks(self.artifact, listing.images, size, PARTS, listing.lengths, self.job.chunk_keys())
 
-    def make(self, artifact: Artifact) -> IngestContent | None:
+    def _is_made(self, artifact: Artifact, inputs: Inputs) -> bool:
+        made = super()._is_made(artifact, inputs)
+        if made:
+            self.job.open_index()
+        return made
+
+    def restart(self, artifact: Artifact, inputs: Inputs) -> None:
+        """Keep the parts of the chunks, and note where the chunks began."""
+        print(f"the source has changed since {artifact.folder} was begun; unchanged chunks are used again", flush=True)
+        committed = artifact.manifest() is not None
+        if self.job.listing and (committed or not artifact.path(BEFORE).is_file()):
+            keys = tuple(key for key in self.job.chunk_keys() if key)
+            artifact.write(BEFORE, to_json(Before(sizes=self.job.listing.sizes, keys=keys).model_dump()))
+        artifact.restart(self.kind, inputs, keep=lambda path: path.name == BEFORE or path.parent.name == _FOLDER)
+        self.job.listing = self.job.index = None
+
+    def make(self, artifact: Artifact) -> IngestContent:
         """Join all parts."""
         chunks = self.chunks()
-        assert artifact == self.artifact
         assert chunks is not None
-        with suppress(PartsRemovedError):
-            check_rejects(chunks, self.job.config.data)
-            content = _join(chunks)
-            return None if chunks.missing() else content
-        return None
+        check_rejects(chunks, self.job.config.data)
+        content = _join(chunks)
+        chunks.remove_others()
+        assert (artifact.folder / LISTING).is_file()
+        return content
 
     def summary(self, content: IngestContent) -> str:
         """Return the numbers of images, and the share of their pixels that is cropped, by size."""
@@ -150,42 +173,33 @@ class Ingest(Stage):
         )
 
 
-class PartsRemovedError(Exception):
-    """Another worker also found all parts, has joined or rejected them, and removed them.
-
-    It must not be a `FileNotFoundError`: `Artifact.writing` ignores that one in a committed artifact.
-    """
-
-
 def _read_part(chunks: Chunks, number: int, columns: list[str] | None = None) -> pa.Table:
-    try:
-        with pq.ParquetFile(chunks.artifact.path(chunks.file(number))) as file:
-            return file.read(columns, use_threads=False)
-    except FileNotFoundError as error:
-        raise PartsRemovedError from error
+    with pq.ParquetFile(chunks.artifact.path(chunks.file(number))) as file:
+        return file.read(columns, use_threads=False)
 
 
 def check_rejects(chunks: Chunks, data: Data) -> None:
     """Raise `AtollError` if too many images are rejected."""
-    # Chunks with a rejected image are removed, so that the next attempt reads them again, with the images fixed.
+    # Chunks with a rejected image lose their keys, so that the next attempt reads them again, with the images fixed.
     artifact, bad = chunks.artifact, {}
     for number in sorted(set(range(chunks.count)) - set(chunks.missing())):
         part = _read_part(chunks, number, _REJECTED.names)
         if part["reason"].null_count < len(part):
-            bad[chunks.file(number)] = part.filter(part["reason"].is_valid())
+            bad[number] = part.filter(part["reason"].is_valid())
     rejected = sum(map(len, bad.values()))
     if rejected <= data.max_rejects * chunks.rows:
         return
     table = pa.concat_tables(bad.values())
     with artifact.writing(REJECTED) as path:
         pq.write_table(table, path)
-    for file in bad:
-        artifact.path(file).unlink(missing_ok=True)
+    for number in bad:
+        for path in artifact.folder.glob(f"{KEYS}/{number:06d}.*"):
+            path.unlink(missing_ok=True)
     reasons = Counter(table["reason"].to_pylist()).most_common(3)
     raise AtollError(
         f"{rejected} of {chunks.rows} images are unusable, more than data.max_rejects = {data.max_rejects:g} allows: "
         f"{'; '.join(f'{count}x {reason}' for reason, count in reasons)}. The list is {artifact.path(REJECTED)}; "
-        f"fix them, delete {artifact.folder} and start again, or allow more with --data.max_rejects"
+        "fix or remove them and run the same command again, or allow more with --data.max_rejects"
     )
 
 
@@ -197,7 +211,6 @@ def _join(chunks: Chunks) -> IngestContent:
     sizes: Counter[Size] = Counter()
     cropped: Counter[Size] = Counter()
     captions = rejected = 0
-    keys = []
     with (
         artifact.writing(IMAGES) as good_path,
         artifact.writing(REJECTED) as bad_path,
@@ -206,7 +219,6 @@ def _join(chunks: Chunks) -> IngestContent:
     ):
         for number in range(chunks.count):
             part = _read_part(chunks, number)
-            keys.append(chunk_key(part["digest"].to_pylist()))
             is_bad = part["reason"].is_valid()
             bad.write_table(part.filter(is_bad).select(_REJECTED.names))
             rejected += sum(is_bad.to_pylist())
@@ -220,7 +232,7 @@ def _join(chunks: Chunks) -> IngestContent:
             for height, width, share in zip(*columns.values(), strict=True):
                 sizes[Size(height, width)] += 1
                 cropped[Size(height, width)] += share
-    artifact.write(CHUNKS, to_json(keys))
+    artifact.write(CHUNKS, to_json(chunks.keys))
     if not splits.total():
         raise AtollError(f"no image of {artifact.folder} is readable; the list is {artifact.path(REJECTED)}")
     return IngestContent(

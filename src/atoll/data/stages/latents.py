@@ -83,12 +83,14 @@ class Latents(EncoderStage):
 
     def make(self, artifact: Artifact) -> LatentsContent:
         index, config = self.job.open_index(), self.job.config.latents
+        chunks = index.chunks(artifact)
+        chunks.remove_others()
         shapes = {size: latent_shapes(config.autoencoder, size)["mean"] for size in index.train_sizes()}
         return LatentsContent(
             rows=index.rows,
             shape=next(iter(shapes.values())),
             shapes={str(size): shape for size, shape in shapes.items()} if len(shapes) > 1 else None,
-            statistics=_measure(index.chunks(artifact)),
+            statistics=_measure(chunks),
             precision=precision_of(config.autoencoder),
             ingest=index.manifest.digest,
         )

@@ -37,7 +37,7 @@ from atoll.data.chunks import prefetch
 from atoll.data.images import BadImage, fit, image_size, open_image
 from atoll.data.sources.base import Source, SourceImage
 from atoll.data.stages import features
-from atoll.data.stages.base import Encoder, EncoderStage, Job, previous
+from atoll.data.stages.base import Encoder, EncoderStage, Job
 from atoll.encoders import autoencoder
 from atoll.encoders.pretrained import Pixels
 from atoll.encoders.vision import Extractor, open_extractor
@@ -197,10 +197,7 @@ class Patches(EncoderStage):
         Its sample is decoded before the pass, and again in it.
         """
         artifact, config = self.artifact, self.job.config
-        # Unchanged chunks of a source that has grown were made with the components of then.
-        before = previous(artifact).path(PROJECTION)
-        if before.is_file():
-            artifact.create(PROJECTION, before.read_bytes())
+        # It stays the same if the source changes, because unchanged chunks were made with it.
         if not artifact.path(PROJECTION).is_file():
             sample = _sample(self.job.source, self.job.list_source().train)
             decoded = prefetch(sample, lambda image: _decode(image, sizes, network), config.data.workers)
@@ -221,6 +218,7 @@ class Patches(EncoderStage):
 
     def make(self, artifact: Artifact) -> PatchesContent:
         index = self.job.open_index()
+        index.chunks(artifact).remove_others(keep=[PROJECTION])
         return PatchesContent(
             rows=index.rows,
             model=self.job.config.features.model,

@@ -66,6 +66,7 @@ class Shards(Stage):
 
     name, kind, folder = "shards", SHARDS, layout.shards(0)
     needs = ("clusters", "latents", "text", "patches")
+    follows = frozenset(needs)
 
     def uses(self) -> str:
         return f"{self.job.config.data.shard_rows:,} images per file"

@@ -17,13 +17,13 @@ from atoll.core.device import device as default_device
 from atoll.core.manifests import TEXT, TextContent
 from atoll.data.chunks import Chunks, Worker, prefetch
 from atoll.data.index import Index
-from atoll.data.stages.base import Stage
+from atoll.data.stages.base import ChunkStage
 from atoll.encoders.text import TextEncoder, open_text_encoder, weights_of
 
 NAME = layout.TEXT
 
 
-class Text(Stage):
+class Text(ChunkStage):
     """The embeddings of all captions."""
 
     name, kind, folder = "text", TEXT, NAME
@@ -57,6 +57,7 @@ class Text(Stage):
 
     def make(self, artifact: Artifact) -> TextContent:
         index, chunks = self.job.open_index(), self.chunks()
+        chunks.remove_others()
         with safe_open(artifact.path(chunks.first_file()), "pt") as chunk:
             width, pooled = (chunk.get_slice(name).get_shape()[1] for name in ("tokens", "pooled"))
         return TextContent(

@@ -1,4 +1,4 @@
-"""A source that has grown: what is reused, what is made again, and that the result does not depend on interruptions."""
+"""A source that has changed: what is used again, what is made again, and that interruptions change no byte."""
 
 import random
 import shutil
@@ -14,7 +14,7 @@ from atoll import cli
 from atoll.core.errors import AtollError
 from atoll.data.chunks import Worker
 from atoll.data.prepare import prepare
-from shapes import draw, write_run, write_shapes
+from shapes import chunk_files, draw, write_run, write_shapes
 
 OLD, NEW, CHUNK = 45, 20, 16
 SETTINGS = {"data": {"max_rejects": 0.1}, "text": {"encoder": "none"}, "features": {"patch_dimensions": 16}}
@@ -74,13 +74,14 @@ def test_only_new_images_are_encoded_and_the_clusters_are_kept(
     stages = ["ingest", "features", "latents", "patches"]
     prepare(run, config, stages)
     assert len(decoded) == OLD + 1 + NEW - 2 * CHUNK
-    assert "2 of 3 chunks are unchanged" in capsys.readouterr().out
+    assert "2 of 5 chunks are unchanged" in capsys.readouterr().out
     prepare(run, config)
-    assert not (run / "data.previous").exists()
     for name in ("features", "latents", "patches"):
         for chunk in (0, 1):
-            file = f"data/{name}/{chunk:06d}.safetensors"
-            assert (run / file).read_bytes() == (before / "run" / file).read_bytes()
+            old, now = chunk_files(before / "run", name)[chunk], chunk_files(run, name)[chunk]
+            assert old.name == now.name
+            assert old.read_bytes() == now.read_bytes()
+        assert len(list((run / "data" / name).glob("*.safetensors"))) == 5 + (name == "patches")
     old, now = assignments(before / "run"), assignments(run)
     assert {id: now[id] for id in old} == old
     assert len(now) == OLD + NEW
@@ -97,20 +98,19 @@ def test_only_new_images_are_encoded_and_the_clusters_are_kept(
 def test_interruptions_and_workers_do_not_change_a_byte(
     before: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from atoll.data import growth
     from atoll.data.stages import ingest
 
     run, config = copied(before, tmp_path / "whole", "zebra")
     prepare(run, config)
     other, config = copied(before, tmp_path / "parts", "zebra")
-    written = ingest.write_part
+    noted = ingest.note_key
     with monkeypatch.context() as patch:  # stop after the first of the reused chunks
 
         def stop(*arguments: object) -> None:
-            written(*arguments)
+            noted(*arguments)
             raise KeyboardInterrupt
 
-        patch.setattr(growth.ingest, "write_part", stop)
+        patch.setattr(ingest, "note_key", stop)
         with pytest.raises(KeyboardInterrupt):
             prepare(other, config)
     for index in reversed(range(workers)):
@@ -118,15 +118,15 @@ def test_interruptions_and_workers_do_not_change_a_byte(
     assert content(other) == content(run)
 
 
-def test_images_in_between_shift_the_chunks_but_not_the_clusters(
+def test_images_in_between_change_neither_the_other_chunks_nor_the_clusters(
     before: Path, tmp_path: Path, decoded: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, config = copied(before, tmp_path, "aardvark")
     prepare(run, config, ["ingest", "features", "latents", "patches"])
-    assert len(decoded) == OLD + NEW
+    assert len(decoded) == NEW
     shown = capsys.readouterr().out
-    assert "the source has grown since it was prepared" in shown
-    assert "0 of 3 chunks are unchanged" in shown
+    assert "the source has changed since" in shown
+    assert "3 of 5 chunks are unchanged" in shown
     prepare(run, config)
     assert "clusters: kept; new images go to the nearest center" in capsys.readouterr().out
     old, now = assignments(before / "run"), assignments(run)
@@ -148,21 +148,20 @@ def test_random_clusters_are_made_again_with_a_sentence(
     assert "clusters: made again, because" in capsys.readouterr().out
 
 
-def test_a_dry_run_shows_the_growth(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_the_change(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, _ = copied(before, tmp_path, "zebra")
     assert cli.main(["prepare", str(run), "--dry-run"]) == 0
-    assert capsys.readouterr().out.count("the source has grown") == 7
-    assert not (run / "data.previous").exists()
+    assert capsys.readouterr().out.count("the source has changed") == 7
+    assert (run / "data/ingest/manifest.json").is_file()
 
 
 @pytest.mark.slow
-def test_a_launch_of_the_preparation_alone_uses_the_previous_data(before: Path, tmp_path: Path) -> None:
+def test_a_launch_of_the_preparation_alone_prepares_a_changed_source(before: Path, tmp_path: Path) -> None:
     run, _ = copied(before, tmp_path, "zebra")
     assert cli.main(["launch", str(run), "--jobs", "prepare"]) == 0
-    assert not (run / "data.previous").exists()
     assert len(assignments(run)) == OLD + NEW
     log = "".join(file.read_text() for file in (run / "launch").rglob("*.log"))
-    assert "2 of 3 chunks are unchanged" in log
+    assert "2 of 5 chunks are unchanged" in log
 
 
 def test_a_changed_image_is_encoded_again(before: Path, tmp_path: Path) -> None:
@@ -171,13 +170,62 @@ def test_a_changed_image_is_encoded_again(before: Path, tmp_path: Path) -> None:
     Image.new("RGB", (40, 40), "black").save(file)
     prepare(run, config, ["ingest", "latents"])
     index = pq.read_table(run / "data/ingest/images.parquet")["id"].to_pylist()
-    latents = load_file(run / "data/latents/000000.safetensors")["mean"]
+    latents = load_file(chunk_files(run, "latents")[0])["mean"]
     assert (latents[index.index("circle-000")] == -1).all()
 
 
-def test_a_source_that_lost_an_image_is_stale(before: Path, tmp_path: Path) -> None:
+def test_an_image_that_is_removed_changes_only_its_chunk(
+    before: Path, tmp_path: Path, decoded: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(before, tmp_path / "copy")
+    run, source = tmp_path / "copy/run", tmp_path / "copy/shapes"
+    config = write_run(tmp_path / "settings", source, **SETTINGS)
+    prepare(run, config, ["ingest"])  # the same images in another folder
+    assert decoded == []
+    (source / "circle-003.png").unlink()
+    prepare(run, config, ["ingest", "features", "latents", "patches"])
+    assert "2 of 3 chunks are unchanged" in capsys.readouterr().out
+    assert len(decoded) == CHUNK - 2  # one is removed, and one is not readable
+    prepare(run, config)
+    old, now = assignments(before / "run"), assignments(run)
+    assert now == {id: row for id, row in old.items() if id != "circle-003"}
+    ids = [id for file in (run / "data/shards").rglob("*.parquet") for id in pq.read_table(file)["id"].to_pylist()]
+    assert sorted(ids) == sorted(now)
+
+
+def test_after_a_reject_is_removed_the_same_command_goes_on(tmp_path: Path, decoded: list[object]) -> None:
+    source, run = write_shapes(tmp_path / "shapes", OLD), tmp_path / "run"
+    config = write_run(run, source, **{**SETTINGS, "data": {"max_rejects": 0}})
+    for _ in range(2):
+        with pytest.raises(AtollError, match="fix or remove them and run the same command again"):
+            prepare(run, config)
+    (source / "broken.png").unlink()
+    (source / "broken.txt").unlink()
+    prepare(run, config)
+    fresh = tmp_path / "fresh"
+    prepare(fresh, write_run(fresh, source, **{**SETTINGS, "data": {"max_rejects": 0}}))
+    assert assignments(run) == assignments(fresh)
+    assert len(assignments(run)) == OLD
+
+
+def test_the_clusters_of_another_source_are_made_again(
+    before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, config = copied(before, tmp_path, "zebra")
-    (tmp_path / "shapes/circle-000.png").unlink()
-    with pytest.raises(AtollError, match="data/ingest is stale: fingerprint was"):
-        prepare(run, config)
-    assert not (run / "data.previous").exists()
+    for file in (tmp_path / "shapes").glob("[cst]*.*"):
+        if int(file.stem.partition("-")[2]) < 30:
+            file.unlink()
+    prepare(run, config)
+    assert "clusters: made again, because" in capsys.readouterr().out
+    assert len(assignments(run)) == OLD - 30 + NEW
+
+
+def test_another_caption_is_another_chunk(before: Path, tmp_path: Path) -> None:
+    shutil.copytree(before, tmp_path / "copy")
+    run, source = tmp_path / "copy/run", tmp_path / "copy/shapes"
+    (source / "circle-000.txt").write_text("another caption")
+    prepare(run, write_run(tmp_path / "settings", source, **SETTINGS))
+    index = pq.read_table(run / "data/ingest/images.parquet").to_pydict()
+    assert index["captions"][index["id"].index("circle-000")] == ["another caption"]
+    old, now = ({file.name for file in chunk_files(of, "latents")} for of in (before / "run", run))
+    assert len(old & now) == 2
