@@ -24,7 +24,7 @@ from atoll.train.checkpoints import Checkpoints, CheckpointSaver, TrainState
 from atoll.train.distributed import DistContext
 from atoll.train.ema import EMA
 from atoll.train.inputs import TrainingInputs
-from atoll.train.loop import make_optimizer, projector_state, train
+from atoll.train.loop import make_optimizer, make_state, train
 from atoll.train.memory import job_bytes
 from atoll.train.tasks import ExpertTask, Forward, Losses, condition_of
 from harness import Row, interleave, run
@@ -86,9 +86,8 @@ class Bare:
     def __init__(self, job: TrainSpec) -> None:
         self.network = build(job.network)
         self.align = None if job.align is None else (job.align, Projector(job.align))
-        self.optimizers = [make_optimizer(self.network, job.settings, ALONE)]
-        if self.align is not None:
-            self.optimizers.append(projector_state(self.align[1], job.settings, ALONE).optimizer)
+        projector = None if self.align is None else self.align[1]
+        self.optimizers = make_state(self.network, job.settings, ALONE, auxiliary=projector).optimizers
         batch = Shards.open(job.run, [0]).read(torch.arange(job.settings.batch_size).numpy(), patches=True)
         self.patches = batch.patches
         condition = condition_of(batch, job.conditioning)

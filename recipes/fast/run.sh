@@ -11,7 +11,7 @@ NUM_IMAGES=${NUM_IMAGES:-2048}
 KID_ARMS=${KID_ARMS:-"base equal"}
 STACK=${STACK:-"muon modern flip lr times"} # what the arms `stacked` and `equal` combine
 EQUAL=${EQUAL:-80} # Newton-Schulz adds 24 % of FLOPs for 2,048 tokens in a batch and width 128
-if [ $# -gt 0 ]; then arms=("$@"); else arms=(base muon modern align flip shift ema lr times stacked equal); fi
+if [ $# -gt 0 ]; then arms=("$@"); else arms=(base muon modern align flip ema lr times stacked equal); fi
 
 modern=${NETWORK/DiT-/ModernDiT-}
 declare -A flags=(
@@ -20,8 +20,7 @@ declare -A flags=(
     [modern]="--networks.default '$modern'"
     [align]="--features.patch_dimensions 64 --train.align {}"
     [flip]="--data.flip true"
-    [shift]="--experts.default '{time_shift: auto}'"
-    [ema]="--train.ema '{short: $((IMAGES / 160)), medium: $((IMAGES / 40)), long: $((IMAGES / 10))}'"
+    [ema]="--train.ema '{short: $((IMAGES / 160))}'"
     [lr]="--train.lr 8.0e-3"
     [x0]="--experts.default x0"
     [times]="--experts.default flow-matching-logit-normal"

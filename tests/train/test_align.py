@@ -138,7 +138,7 @@ def test_after_the_burn_in_training_is_the_ordinary_one(aligned: Copy, tmp_path:
         build_task(spec), spec.settings, Checkpoints(run, "a", inputs, ALONE, 9), context=ALONE, callback=Keep()
     )
     assert [folder.name for folder in kept] == [f"{images:012d}" for images in (80, 160)]
-    assert any(":projector.optimizer.exp_avg.layers.0.weight" in key for key in weights(kept[0]))
+    assert any(":auxiliary.optimizer.exp_avg.layers.0.weight" in key for key in weights(kept[0]))
     shutil.copytree(kept[0], run / "b/checkpoints" / kept[0].name)
     without = train(build_task(plain), plain.settings, Checkpoints(run, "b", inputs, ALONE), context=ALONE)
     for name, ema in with_alignment.ema.weights.items():
@@ -147,10 +147,10 @@ def test_after_the_burn_in_training_is_the_ordinary_one(aligned: Copy, tmp_path:
     shutil.copytree(kept[0], run / "c/checkpoints" / kept[0].name)
     network = build_task(spec)
     train(network, spec.settings, Checkpoints(run, "c", inputs, ALONE), context=ALONE)
-    assert network.projector is not None
+    assert network.auxiliary is not None
     saved = weights(kept[0])
-    for key, value in network.projector.named_parameters():
-        assert torch.equal(value, saved[f"state-00000.safetensors:projector.network.{key}"]), "it no longer changes"
+    for key, value in network.auxiliary.named_parameters():
+        assert torch.equal(value, saved[f"state-00000.safetensors:auxiliary.network.{key}"]), "it no longer changes"
 
 
 def test_the_log_has_a_column_of_the_alignment_until_its_end(aligned: Copy) -> None:

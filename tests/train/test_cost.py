@@ -1,7 +1,6 @@
 """The estimates of a dry run. The memory itself is compared with torch's allocator in tests/nullgpu/test_memory.py."""
 
 import json
-import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 from atoll import cli
 from atoll.core import config
 from atoll.core.config_sections import Train
-from atoll.core.errors import AtollError
 from atoll.core.networks import NetworkConfig, read_network
 from atoll.ensemble.plan import HEAP
 from atoll.flow import objective
@@ -21,7 +19,6 @@ from atoll.train.cost import Product, image_cost, measured_rate, parameter_count
 from atoll.train.data_shapes import DataShapes, TextShape
 from atoll.train.estimate import JobCosts
 from atoll.train.memory import WORKSPACE, job_bytes
-from atoll.train.spec import made_from
 from train.conftest import Copy
 
 SHAPES = DataShapes((4, 16, 16), TextShape(8, 32, 32), ())
@@ -138,18 +135,3 @@ def test_the_memory_of_a_student_includes_a_teacher(trained_experts: Path) -> No
     )
     assert student.parameters == monolith.parameters, "its teachers have the same network"
     assert student.bytes - monolith.bytes == 4 * student.parameters, "on a CPU teachers are in float32"
-
-
-def test_an_automatic_time_shift_is_the_root_of_the_latent_elements_over_4096(new_run: Copy) -> None:
-    """The objective and the inputs of a job have the number."""
-    run = new_run(experts={"default": {"time_shift": "auto"}, 1: {"time_shift": 2.0}})
-    specs = [resolve_job(run, config.load(run), "expert", expert=number) for number in (0, 1)]
-    elements = math.prod(specs[0].shapes.latents)
-    shifts = [spec.objective.time_shift for spec in specs if spec.objective]
-    assert shifts == [pytest.approx((elements / 4096) ** 0.5, rel=1e-12), 2.0]
-    assert made_from(specs[0])["objective"]["time_shift"] == shifts[0]
-    monolith = resolve_job(run, config.load(run), "monolith")
-    assert monolith.objective == specs[0].objective
-    for wrong in ("automatic", "0"):
-        with pytest.raises(AtollError, match=r"experts\.default"):
-            config.load(run, {"experts.default.time_shift": wrong})

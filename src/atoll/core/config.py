@@ -101,9 +101,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _result_is_an_ema_of_the_monolith(self) -> Self:
         # The section `train` has checked its own EMAs; the monolith may have others.
-        known = ("best", *(self.monolith.ema or self.train.ema))
-        if self.train.result_ema not in known:
-            raise ValueError(f"train.result_ema is {self.train.result_ema!r}; monolith.ema has {', '.join(known[1:])}")
+        known = self.monolith.ema or self.train.ema
+        if self.train.result_ema not in (None, *known):
+            raise ValueError(f"train.result_ema is {self.train.result_ema!r}; monolith.ema has {', '.join(known)}")
         return self
 
     @model_validator(mode="after")

@@ -25,9 +25,7 @@ class Objective(Section):
     times: TimesName = Field("uniform", description="distribution of the training times")
     time_mean: float = Field(0.0, description="mean of logit-normal and log-normal times")
     time_std: float = Field(1.0, gt=0, description="standard deviation of logit-normal and log-normal times")
-    time_shift: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
-        1.0, description="values above 1 train more at high noise; auto is sqrt(elements of a latent / 4096)"
-    )
+    time_shift: float = Field(1.0, gt=0, description="values above 1 train more at high noise")
     weighting: WeightingName = Field("constant", description="loss weight as a function of time")
     min_snr_gamma: float = Field(5.0, gt=0, description="gamma of the min-snr weighting")
 
@@ -225,7 +223,7 @@ class Train(Section):
         {"ema": 25_000.0},
         description="EMAs of the weights, name: half-life in images",
     )
-    result_ema: str = Field("best", description="EMA that is the result: a name, or the best on validation images")
+    result_ema: str | None = Field(None, description="name of the EMA that is the result; null is the first")
     conditioning: Literal["auto", "text", "label", "both", "none"] = Field(
         "auto", description="what experts are conditioned on; auto is text if the data has captions, else labels"
     )
@@ -266,8 +264,8 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _result_is_an_ema(self) -> Self:
-        if self.result_ema not in ("best", *self.ema):
-            raise ValueError(f"result_ema is {self.result_ema!r}; expected best or one of {', '.join(self.ema)}")
+        if self.result_ema not in (None, *self.ema):
+            raise ValueError(f"result_ema is {self.result_ema!r}; expected one of {', '.join(self.ema)}")
         return self
 
     @model_validator(mode="after")

@@ -282,9 +282,7 @@ class NetworkContent(DataSpec):
     loss_by_time: ByTime | None = None
     """Validation loss in ten bins of t; null in a bin without images."""
     ema: str | None = None
-    """Name of the EMA whose weights it has: the best of several on validation images, or else the first."""
-    loss_by_ema: dict[str, float] | None = None
-    """Validation loss of each EMA; null for a single EMA, and without validation images."""
+    """Name of the EMA whose weights it has."""
     manifest: str | None = None
     """In an export: the digest of the network's manifest in its run."""
 

@@ -18,17 +18,22 @@ the norm has one meaning in all of training, and Adam does not depend on the sca
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from atoll.core import layout
 from atoll.core.config_sections import Align
 from atoll.core.errors import AtollError
-from atoll.core.manifests import PatchSpec
+from atoll.core.manifests import ShardsContent
 from atoll.core.networks import DiTConfig, NetworkConfig
+from atoll.core.sizes import Size
+from atoll.data.dataset import Shards
 from atoll.nets.rotary import CACHED
 
 LAYERS = 3
@@ -56,12 +61,18 @@ class AlignmentSpec:
 
     @classmethod
     def of(
-        cls, settings: Align, network: NetworkConfig, patches: PatchSpec | None, *, side: int, dimensions: int
+        cls, settings: Align, network: NetworkConfig, data: ShardsContent | None, *, side: int, dimensions: int
     ) -> "AlignmentSpec":
         """Return the alignment of a network on latents of some side, still without images.
 
-        Before the data is prepared, `patches` are unknown (None); then as many as there are tokens are assumed.
+        Before the data is prepared (None), as many patches as there are tokens are assumed.
         """
+        patches = None if data is None else data.patches
+        if data is not None and patches is None:
+            raise AtollError(
+                "train.align needs patch features, but the shards have none; with features.patch_dimensions: 64, "
+                f"delete {layout.SHARDS} and run atoll prepare"
+            )
         if not isinstance(network, DiTConfig):
             raise AtollError(
                 f"train.align needs a DiT, but the network is a {network.class_name}; set train.align: null"
@@ -101,6 +112,16 @@ class AlignmentSpec:
         """FLOPs of training on one square image."""
         return self.flops_of((self.tokens, self.tokens), (self.grid, self.grid))
 
+    def burn_in_flops(self, shards: Shards, seen: Mapping[Size, int]) -> int:
+        """Return the FLOPs of training on some number of images of each size."""
+        total = 0
+        for size, count in seen.items():
+            patches = shards.read(shards.numbers(size, np.zeros(1)), patches=True).patches
+            assert patches is not None
+            grid = patches.shape[1], patches.shape[2]
+            total += count * self.flops_of(self.token_grid(size.height, size.width), grid)
+        return total
+
     def flops_of(self, tokens: Grid, patches: Grid) -> int:
         """Return the FLOPs of training on one image: those of the projector, and of averaging tokens."""
         coarse = _coarser(tokens, patches)
@@ -117,6 +138,7 @@ class Projector(nn.Module):
 
     def __init__(self, spec: AlignmentSpec) -> None:
         super().__init__()
+        self.spec = spec
         layers: list[nn.Module] = []
         for outputs in spec.outputs:
             layers += [nn.SiLU()] * bool(layers) + [nn.Linear(spec.width, outputs)]

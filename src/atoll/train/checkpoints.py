@@ -50,8 +50,13 @@ class TrainState:
     network: nn.Module
     ema: EMA
     optimizer: torch.optim.Optimizer
-    projector: "TrainState | None" = None
-    """The state of the alignment's projector; None without alignment."""
+    auxiliary: "TrainState | None" = None
+    """The state of a network that only training needs (`Task.auxiliary`); None for none."""
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All optimizers, that of the network first."""
+        return [self.optimizer, *(self.auxiliary.optimizers if self.auxiliary else [])]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name, without copies, so that loading into them restores the state in place."""
@@ -63,8 +68,8 @@ class TrainState:
                     tensors[f"optimizer.{key}.{name}"] = moment
         for ema, weights in self.ema.weights.items():
             tensors |= {f"ema.{ema}.{name}": weight for name, weight in weights.items()}
-        if self.projector is not None:
-            tensors |= {f"projector.{name}": tensor for name, tensor in self.projector.tensors().items()}
+        if self.auxiliary is not None:
+            tensors |= {f"auxiliary.{name}": tensor for name, tensor in self.auxiliary.tensors().items()}
         return tensors
 
     def at_step(self, step: int) -> None:
@@ -72,8 +77,8 @@ class TrainState:
         for parameter in self.ema.parameters.values():
             if "step" in (moments := self._moments(parameter)):  # Muon needs no step count
                 moments["step"].fill_(step)
-        if self.projector is not None:
-            self.projector.at_step(step)
+        if self.auxiliary is not None:
+            self.auxiliary.at_step(step)
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the optimizer's state of one parameter; create it before the first step."""

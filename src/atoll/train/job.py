@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,17 +27,16 @@ from atoll.core.manifests import EXPERT, ROUTER, SHARDS, ComputeSpec, DataSpec, 
 from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.experts import density
-from atoll.nets import DiT, Router, build, load_network, save_network
-from atoll.nets.adapters import DiffusersExpert
+from atoll.nets import build, load_network, save_network
 from atoll.nets.blocks import set_checkpointing
-from atoll.train.align import Grid, Projector
+from atoll.train.align import Projector
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.cost import image_cost
 from atoll.train.distill import StudentTask
 from atoll.train.distributed import DistContext, full_tensor, init_distributed
 from atoll.train.loop import Outcome, TrainCallback, train
 from atoll.train.spec import TrainSpec, made_from, shared_start
-from atoll.train.tasks import Alignment, ExpertTask, RouterTask, Task
+from atoll.train.tasks import ExpertTask, RouterTask, Task
 
 
 def build_task(spec: TrainSpec) -> Task:
@@ -53,17 +52,24 @@ def build_task(spec: TrainSpec) -> Task:
     set_checkpointing(network, spec.settings.activation_checkpointing)
     shards, held_out = (Shards.open(spec.run, list(spec.clusters), split) for split in ("train", "held-out"))
     objective = flow.Objective() if spec.objective is None else flow.Objective.of(spec.objective)
-    seed, dropout = spec.settings.seed, spec.settings.cfg_dropout
-    base = (spec.job, network, shards, held_out, seed, objective, spec.conditioning, dropout)
+    common: dict[str, Any] = {
+        "name": spec.job,
+        "network": network,
+        "shards": shards,
+        "held_out": held_out,
+        "seed": spec.settings.seed,
+        "objective": objective,
+        "conditioning": spec.conditioning,
+        "dropout": spec.settings.cfg_dropout,
+    }
     if spec.kind == "router":
-        return RouterTask(*base)
+        return RouterTask(**common)
     if spec.kind == "student":
         batch_size = spec.settings.batch_size
         micro = batch_size // spec.settings.grad_accum_steps
-        return StudentTask(*base, spec.run, spec.teacher_block, batch_size, micro)
+        return StudentTask(**common, run=spec.run, block=spec.teacher_block, batch_size=batch_size, micro=micro)
     # Built after the network, so that its random weights do not change those of the network.
-    alignment = None if spec.align is None else Alignment(spec.align, Projector(spec.align))
-    return ExpertTask(*base, alignment)
+    return ExpertTask(**common, alignment=None if spec.align is None else Projector(spec.align))
 
 
 def train_job(spec: TrainSpec, callback: TrainCallback | None = None) -> Manifest:
@@ -99,36 +105,32 @@ def train_job(spec: TrainSpec, callback: TrainCallback | None = None) -> Manifes
 def _commit(
     spec: TrainSpec, task: Task, outcome: Outcome, *, context: DistContext, kind: Kind[Any], goal: Inputs
 ) -> Manifest:
-    """Write the result: EMA weights in safetensors, and a manifest with the declaration.
+    """Write the result: the weights of an EMA in safetensors, and a manifest with the declaration.
 
     All processes gather the EMA weights, build the full network and share its validation. Then the main process hashes
-    and writes while the others wait in the control group. The result has the EMA with the smallest validation loss,
-    or the one of the settings. All processes get the same losses and choose the same.
+    and writes while the others wait in the control group.
     """
-    names = list(outcome.ema.weights)
-    # A named EMA is not compared with the others, so it costs one validation.
-    if spec.settings.result_ema in names:
-        names = [spec.settings.result_ema]
-    name, *others = names
-    network, content = _finished(spec, task, outcome, ema=name, context=context)
-    losses = {name: cast(float, content.held_out_loss)}  # None without held-out images, and then not compared
-    for other in others if len(task.held_out) else ():
-        candidate = _finished(spec, task, outcome, ema=other, context=context)
-        losses[other] = cast(float, candidate[1].held_out_loss)
-        if losses[other] < losses[name]:
-            name, (network, content) = other, candidate
-    content = content.model_copy(update={"ema": name, "loss_by_ema": losses if len(losses) > 1 else None})
+    # The full network, with the weights of the EMA that is the result
+    emas = outcome.ema.weights
+    name = spec.settings.result_ema or next(iter(emas))
+    network = build(spec.network)
+    known = network.state_dict()  # without non-persistent buffers, such as computed positions
+    buffers = {key: value for key, value in task.network.named_buffers() if key in known}
+    network.load_state_dict({**buffers, **_gathered(emas[name])})
+    others = {other: _gathered(emas[other], keep=context.is_main) for other in emas if other != name}
+
+    # Its declaration, with calibration and validation
+    finished = replace(task, network=network.to(context.device).eval())
+    content = finished.finish(_declaration(spec, task, outcome), context).model_copy(update={"ema": name})
     if spec.from_start:
         content = content.model_copy(update={"start": shared_start(spec.run)})
-    others = [other for other in outcome.ema.weights if other != name]
-    other_emas = {other: _gathered(outcome.ema.weights[other], keep=context.is_main) for other in others}
 
     def write() -> str:
         made = spec.result.begin(kind, goal)
         if made is None:
             save_network(network, spec.result.folder)
-            for other in others:
-                spec.result.write_tensors(f"ema-{other}.safetensors", other_emas[other])
+            for other, weights in others.items():
+                spec.result.write_tensors(f"ema-{other}.safetensors", weights)
             if spec.kind == "expert" and (fitted := density.fit_density(task.shards)):
                 spec.result.write_tensors(density.DENSITY_FILE, fitted.tensors())
             made = spec.result.commit(content)
@@ -140,18 +142,6 @@ def _commit(
         return made.to_json().decode()
 
     return Manifest.from_values(json.loads(context.on_main(write)))
-
-
-def _finished(
-    spec: TrainSpec, task: Task, outcome: Outcome, *, ema: str, context: DistContext
-) -> tuple[DiT | Router | DiffusersExpert, NetworkContent]:
-    """Return the full network with the weights of an EMA, and its declaration with its validation losses."""
-    network = build(spec.network)
-    known = network.state_dict()  # without non-persistent buffers, such as computed positions
-    buffers = {key: value for key, value in task.network.named_buffers() if key in known}
-    network.load_state_dict({**buffers, **_gathered(outcome.ema.weights[ema])})
-    own = replace(task, network=network.to(context.device).eval())
-    return network, own.finish(_declaration(spec, task, outcome), context)
 
 
 def _gathered(weights: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
@@ -168,37 +158,28 @@ def _gathered(weights: Mapping[str, Tensor], keep: bool = True) -> dict[str, Ten
 def _declaration(spec: TrainSpec, task: Task, outcome: Outcome) -> NetworkContent:
     """Return the part of the declaration that experts and routers have in common."""
     images = spec.settings.total_images
-    cost = image_cost(spec.network, spec.shapes)
+
+    def seen(first: int) -> dict[Size, int]:
+        return task.shards.size_counts(first, task.seed, batch_size=spec.settings.batch_size)
+
     # By size: attention costs the square of the number of tokens, so a mean size would give another sum.
-    flops = 0
-    for size, count in _seen(spec, task, images).items():
-        flops += count * image_cost(spec.network, spec.shapes.of_size(size)).training_flops(spec.settings)
+    flops = sum(
+        count * image_cost(spec.network, spec.shapes.of_size(size)).training_flops(spec.settings)
+        for size, count in seen(images).items()
+    )
     if spec.kind == "student":
         flops += images * _teacher_flops(spec, task.shards)
     if spec.align is not None:
-        for size, count in _seen(spec, task, min(images, spec.align.images)).items():
-            tokens = spec.align.token_grid(size.height, size.width)
-            flops += count * spec.align.flops_of(tokens, _patch_grid(task.shards, size))
+        flops += spec.align.burn_in_flops(task.shards, seen(min(images, spec.align.images)))
+    parameters = image_cost(spec.network, spec.shapes).parameters
     return NetworkContent(
         **{name: getattr(task.shards.content, name) for name in DataSpec.model_fields},
         job=spec.job,
         clusters=spec.clusters,
         network=spec.network,
         conditioning=tuple(sorted(spec.conditioning)),
-        compute=ComputeSpec(images=images, parameters=cost.parameters, flops=flops, seconds=outcome.seconds),
+        compute=ComputeSpec(images=images, parameters=parameters, flops=flops, seconds=outcome.seconds),
     )
-
-
-def _seen(spec: TrainSpec, task: Task, images: int) -> dict[Size, int]:
-    """Return how many of the first images of training have each size of the latents."""
-    return task.shards.size_counts(images, task.seed, batch_size=spec.settings.batch_size)
-
-
-def _patch_grid(shards: Shards, size: Size) -> Grid:
-    """Return the grid of the patch features of the images of one size."""
-    patches = shards.read(shards.numbers(size, np.zeros(1)), patches=True).patches
-    assert patches is not None
-    return patches.shape[1], patches.shape[2]
 
 
 def _teacher_flops(spec: TrainSpec, shards: Shards) -> int:

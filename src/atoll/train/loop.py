@@ -35,11 +35,11 @@ from atoll.nets.blocks import compile_blocks, compiles_by_default
 from atoll.train.checkpoints import Checkpoints, CheckpointSaver, TrainState
 from atoll.train.distributed import DistContext, full_tensor
 from atoll.train.ema import EMA
-from atoll.train.inputs import copy_ahead
+from atoll.train.inputs import TrainingInputs, copy_ahead
 from atoll.train.metrics_logger import MetricsLogger
 from atoll.train.muon import Muon, muon_dtype
 from atoll.train.previews import held_out_loss, save_preview
-from atoll.train.tasks import Task
+from atoll.train.tasks import Losses, Task
 
 REQUEUE = 75
 """Exit code of a job that was interrupted and saved (EX_TEMPFAIL of sysexits.h): run the same command again."""
@@ -79,16 +79,11 @@ def train(
     callback: TrainCallback | None = None,
 ) -> Outcome:
     """Train up to `settings.total_images`, from the newest checkpoint if there is one."""
-    precision = compute_dtype(context.device, settings.precision)
+    # Network, state and data; a checkpoint is loaded into the state
     if settings.compile is True or (settings.compile == "auto" and compiles_by_default(context.device)):
         compile_blocks(task.network)
-    wrapped = context.wrap(task.network, settings.parallel, precision)
-    state = TrainState(
-        task.network,
-        EMA(task.network, settings.ema),
-        make_optimizer(task.network, settings, context),
-        None if task.projector is None else projector_state(task.projector.to(context.device), settings, context),
-    )
+    wrapped = context.wrap(task.network, settings.parallel, compute_dtype(context.device, settings.precision))
+    state = make_state(task.network, settings, context, auxiliary=task.auxiliary)
     images, seconds = checkpoints.load_newest(state)
     # The batch size is among the inputs that a checkpoint must agree with, so the step count follows from the images.
     state.at_step(images // settings.batch_size)
@@ -100,6 +95,8 @@ def train(
         workers=settings.workers, pin=context.device.type in ASYNCHRONOUS,
     )  # fmt: skip
     batches = copy_ahead(stream, context.device)
+
+    # Saver and logger
     saver = CheckpointSaver(
         checkpoints, lambda made: callback.on_checkpoint(made) if callback and context.is_main else None
     )
@@ -113,63 +110,104 @@ def train(
         trackers=settings.trackers,
         seconds=seconds,
     )
-    autocast = torch.autocast(context.device.type, precision, enabled=precision != torch.float32)
+
+    def due(every: int) -> bool:
+        """Return whether the last step crossed a multiple of `every` images."""
+        return bool(every) and (done or images // every > (images - settings.batch_size) // every)
+
     with logger, stop_signals() as stop, saver:
         while images < settings.total_images:
             lr = learning_rate(images, settings)
-            step: list[tuple[Tensor, Tensor]] = []
-            # All micro-batches but the last accumulate gradients locally; the last one exchanges them.
-            for part in range(settings.grad_accum_steps):
-                inputs = next(batches)
-                with context.sync_gradients(wrapped, last=part == settings.grad_accum_steps - 1):
-                    with autocast:
-                        losses = task.losses(wrapped, inputs)
-                    torch.autograd.backward(losses.minimized.mean() / settings.grad_accum_steps)
-                logger.add(losses)
-                step.append((losses.minimized.detach(), inputs.index))
-            optimizers = [state.optimizer]
-            if state.projector is not None and task.aligned(images):
-                context.average_gradients(state.projector.network)
-                optimizers.append(state.projector.optimizer)
-            norm = clip(task.network, settings.max_grad_norm)
-            check.read()  # the step before this one; the device has this one to work on while the host waits
-            # A fused optimizer skips the update on the device if this is 1, as mixed-precision training does.
-            bad = check.begin(step, norm)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-                optimizer.found_inf = bad  # type: ignore[attr-defined]
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            # The metrics of a line have the same names, so a line ends with the alignment.
-            alignment_ends = task.aligned(images) and not task.aligned(images + settings.batch_size)
+            losses = train_step(
+                task, wrapped, batches, state=state, lr=lr, settings=settings, context=context, check=check
+            )
+            logger.add(losses)
             images += settings.batch_size
             state.ema.update(images, settings.batch_size)
-
             logger.advance(images, settings.batch_size)
-            stop_requested = callback is not None and context.is_main and callback.on_step(images)
-            # A signal may reach only some of the processes, and one step earlier or later. If the last checkpoint
+
+            # Stop? A signal may reach only some of the processes, and one step earlier or later. If the last checkpoint
             # failed, the next one raises its error on all processes.
-            stopped = context.any_rank(saver.poll() or bool(stop) or stop_requested)
             done = images >= settings.total_images
-            # A validation ends a line, so that its error stands beside the training loss up to there.
-            validated = settings.validate_every and (done or due(images, settings.validate_every, settings.batch_size))
-            if done or stopped or alignment_ends or validated or due(images, settings.log_every, settings.batch_size):
+            stop_requested = callback is not None and context.is_main and callback.on_step(images)
+            stopped = context.any_rank(saver.poll() or bool(stop) or stop_requested)
+
+            # Validate and log. A validation ends a line, so that its error stands beside the training loss up to there.
+            # So does the burn-in, because the metrics of a line have the same names.
+            validated = due(settings.validate_every)
+            if stopped or validated or images == task.burn_in or due(settings.log_every):
                 error = held_out_loss(task, state.ema) if validated else None
                 logger.write(images // settings.batch_size, lr, check.read(), held_out_loss=error)
-            if settings.sample_every and (done or due(images, settings.sample_every, settings.batch_size)):
-                with autocast:
+
+            # Preview
+            if due(settings.sample_every):
+                with autocast(context.device, settings):
                     save_preview(task, state.ema, logger, settings=settings)
-            if done or stopped or due(images, settings.save_every, settings.batch_size):
+
+            # Save
+            if stopped or due(settings.save_every):
                 check.read()
                 saver.save(state, images, logger.seconds)
-            if done or stopped:
+            if stopped or done:
                 saver.wait()
             if stopped and not done:
                 raise Requeue(
                     f"{task.name}: interrupted and saved at {images:,} images; run the command again to resume"
                 )
     return Outcome(state.ema, logger.seconds)
+
+
+def train_step(
+    task: Task,
+    wrapped: nn.Module,
+    batches: Iterator[TrainingInputs],
+    *,
+    state: TrainState,
+    lr: float,
+    settings: Train,
+    context: DistContext,
+    check: "StepCheck",
+) -> list[Losses]:
+    """Make one step: forward and backward of all micro-batches, clipping, and the update of the weights."""
+    step: list[tuple[Losses, Tensor]] = []
+    for part in range(settings.grad_accum_steps):
+        inputs = next(batches)
+        # All micro-batches but the last accumulate gradients locally; the last one exchanges them.
+        with context.sync_gradients(wrapped, last=part == settings.grad_accum_steps - 1):
+            with autocast(context.device, settings):
+                losses = task.losses(wrapped, inputs)
+            torch.autograd.backward(losses.minimized.mean() / settings.grad_accum_steps)
+        step.append((losses.detach(), inputs.index))
+    if state.auxiliary is not None:
+        context.average_gradients(state.auxiliary.network)
+    norm = clip(task.network, settings.max_grad_norm)
+    check.read()  # the step before this one; the device has this one to work on while the host waits
+    # A fused optimizer skips the update on the device if this is 1, as mixed-precision training does.
+    bad = check.begin([(losses.minimized, index) for losses, index in step], norm)
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.found_inf = bad  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return [losses for losses, _ in step]
+
+
+def autocast(device: torch.device, settings: Train) -> torch.autocast:
+    """Return a context that computes in the precision of training; float32 changes nothing."""
+    precision = compute_dtype(device, settings.precision)
+    return torch.autocast(device.type, precision, enabled=precision != torch.float32)
+
+
+def make_state(
+    network: nn.Module, settings: Train, context: DistContext, *, auxiliary: nn.Module | None = None
+) -> TrainState:
+    """Return the state of a network, its EMAs and its optimizer; the auxiliary network has AdamW and no EMA."""
+    other = None
+    if auxiliary is not None:
+        plain = settings.model_copy(update={"optimizer": "adamw", "ema": {}})
+        other = make_state(auxiliary.to(context.device), plain, context)
+    return TrainState(network, EMA(network, settings.ema), make_optimizer(network, settings, context), other)
 
 
 def make_optimizer(network: nn.Module, settings: Train, context: DistContext) -> torch.optim.Optimizer:
@@ -179,12 +217,6 @@ def make_optimizer(network: nn.Module, settings: Train, context: DistContext) ->
     if settings.optimizer == "muon":
         return Muon(network, context, dtype=muon_dtype(context.device, settings.precision), **options)
     return torch.optim.AdamW(network.parameters(), **options)
-
-
-def projector_state(projector: nn.Module, settings: Train, context: DistContext) -> TrainState:
-    """Return the state of the alignment's projector: without EMA, since only training uses it, and with AdamW."""
-    settings = settings.model_copy(update={"optimizer": "adamw"})
-    return TrainState(projector, EMA(projector, {}), make_optimizer(projector, settings, context))
 
 
 def clip(network: nn.Module, max_norm: float) -> Tensor:
@@ -205,11 +237,6 @@ def learning_rate(images: int, settings: Train) -> float:
     if settings.lr_schedule == "constant":
         return settings.lr * warm
     return settings.lr * warm * 0.5 * (1 + math.cos(math.pi * min(1.0, images / settings.total_images)))
-
-
-def due(images: int, every: int, batch_size: int) -> bool:
-    """Return whether the last step crossed a multiple of `every` images."""
-    return images // every > (images - batch_size) // every
 
 
 class StepCheck:

@@ -74,8 +74,12 @@ class MetricsLogger:
         return self.seconds_before + time.monotonic() - self._start
 
     @torch.no_grad()
-    def add(self, losses: Losses) -> None:
-        """Add the losses of a batch to the sums and counts by time."""
+    def add(self, step: Sequence[Losses]) -> None:
+        """Add the losses of the micro-batches of a step to the sums and counts by time."""
+        for losses in step:
+            self._add(losses)
+
+    def _add(self, losses: Losses) -> None:
         values = {"loss": losses.loss, **losses.extra}
         self._names = list(values)
         bins = (losses.t * TIME_BINS).long().clamp(max=TIME_BINS - 1)

@@ -48,7 +48,6 @@ def held_out_loss(task: Task, ema: EMA) -> float | None:
 @contextmanager
 def _first_ema(task: Task, ema: EMA) -> Iterator[None]:
     """Evaluate the network with the weights of the first EMA for the duration of a block."""
-    # Which EMA is the best is measured at the end only, since that costs a validation for each of them.
     training = task.network.training
     task.network.eval()
     with ema.applied(next(iter(ema.weights))):

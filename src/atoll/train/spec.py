@@ -18,7 +18,7 @@ import torch
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
 from atoll.core.config import Config
-from atoll.core.config_sections import NetworkChoice, Objective, Train
+from atoll.core.config_sections import NetworkChoice, Train
 from atoll.core.device import compute_dtype, device, dtype_name
 from atoll.core.differences import differences
 from atoll.core.errors import AtollError
@@ -47,8 +47,6 @@ _NO_EFFECT = {
 }
 """Training settings that do not change the result beyond rounding, so that a job can resume with other values.
 `init_from` is recorded separately, as the path for this job."""
-BASE_ELEMENTS = 4096
-"""Elements of a latent for which `time_shift: auto` is 1: those of Stable Diffusion for 256 pixels, 4 · 32 · 32."""
 
 
 @dataclass(frozen=True)
@@ -134,17 +132,22 @@ def resolve_job(
             "train.optimizer: adamw"
         )
     # The burn-in of experts with a shared start is in the start.
-    align = None if from_start else _alignment(config, settings, data, network=network, side=shapes.side)
+    until, align = 0.0, None
+    if settings.align is not None and not from_start:
+        until = settings.align.until
+        align = AlignmentSpec.of(
+            settings.align,
+            network,
+            None if data is None else data.content,
+            side=shapes.side,
+            dimensions=config.features.patch_dimensions,
+        )
     images = settings.total_images
     if match_flops is not None:
-        flops: float = image_cost(network, shapes).training_flops(settings)
-        if align is not None and settings.align is not None:
-            flops += settings.align.until * align.flops
-        images = int(expert_flops(match_flops) // flops)
+        per_image = image_cost(network, shapes).training_flops(settings) + (until * align.flops if align else 0)
+        images = int(expert_flops(match_flops) // per_image)
     # Rounded up, so that every step has a full batch.
     steps = max(1, -(-images // settings.batch_size))
-    if align is not None and settings.align is not None:
-        align = replace(align, images=math.ceil(steps * settings.align.until) * settings.batch_size)
     return TrainSpec(
         run=run,
         kind=kind,
@@ -156,23 +159,11 @@ def resolve_job(
         network=network,
         init_from=None if from_start else init_from,
         from_start=from_start,
-        objective=None if kind in ("router", "student") else _objective(objective_choice, shapes),
+        objective=None if kind in ("router", "student") else objective(**objective_choice.model_dump()).spec,
         settings=Train.model_validate({**settings.model_dump(), "total_images": steps * settings.batch_size}),
-        align=align,
+        align=align and replace(align, images=math.ceil(steps * until) * settings.batch_size),
         teacher_block=config.student.block,
     )
-
-
-def _objective(choice: Objective, shapes: DataShapes) -> ObjectiveSpec:
-    """Return the objective with the number that `time_shift: auto` stands for: the more elements, the more noise.
-
-    Elements of a latent are correlated, so at equal noise a larger latent shows more of the image. The square root of
-    their number over 4096 is the shift of RAE (Zheng et al. 2025, arXiv 2510.11690), after SD3 (Esser et al. 2024).
-    """
-    parts = choice.model_dump()
-    if choice.time_shift == "auto":
-        parts["time_shift"] = math.sqrt(math.prod(shapes.latents) / BASE_ELEMENTS)
-    return objective(**parts).spec
 
 
 def made_from(spec: TrainSpec) -> Inputs:
@@ -183,6 +174,7 @@ def made_from(spec: TrainSpec) -> Inputs:
         settings.pop("lr_schedule")
     else:
         settings["cosine_images"] = settings["total_images"]
+    settings["result_ema"] = spec.settings.result_ema or next(iter(spec.settings.ema))
     # Images instead of a share of total_images: a job may be prolonged if its burn-in stays the same.
     settings.pop("align")
     if spec.align is not None:
@@ -256,21 +248,6 @@ def _conditioning(config: Config, kind: layout.JobKind, shapes: DataShapes, *, t
 def _takes_pooled(choice: NetworkChoice) -> bool:
     """Return whether a network takes the pooled caption besides the tokens, as the MMDiT of SD3 does."""
     return isinstance(choice, dict) and bool(choice.get("pooled_width") or choice.get("pooled_projection_dim"))
-
-
-def _alignment(
-    config: Config, settings: Train, data: PreparedData | None, *, network: NetworkConfig, side: int
-) -> AlignmentSpec | None:
-    """Return the alignment of a job, still without images; None for none."""
-    if settings.align is None:
-        return None
-    patches = None if data is None else data.content.patches
-    if data is not None and patches is None:
-        raise AtollError(
-            "train.align needs patch features, but the shards have none; with features.patch_dimensions: 64, delete "
-            f"{layout.SHARDS} and run atoll prepare"
-        )
-    return AlignmentSpec.of(settings.align, network, patches, side=side, dimensions=config.features.patch_dimensions)
 
 
 # The network

@@ -34,7 +34,7 @@ from atoll.experts.validation import (
 )
 from atoll.flow import rng
 from atoll.nets import Condition, Router
-from atoll.train.align import AlignmentSpec
+from atoll.train.align import Projector
 from atoll.train.inputs import TrainingInputs
 
 DROP_STREAM = 12
@@ -63,12 +63,11 @@ class Losses(NamedTuple):
         """What training minimizes, for each image (batch,)."""
         return self.loss if self.regularization is None else self.loss + self.regularization
 
-
-class Alignment(NamedTuple):
-    """The alignment of an expert, with its projector."""
-
-    spec: AlignmentSpec
-    projector: nn.Module
+    def detach(self) -> "Losses":
+        """Return the losses without their graph."""
+        extra = {name: value.detach() for name, value in self.extra.items()}
+        added = None if self.regularization is None else self.regularization.detach()
+        return Losses(self.loss.detach(), self.t, extra, added)
 
 
 Forward = Callable[..., Tensor]
@@ -113,8 +112,7 @@ class Task(ABC):
 
         def make(positions: "np.ndarray[Any, Any]") -> TrainingInputs:
             first = int(positions[0])
-            patches = self.aligned(first)
-            batch = self.shards.draw(positions, self.seed, batch_size=batch_size, patches=patches)
+            batch = self.shards.draw(positions, self.seed, batch_size=batch_size, patches=first < self.burn_in)
             inputs = self.inputs(batch, first)
             return inputs.pin() if pin else inputs
 
@@ -126,14 +124,14 @@ class Task(ABC):
         return None
 
     @property
-    def projector(self) -> nn.Module | None:
-        """The projector of the alignment, which is trained beside the network; None without alignment."""
+    def auxiliary(self) -> nn.Module | None:
+        """A network that is trained with this one, without EMA, and is not part of the result; None for none."""
         return None
 
-    def aligned(self, position: int) -> bool:
-        """Return whether the image at a position is trained with alignment."""
-        del position
-        return False
+    @property
+    def burn_in(self) -> int:
+        """Images at the start of training that have further losses: those of the auxiliary network."""
+        return 0
 
     @abstractmethod
     def finish(self, content: NetworkContent, processes: Processes = ALONE) -> NetworkContent:
@@ -179,7 +177,7 @@ def drop_condition(condition: Condition, probability: float, count: int, *, seed
 class ExpertTask(Task):
     """Diffusion training on one cluster, or on all clusters for the monolith."""
 
-    alignment: Alignment | None = None
+    alignment: Projector | None = None
 
     def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
         """Return the loss of the objective for each image, and its alignment."""
@@ -187,9 +185,9 @@ class ExpertTask(Task):
         if self.alignment is None or inputs.patches is None:
             output = forward(noised.input, noised.timestep, inputs.condition)
             return Losses(self._loss(output, noised), noised.t, {})
-        spec, projector = self.alignment
+        spec = self.alignment.spec
         output, tokens = forward(noised.input, noised.timestep, inputs.condition, tap=spec.block)
-        alignment = projector(tokens, inputs.patches, spec.token_grid(*noised.input.shape[2:]))
+        alignment = self.alignment(tokens, inputs.patches, spec.token_grid(*noised.input.shape[2:]))
         return Losses(self._loss(output, noised), noised.t, {"alignment": alignment}, spec.weight * alignment)
 
     def _loss(self, output: Tensor, noised: flow.Noised) -> Tensor:
@@ -197,13 +195,14 @@ class ExpertTask(Task):
         return self.objective.loss(output[:, : noised.target.shape[1]], noised)
 
     @property
-    def projector(self) -> nn.Module | None:
+    def auxiliary(self) -> nn.Module | None:
         """The projector of the alignment."""
-        return None if self.alignment is None else self.alignment.projector
+        return self.alignment
 
-    def aligned(self, position: int) -> bool:
-        """Return whether the image at a position is in the burn-in with alignment."""
-        return self.alignment is not None and position < self.alignment.spec.images
+    @property
+    def burn_in(self) -> int:
+        """Images with alignment."""
+        return 0 if self.alignment is None else self.alignment.spec.images
 
     def expert(self) -> OpenExpert:
         """Return the network with its bridge, calibrated on a few held-out images."""
