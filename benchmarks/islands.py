@@ -16,18 +16,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from atoll.apps.share.checkpoint_publisher import CheckpointPublisher
+from atoll.apps.share.lease_records import MARGIN
+from atoll.apps.share.leases import DURATION, Lease
+from atoll.apps.share.owners import push
+from atoll.apps.share.remote_run import Access, RemoteRun
+from atoll.apps.share.store import Store
+from atoll.apps.share.worker import Worker
 from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.manifests import CHECKPOINT
-from atoll.core.signing import Signer
-from atoll.islands.checkpoint_publisher import CheckpointPublisher
-from atoll.islands.lease_records import MARGIN
-from atoll.islands.leases import DURATION, Lease
-from atoll.islands.owners import push
-from atoll.islands.remote_run import Access, RemoteRun
-from atoll.islands.store import Store
-from atoll.islands.worker import Worker
 from atoll.train import resolve_job, train_job
+from atoll.verify.signing import Signer
 from harness import Row, run
 from train import make_run
 

@@ -27,7 +27,7 @@ def job(folder: Path, launched: bool) -> None:
 
 
 def supervised(run: Path) -> list[str]:
-    module = "atoll.launch.supervisor"
+    module = "atoll.apps.launch.supervisor"
     return [sys.executable, "-m", module, "--run", str(run), "--step", "experts/000", "--"]
 
 

@@ -18,8 +18,8 @@ from diffusers import PixArtTransformer2DModel
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.convert.convert import Source, feature_error
-from atoll.convert.fold import FlowMatchingOptions, to_flow_matching
+from atoll.apps.models.convert import Source, feature_error
+from atoll.apps.models.fold import FlowMatchingOptions, to_flow_matching
 from atoll.core.networks import SIZES
 from atoll.flow import objective
 from atoll.nets import Condition, DiT, DiTConfig

@@ -24,10 +24,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 import atoll
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
-from atoll.core.local_trust import save_root, save_snapshot
-from atoll.core.signing import Signer
-from atoll.core.trust import Network, Root, Signed, Snapshot
 from atoll.nets.io import WEIGHTS_FILE
+from atoll.verify.local_trust import save_root, save_snapshot
+from atoll.verify.signing import Signer
+from atoll.verify.trust import Network, Root, Signed, Snapshot
 from harness import Row, run
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))

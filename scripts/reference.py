@@ -23,8 +23,8 @@ from pydantic_core import PydanticUndefined
 
 PUBLIC = (
     *("atoll", "atoll.flow", "atoll.nets", "atoll.ensemble", "atoll.experts.expert", "atoll.experts.expert_cache"),
-    *("atoll.experts.validation", "atoll.data.dataset", "atoll.train", "atoll.evaluate", "atoll.export.pipeline"),
-    *("atoll.convert", "atoll.core.artifacts", "atoll.core.config"),
+    *("atoll.experts.validation", "atoll.data.dataset", "atoll.train", "atoll.apps.evaluate"),
+    *("atoll.apps.models.pipeline", "atoll.nets.layouts", "atoll.core.artifacts", "atoll.core.config"),
 )
 """The modules of the Python API. A module with `__all__` shows these names, any other its public definitions."""
 
@@ -182,7 +182,7 @@ def configuration_page() -> str:
 
 def http_page() -> str:
     """Return the page of all routes and their schemas, from the OpenAPI description of the server."""
-    from atoll.studio.app import Studio, create_app
+    from atoll.apps.studio.app import Studio, create_app
 
     described = create_app(Studio(None, None)).openapi()  # type: ignore[arg-type] # describing needs neither
     lines = ["# HTTP API", "", f"{summary(described['info']['description'])} `atoll serve` serves these routes, and"]
@@ -290,9 +290,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "layout": layout_tree,
     "manifests": manifest_tables,
     "metrics": lambda: _model_table("atoll.core.metrics_file", "MetricsLine"),
-    "lease": lambda: _model_table("atoll.islands.lease_records", "Record"),
-    "root": lambda: _model_table("atoll.core.trust", "Root"),
-    "policy": lambda: _model_table("atoll.core.trust", "Policy"),
-    "snapshot": lambda: "\n\n".join(_model_table("atoll.core.trust", name) for name in ("Snapshot", "Network")),
-    "signature": lambda: "\n\n".join(_model_table("atoll.core.signing", name) for name in ("Signature", "Statement")),
+    "lease": lambda: _model_table("atoll.apps.share.lease_records", "Record"),
+    "root": lambda: _model_table("atoll.verify.trust", "Root"),
+    "policy": lambda: _model_table("atoll.verify.trust", "Policy"),
+    "snapshot": lambda: "\n\n".join(_model_table("atoll.verify.trust", name) for name in ("Snapshot", "Network")),
+    "signature": lambda: "\n\n".join(_model_table("atoll.verify.signing", name) for name in ("Signature", "Statement")),
 }

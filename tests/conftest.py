@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
     """The export of `run`, with a text encoder. Tests must not change it."""
-    from atoll.export.writer import export
+    from atoll.apps.models.export import export
 
     folder = tmp_path_factory.mktemp("exported") / "pipeline"
     export(run, folder)
@@ -80,7 +80,7 @@ def conditioned_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def conditioned_export(tmp_path_factory: pytest.TempPathFactory, conditioned_run: Path) -> Path:
     """The export of `conditioned_run`. Tests must not change it."""
-    from atoll.export.writer import export
+    from atoll.apps.models.export import export
 
     folder = tmp_path_factory.mktemp("conditioned export") / "pipeline"
     export(conditioned_run, folder)

@@ -18,10 +18,9 @@ import atoll
 
 PACKAGE = Path(atoll.__file__).parent
 ROOT = PACKAGE.parent.parent
-PACKAGES = (
-    "core", "flow", "nets", "encoders", "convert", "data", "experts", "ensemble", "train", "evaluate", "report",
-    "export", "islands", "launch", "studio", "cli",
-)  # fmt: skip
+METHOD = ("core", "verify", "flow", "nets", "encoders", "data", "experts", "ensemble", "train")
+APPLICATIONS = ("models", "evaluate", "report", "share", "launch", "studio")
+PACKAGES = (*METHOD, "apps", *(f"apps.{name}" for name in APPLICATIONS), "cli")
 """In dependency order: a package imports only from those before it."""
 RUN_PATH = re.compile(
     r"^(experts/|data/|.*/final\b|.*/checkpoints\b|.*\bmetrics\.jsonl|atoll\.yaml|policy\.json|manifest\.json|grids\b|"
@@ -56,12 +55,18 @@ def imports(package: Path) -> dict[str, set[str]]:
     return found
 
 
+def package_of(module: str) -> str:
+    """Return the package of a module: `core` for atoll.core.errors, `apps.share` for atoll.apps.share.leases."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[:1] == ["apps"] else 1])
+
+
 def package_order(package: Path) -> list[str]:
     """Find imports of a later package, and imports of the facade `atoll`."""
     wrong = []
     for name, wanted in imports(package).items():
         for other in sorted(wanted) if name != "atoll" else ():
-            own, place = name.split(".")[1], other.partition(".")[2].split(".")[0]
+            own, place = package_of(name), package_of(other)
             if place not in PACKAGES or own not in PACKAGES or PACKAGES.index(place) > PACKAGES.index(own):
                 wrong.append(f"{name} imports {other}")
     return wrong

@@ -19,12 +19,12 @@ import torch
 import yaml
 
 from atoll import cli
+from atoll.apps.studio.schemas import ImagesRequest
 from atoll.cli.verb import Configured
 from atoll.core import config as configuration
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
-from atoll.studio.schemas import ImagesRequest
 from shapes import SETTINGS, write_shapes
 from train.workers import TINY
 

@@ -15,12 +15,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 from atoll import flow
+from atoll.apps.evaluate.distances import kernel_distance
+from atoll.apps.evaluate.extractors import open_vision
 from atoll.core.manifests import LatentSpec
 from atoll.core.networks import DiTConfig
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble.ensemble import Ensemble
-from atoll.evaluate.distances import kernel_distance
-from atoll.evaluate.extractors import open_vision
 from atoll.experts.expert import Declaration, ExpertReference, OpenRouter
 from atoll.experts.validation import velocity_errors
 

@@ -12,11 +12,11 @@ from PIL import Image
 
 import atoll
 from atoll import cli
+from atoll.apps.evaluate.features import reference_features
+from atoll.apps.models.pipeline import AtollPipeline
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import EXPERT, SHARDS
-from atoll.evaluate.features import reference_features
-from atoll.export.pipeline import AtollPipeline
 from shapes import write_run
 
 SHAPES = [((60, 40), 40), ((40, 60), 26), ((48, 48), 14)]

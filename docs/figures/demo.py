@@ -8,11 +8,11 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from atoll.apps.evaluate.models import EvaluatedModel
+from atoll.apps.launch import demo
+from atoll.apps.report.gallery import Gallery, choose_examples
 from atoll.core.config import load
 from atoll.ensemble import Settings
-from atoll.evaluate.models import EvaluatedModel
-from atoll.launch import demo
-from atoll.report.gallery import Gallery, choose_examples
 
 SIDE, GAP, LEFT, TOP = 96, 6, 150, 58
 

@@ -15,11 +15,11 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 import atoll
+from atoll.apps.evaluate.extractors import open_vision
+from atoll.apps.launch.demo import PROMPTS, STEPS
 from atoll.core import config as configuration
 from atoll.data.sources.base import decode
 from atoll.data.stages.ingest import open_configured
-from atoll.evaluate.extractors import open_vision
-from atoll.launch.demo import PROMPTS, STEPS
 
 SEEDS = 16
 SHOWN = 4

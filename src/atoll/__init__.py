@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from atoll.core.version import __version__
 
 if TYPE_CHECKING:
+    from atoll.apps.models.pipeline import AtollPipeline
     from atoll.ensemble import load
-    from atoll.export.pipeline import AtollPipeline
 
 __all__ = ["AtollPipeline", "__version__", "load"]
 
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 
         return load
     if name == "AtollPipeline":
-        from atoll.export.pipeline import AtollPipeline
+        from atoll.apps.models.pipeline import AtollPipeline
 
         return AtollPipeline
     raise AttributeError(f"module 'atoll' has no attribute {name!r}")

@@ -3,13 +3,13 @@ import json
 import pytest
 import torch
 
+from atoll.apps.models.convert import convert, read_source
+from atoll.apps.models.fold import STEPS, FlowMatchingOptions, activated_embeddings, time_table
 from atoll.cli import main
-from atoll.convert import sha256, write_weights
-from atoll.convert.convert import convert, read_source
-from atoll.convert.fold import STEPS, FlowMatchingOptions, activated_embeddings, time_table
 from atoll.core.errors import AtollError
 from atoll.core.networks import read_network
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, build, load_network, save_network
+from atoll.nets.layouts import sha256, write_weights
 from convert.dit_release import release_forward, release_state
 
 WIDTH, HEADS, CLASSES = 48, 2, 10

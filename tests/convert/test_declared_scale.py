@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from atoll.convert import write_weights
-from atoll.convert.convert import convert, read_source
+from atoll.apps.models.convert import convert, read_source
 from atoll.core.errors import AtollError
 from atoll.core.networks import STABLE_DIFFUSION, LatentScale, read_network
 from atoll.nets import DiT, DiTConfig, build, load_network, save_network
+from atoll.nets.layouts import write_weights
 from convert import dit_release, pixart_release
 from convert.paris_release import Paris
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from atoll import flow
+from atoll.apps.models.convert import convert, read_source
+from atoll.apps.models.fold import FlowMatchingOptions
 from atoll.cli import main
-from atoll.convert import read_weights, write_weights
-from atoll.convert.convert import convert, read_source
-from atoll.convert.fold import FlowMatchingOptions
 from atoll.core.errors import AtollError
 from atoll.experts.batch_conditions import ConditionSlots, replace_rows
 from atoll.nets import Condition, DiT, DiTConfig, concatenate, load_network, save_network
+from atoll.nets.layouts import read_weights, write_weights
 from convert import dit_release, pixart_release
 from convert.pixart_release import NULL_TOKENS
 

@@ -2,11 +2,11 @@ import pytest
 import torch
 from diffusers import DiTTransformer2DModel, PixArtTransformer2DModel
 
-from atoll.convert import LAYOUTS, detect, layout, read_weights, write_weights
-from atoll.convert.convert import convert, read_source
-from atoll.convert.fold import FlowMatchingOptions
+from atoll.apps.models.convert import convert, read_source
+from atoll.apps.models.fold import FlowMatchingOptions
 from atoll.core.errors import AtollError
 from atoll.nets import Condition, Router, RouterConfig, load_network
+from atoll.nets.layouts import LAYOUTS, detect, layout, read_weights, write_weights
 from atoll.nets.positions import is_sincos, sincos_positions
 from convert.dit_release import positions, release_forward, release_state
 from convert.paris_release import Paris

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError
-from atoll.core.local_trust import check_seen
-from atoll.core.signing import _SMALL_ORDER, Signature, Signer, Statement
-from atoll.core.trust import Network, Root, Signed, Snapshot, Trust, parse_signed
-from atoll.core.untrusted import Refused
+from atoll.verify.local_trust import check_seen
+from atoll.verify.signing import _SMALL_ORDER, Signature, Signer, Statement
+from atoll.verify.trust import Network, Root, Signed, Snapshot, Trust, parse_signed
+from atoll.verify.untrusted import Refused
 from islands.shared import person
 
 TODAY = datetime.now(UTC).date()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from atoll.core.untrusted import MAX_DEPTH, Refused, strict_json
+from atoll.verify.untrusted import MAX_DEPTH, Refused, strict_json
 
 SIZE = 16 << 20
 LIMIT_SECONDS = 3600
@@ -26,7 +26,7 @@ HOSTILE = {
 """What it is: an expression for the bytes, and the reason that must be given."""
 SCAN = """
 import re, sys
-from atoll.core.untrusted import Refused, strict_json
+from atoll.verify.untrusted import Refused, strict_json
 size = {size}
 try:
     strict_json({data}, "it", 4 * size)

@@ -105,10 +105,10 @@ def test_an_expert_trains_on_shards_that_the_page_describes(tmp_path: Path, seve
     from atoll.core.artifacts import Artifact
     from atoll.core.config import load
     from atoll.core.manifests import EXPERT, SHARDS
-    from atoll.core.untrusted import strict_manifest
     from atoll.data.dataset import Shards
     from atoll.train.job import train_job
     from atoll.train.spec import resolve_job
+    from atoll.verify.untrusted import strict_manifest
 
     run = write_run(tmp_path / "run", several=several)
     for cluster in range(2):

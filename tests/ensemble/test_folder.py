@@ -19,6 +19,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
 
 import atoll
 from atoll import flow
+from atoll.apps.models.pipeline import AtollPipeline
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import PIPELINE
@@ -26,7 +27,6 @@ from atoll.ensemble import Ensemble
 from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.experts.expert import ExpertReference
 from atoll.experts.run import expert_of_run
-from atoll.export.pipeline import AtollPipeline
 from atoll.flow import rng
 from atoll.nets import Condition
 from convert.paris_release import Paris

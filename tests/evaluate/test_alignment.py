@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from atoll.apps.evaluate.extractors import open_alignment, open_vision
 from atoll.core.errors import AtollError
-from atoll.evaluate.extractors import open_alignment, open_vision
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SETTINGS = {"size": {"height": 32, "width": 32}, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.5]}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.evaluate.diagnostics import (
+from atoll.apps.evaluate.diagnostics import (
     Measurements,
     calibration_error,
     error_matrix,
@@ -14,8 +14,8 @@ from atoll.evaluate.diagnostics import (
     router_metrics,
     summarize,
 )
-from atoll.evaluate.generated import shares
-from atoll.evaluate.trajectories import nearest_distances
+from atoll.apps.evaluate.generated import shares
+from atoll.apps.evaluate.trajectories import nearest_distances
 
 
 def test_mean_angle_between_experts() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
 
-from atoll.evaluate.distances import Gaussian, frechet, kernel_distance, pairwise_mean, precision_recall
-from atoll.evaluate.results import Spread
+from atoll.apps.evaluate.distances import Gaussian, frechet, kernel_distance, pairwise_mean, precision_recall
+from atoll.apps.evaluate.results import Spread
 
 
 def features(count: int, dimensions: int, seed: int, shift: float = 0.0) -> Tensor:

@@ -11,6 +11,13 @@ import pytest
 import torch
 
 from atoll import cli
+from atoll.apps.evaluate import Options, diagnostics, evaluate
+from atoll.apps.evaluate.cache import cached
+from atoll.apps.evaluate.distances import Gaussian, frechet, kernel_distance
+from atoll.apps.evaluate.features import generated_features, reference_features
+from atoll.apps.evaluate.generated import generate, prompts_of
+from atoll.apps.evaluate.models import EvaluatedModel, evaluated_models
+from atoll.apps.evaluate.results import EvaluationResult, Spread
 from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, sha256_of
@@ -18,13 +25,6 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS
 from atoll.core.options import LoadOptions
 from atoll.ensemble import Settings, load
-from atoll.evaluate import Options, diagnostics, evaluate
-from atoll.evaluate.cache import cached
-from atoll.evaluate.distances import Gaussian, frechet, kernel_distance
-from atoll.evaluate.features import generated_features, reference_features
-from atoll.evaluate.generated import generate, prompts_of
-from atoll.evaluate.models import EvaluatedModel, evaluated_models
-from atoll.evaluate.results import EvaluationResult, Spread
 from atoll.train.distributed import DistContext
 
 EXTRACTOR = "efficientnet-lite0"
@@ -138,9 +138,9 @@ def test_the_same_command_again_computes_nothing(
 ) -> None:
     before = files(trained)
     monkeypatch.setattr("atoll.ensemble.sampler.Sampler.generate", None)
-    monkeypatch.setattr("atoll.evaluate.diagnostics.noisy_batches", None)
-    monkeypatch.setattr("atoll.evaluate.diagnostics.validate", None)
-    monkeypatch.setattr("atoll.evaluate.features.open_configured", None)
+    monkeypatch.setattr("atoll.apps.evaluate.diagnostics.noisy_batches", None)
+    monkeypatch.setattr("atoll.apps.evaluate.diagnostics.validate", None)
+    monkeypatch.setattr("atoll.apps.evaluate.features.open_configured", None)
     assert cli.main(["evaluate", str(trained), *SMALL, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == result
     assert files(trained) == before
@@ -173,7 +173,7 @@ def test_metrics_can_be_computed_again_from_the_stored_images(trained: Path, res
 def test_an_interrupted_set_resumes_and_has_the_same_images(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atoll.evaluate.generated.CHUNK", 4)
+    monkeypatch.setattr("atoll.apps.evaluate.generated.CHUNK", 4)
     prompts, model = prompts_of(trained, 3, 10), EvaluatedModel(trained, "experts", "top-2")
     settings = Settings(routing="top-2", steps=2)
     whole = generate(model, prompts, settings, purpose="whole", batch_size=64, **ALONE)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from atoll.apps.evaluate.extractors import open_vision
 from atoll.core.errors import AtollError
 from atoll.encoders import inception
-from atoll.evaluate.extractors import open_vision
 
 
 @pytest.fixture(scope="module")

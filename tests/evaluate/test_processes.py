@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from atoll import cli
-from atoll.evaluate import features, generated
+from atoll.apps.evaluate import features, generated
 from evaluate.test_evaluate import SMALL
 from train.ranks import log, run_ranks
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from atoll.apps.evaluate import Options, evaluate
+from atoll.apps.evaluate.generated import Prompts, generate, prompts_of, rows_by_size
+from atoll.apps.evaluate.models import EvaluatedModel
+from atoll.apps.report.gallery import Gallery, choose_examples
 from atoll.core import config as configuration
 from atoll.core.options import LoadOptions
 from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.ensemble import Settings
-from atoll.evaluate import Options, evaluate
-from atoll.evaluate.generated import Prompts, generate, prompts_of, rows_by_size
-from atoll.evaluate.models import EvaluatedModel
-from atoll.report.gallery import Gallery, choose_examples
 from atoll.train.cost import image_cost
 from atoll.train.data_shapes import DataShapes
 from atoll.train.distributed import DistContext

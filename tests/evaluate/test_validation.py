@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from atoll import cli
+from atoll.apps.evaluate import Options, diagnostics, evaluate
+from atoll.apps.evaluate.results import Diagnostics
 from atoll.cli.evaluate import Evaluate
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.ensemble import Settings
-from atoll.evaluate import Options, diagnostics, evaluate
-from atoll.evaluate.results import Diagnostics
 from atoll.experts.validation import IMAGES
 from train.conftest import merge
 from train.posterior import give_posterior

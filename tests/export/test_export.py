@@ -13,11 +13,11 @@ import torch
 
 import atoll
 from atoll import cli, flow
+from atoll.apps.models.export import export
+from atoll.apps.models.model_card import CardData, model_card
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, EXPERT, ComputeSpec
-from atoll.export.model_card import CardData, model_card
-from atoll.export.writer import export
 from atoll.nets import Condition, load_network
 from ensemble.runs import SMALL, SPACE, declared_by, write_network, write_run
 
@@ -27,7 +27,7 @@ SAME_IN_A_NEW_PROCESS = """
 import sys, numpy, torch
 torch.set_num_threads(1)
 from safetensors.torch import load_file
-from atoll.export.pipeline import AtollPipeline
+from atoll.apps.models.pipeline import AtollPipeline
 pipe = AtollPipeline.from_pretrained(sys.argv[1])
 how = dict(num_inference_steps=3, guidance_scale=3.0, routing="top-2", seed=5)
 prompts = ["a red circle", "a green square", "nothing at all"]

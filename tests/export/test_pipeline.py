@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import atoll
+from atoll.apps.models.pipeline import AtollPipeline, ExpertModel
 from atoll.core.errors import AtollError
 from atoll.ensemble.sampler import NOISE_STREAM
-from atoll.export.pipeline import AtollPipeline, ExpertModel
 from atoll.flow import rng
 
 LABELS: list[str | int] = ["circle", "square", "triangle", "circle"]

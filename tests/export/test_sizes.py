@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import atoll
+from atoll.apps.models.export import export
+from atoll.apps.models.pipeline import AtollPipeline
 from atoll.core.errors import AtollError
-from atoll.export.pipeline import AtollPipeline
-from atoll.export.writer import export
 
 
 @pytest.fixture(scope="module")

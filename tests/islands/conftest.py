@@ -12,11 +12,11 @@ from uuid import uuid4
 import pytest
 import yaml
 
+from atoll.apps.share.remote_run import RemoteRun
+from atoll.apps.share.store import Store
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import EXPERT
-from atoll.islands.remote_run import RemoteRun
-from atoll.islands.store import Store
 from atoll.train import resolve_job, train_job
 from islands.ceph import ceph, missing_requirement
 from islands.hostile_files import NAME, Offer

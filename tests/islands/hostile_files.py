@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from atoll.apps.share.remote_run import RemoteRun
+from atoll.apps.share.transfer import parts_of, signature_key
 from atoll.core.artifacts import FileEntry, Manifest, to_json
-from atoll.islands.remote_run import RemoteRun
-from atoll.islands.transfer import parts_of, signature_key
 from islands.shared import person
 
 NAME = "experts/001/final"

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from atoll.core.signing import Signer
-from atoll.islands.lease_records import LeaseStatus
-from atoll.islands.lease_records import get_lease as read_lease
-from atoll.islands.owners import change_root, push
-from atoll.islands.remote_run import Access, RemoteRun
-from atoll.islands.store import Store
+from atoll.apps.share.lease_records import LeaseStatus
+from atoll.apps.share.lease_records import get_lease as read_lease
+from atoll.apps.share.owners import change_root, push
+from atoll.apps.share.remote_run import Access, RemoteRun
+from atoll.apps.share.store import Store
+from atoll.verify.signing import Signer
 
 KEYS: dict[str, Signer] = {}
 POLICY = {

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from atoll.apps.share.density_files import check_density_file, max_density_bytes
+from atoll.apps.share.measured import _check_density
+from atoll.apps.share.safetensors_headers import safetensors_header
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import SHARDS
-from atoll.core.untrusted import Refused
 from atoll.data.dataset import Shards
 from atoll.experts.density import DENSITY_FILE, Density
-from atoll.islands.density_files import check_density_file, max_density_bytes
-from atoll.islands.measured import _check_density
-from atoll.islands.safetensors_headers import safetensors_header
+from atoll.verify.untrusted import Refused
 
 Tensors = dict[str, Tensor]
 

@@ -8,17 +8,17 @@ from uuid import uuid4
 
 import pytest
 
+from atoll.apps.share import admission, lease_records, leases
+from atoll.apps.share import worker as join
+from atoll.apps.share.admit import admit
+from atoll.apps.share.checkpoint_publisher import CheckpointPublisher
+from atoll.apps.share.lease_records import get_lease
+from atoll.apps.share.leases import Lease
+from atoll.apps.share.remote_run import Access
+from atoll.apps.share.store import Store
+from atoll.apps.share.worker import Worker, open_worker
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
-from atoll.islands import admission, lease_records, leases
-from atoll.islands import worker as join
-from atoll.islands.admit import admit
-from atoll.islands.checkpoint_publisher import CheckpointPublisher
-from atoll.islands.lease_records import get_lease
-from atoll.islands.leases import Lease
-from atoll.islands.remote_run import Access
-from atoll.islands.store import Store
-from atoll.islands.worker import Worker, open_worker
 from atoll.train import TrainSpec
 from atoll.train.loop import stop_signals
 from islands.shared import person, publishers, remote, share

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from atoll.apps.share.folder import Folder
+from atoll.apps.share.lease_records import get_lease, key_of
+from atoll.apps.share.leases import Lease
+from atoll.apps.share.remote_run import Access
+from atoll.apps.share.status import status
+from atoll.apps.share.store import Store
+from atoll.apps.share.worker import open_worker
 from atoll.core.errors import AtollError
-from atoll.core.untrusted import Refused
-from atoll.islands.folder import Folder
-from atoll.islands.lease_records import get_lease, key_of
-from atoll.islands.leases import Lease
-from atoll.islands.remote_run import Access
-from atoll.islands.status import status
-from atoll.islands.store import Store
-from atoll.islands.worker import open_worker
+from atoll.verify.untrusted import Refused
 from islands.shared import person, share
 from train.conftest import Copy
 

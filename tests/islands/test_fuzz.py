@@ -19,19 +19,19 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from atoll.apps.share.admission import Contribution, check_declaration, check_files
+from atoll.apps.share.lease_records import Record, key_of, list_leases, read_record
+from atoll.apps.share.remote_run import split_url
+from atoll.apps.share.safetensors_headers import safetensors_header
+from atoll.apps.share.shared_settings import read_shared
+from atoll.apps.share.store import Store
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CHECKPOINT, EXPERT, ROUTER, SHARDS
 from atoll.core.metrics_file import parse_lines
-from atoll.core.signing import Signature
-from atoll.core.trust import Root, Snapshot, Trust, parse_signed
-from atoll.core.untrusted import strict_json, strict_manifest
-from atoll.islands.admission import Contribution, check_declaration, check_files
-from atoll.islands.lease_records import Record, key_of, list_leases, read_record
-from atoll.islands.remote_run import split_url
-from atoll.islands.safetensors_headers import safetensors_header
-from atoll.islands.shared_settings import read_shared
-from atoll.islands.store import Store
+from atoll.verify.signing import Signature
+from atoll.verify.trust import Root, Snapshot, Trust, parse_signed
+from atoll.verify.untrusted import strict_json, strict_manifest
 from islands.conftest import Published
 from islands.hostile_files import WEIGHTS
 from islands.shared import remote

@@ -13,19 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import atoll
+from atoll.apps.share.admission import DENSITY_FILE, Contribution, review
+from atoll.apps.share.density_files import check_density_file
+from atoll.apps.share.pull import pull
+from atoll.apps.share.remote_run import RemoteRun
+from atoll.apps.share.safetensors_headers import safetensors_header
+from atoll.apps.share.store import Store
+from atoll.apps.share.transfer import fetch, read_manifest
 from atoll.core.artifacts import Artifact, sha256_of
 from atoll.core.manifests import EXPERT, SHARDS
-from atoll.core.trust import Network, Policy
-from atoll.core.untrusted import Refused
 from atoll.data.prepare import prepare
-from atoll.islands.admission import DENSITY_FILE, Contribution, review
-from atoll.islands.density_files import check_density_file
-from atoll.islands.pull import pull
-from atoll.islands.remote_run import RemoteRun
-from atoll.islands.safetensors_headers import safetensors_header
-from atoll.islands.store import Store
-from atoll.islands.transfer import fetch, read_manifest
 from atoll.train import resolve_job, train_job
+from atoll.verify.trust import Network, Policy
+from atoll.verify.untrusted import Refused
 from islands.hostile_files import FILES, NAME, WEIGHTS, Offer, not_a_number
 from islands.hostile_manifests import CLAIMS
 from islands.shared import person, publishers, remote, share

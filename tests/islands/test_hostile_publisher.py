@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from atoll import cli
+from atoll.apps.share import lease_records, worker
+from atoll.apps.share.lease_records import Record, key_of, list_leases
+from atoll.apps.share.leases import KEPT_EPOCHS, Lease, LeaseLost
+from atoll.apps.share.remote_run import Access, RemoteRun
+from atoll.apps.share.status import status
+from atoll.apps.share.store import Store
+from atoll.apps.share.worker import open_worker
 from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError
-from atoll.islands import lease_records, worker
-from atoll.islands.lease_records import Record, key_of, list_leases
-from atoll.islands.leases import KEPT_EPOCHS, Lease, LeaseLost
-from atoll.islands.remote_run import Access, RemoteRun
-from atoll.islands.status import status
-from atoll.islands.store import Store
-from atoll.islands.worker import open_worker
 from islands.conftest import Published
 from islands.shared import key_file, lease_of, person, remote
 from islands.test_records import GOOD
@@ -199,7 +199,7 @@ def test_the_owner_takes_any_lease(published: Published, tmp_path: Path) -> None
 
 def test_a_withdrawn_key_leaves_the_work_of_others(published: Published, tmp_path: Path) -> None:
     """Bob's records count as none, and those of ann after them still count."""
-    from atoll.islands.owners import change_root, push
+    from atoll.apps.share.owners import change_root, push
 
     store = Store.open(f"memory://{tmp_path.name}")
     published.copy(store)

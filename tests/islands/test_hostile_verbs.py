@@ -15,19 +15,19 @@ from safetensors.torch import load_file, save
 
 import atoll
 from atoll import cli
+from atoll.apps.share import worker as join
+from atoll.apps.share.lease_records import key_of
+from atoll.apps.share.leases import Lease
+from atoll.apps.share.owners import change_root, push
+from atoll.apps.share.pull import pull
+from atoll.apps.share.remote_run import Access, RemoteRun
+from atoll.apps.share.status import status
+from atoll.apps.share.store import Store
+from atoll.apps.share.worker import open_worker
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CHECKPOINT, EXPERT
-from atoll.core.trust import Network, Root, Signed, Snapshot, parse_signed
-from atoll.islands import worker as join
-from atoll.islands.lease_records import key_of
-from atoll.islands.leases import Lease
-from atoll.islands.owners import change_root, push
-from atoll.islands.pull import pull
-from atoll.islands.remote_run import Access, RemoteRun
-from atoll.islands.status import status
-from atoll.islands.store import Store
-from atoll.islands.worker import open_worker
+from atoll.verify.trust import Network, Root, Signed, Snapshot, parse_signed
 from islands.conftest import Published
 from islands.servers import proxy
 from islands.shared import key_file, person, publishers, remote, share
@@ -210,7 +210,7 @@ def by_mallory(place: Store, **changes: Any) -> bytes:
     """A well-formed record that mallory signs for a run in which the root does not list her."""
     shared = remote(place, by="mallory")
     record = {**GOOD, "checkpoint": None, "images": 0, "published": 0, "idle": 0.0, **changes}
-    from atoll.islands.lease_records import Record
+    from atoll.apps.share.lease_records import Record
 
     made = Record.model_validate(record)
     signed = made.model_copy(update={"signature": shared.sign("lease", JOB, made.digest)})
@@ -431,7 +431,7 @@ def test_an_expert_of_another_run_is_not_admitted(reference: Path, published: Pu
 
 
 def join_admit(shared: RemoteRun, folder: Path) -> dict[str, str]:
-    from atoll.islands.admit import admit
+    from atoll.apps.share.admit import admit
 
     return admit(shared, folder)
 

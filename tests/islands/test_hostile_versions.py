@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from atoll import cli
+from atoll.apps.share.admit import admit
+from atoll.apps.share.leases import Lease
+from atoll.apps.share.owners import change_root, push
+from atoll.apps.share.pull import pull
+from atoll.apps.share.remote_run import RemoteRun
+from atoll.apps.share.status import status
+from atoll.apps.share.store import Store
+from atoll.apps.share.transfer import upload
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import EXPERT
-from atoll.core.trust import Root, Signed, Trust, parse_signed
-from atoll.islands.admit import admit
-from atoll.islands.leases import Lease
-from atoll.islands.owners import change_root, push
-from atoll.islands.pull import pull
-from atoll.islands.remote_run import RemoteRun
-from atoll.islands.status import status
-from atoll.islands.store import Store
-from atoll.islands.transfer import upload
+from atoll.verify.trust import Root, Signed, Trust, parse_signed
 from islands.conftest import Published
 from islands.shared import person, publishers, remote
 

@@ -13,20 +13,20 @@ import pytest
 
 import atoll
 from atoll import cli
+from atoll.apps.share.admit import admit
+from atoll.apps.share.lease_records import get_lease, list_leases
+from atoll.apps.share.leases import Lease
+from atoll.apps.share.owners import push
+from atoll.apps.share.pull import pull
+from atoll.apps.share.remote_run import Access
+from atoll.apps.share.status import status
+from atoll.apps.share.store import Store
+from atoll.apps.share.transfer import read_manifest
+from atoll.apps.share.worker import open_worker
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT
-from atoll.islands.admit import admit
-from atoll.islands.lease_records import get_lease, list_leases
-from atoll.islands.leases import Lease
-from atoll.islands.owners import push
-from atoll.islands.pull import pull
-from atoll.islands.remote_run import Access
-from atoll.islands.status import status
-from atoll.islands.store import Store
-from atoll.islands.transfer import read_manifest
-from atoll.islands.worker import open_worker
 from atoll.train import resolve_job, train_job
 from islands.servers import access, new_bucket, proxy
 from islands.shared import key_file, person, publishers, remote, share

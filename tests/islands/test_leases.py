@@ -10,11 +10,11 @@ from uuid import uuid4
 
 import pytest
 
+from atoll.apps.share import lease_records, leases
+from atoll.apps.share.lease_records import get_lease, key_of, list_leases
+from atoll.apps.share.leases import KEPT_EPOCHS, Lease, LeaseLost
+from atoll.apps.share.store import Store
 from atoll.core.errors import AtollError
-from atoll.islands import lease_records, leases
-from atoll.islands.lease_records import get_lease, key_of, list_leases
-from atoll.islands.leases import KEPT_EPOCHS, Lease, LeaseLost
-from atoll.islands.store import Store
 from islands import workers as workers  # sets up the forkserver that the processes below use
 from islands.servers import access
 from waiting import HOUR, Clock, wait_for

@@ -14,24 +14,24 @@ from safetensors.torch import load, load_file, save
 from torch import Tensor, nn
 
 from atoll import flow
+from atoll.apps.share.admission import review
+from atoll.apps.share.admit import admit
+from atoll.apps.share.leases import Lease
+from atoll.apps.share.measured import _check_guided, check_expert, check_measured, difference
+from atoll.apps.share.remote_run import RemoteRun
+from atoll.apps.share.store import Store
 from atoll.core.artifacts import Artifact, Kind, Manifest
 from atoll.core.manifests import EXPERT, SHARDS
 from atoll.core.networks import read_network
-from atoll.core.trust import Network, Policy
-from atoll.core.untrusted import Refused
 from atoll.data.dataset import Shards
 from atoll.experts.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, DeviceOptions, OpenExpert, open_expert
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import validate
-from atoll.islands.admission import review
-from atoll.islands.admit import admit
-from atoll.islands.leases import Lease
-from atoll.islands.measured import _check_guided, check_expert, check_measured, difference
-from atoll.islands.remote_run import RemoteRun
-from atoll.islands.store import Store
 from atoll.nets import Condition, PreparedCondition, build
 from atoll.nets.io import weights_digest
+from atoll.verify.trust import Network, Policy
+from atoll.verify.untrusted import Refused
 from islands.conftest import Published
 from islands.hostile_files import NAME, WEIGHTS, Offer, header, split
 from islands.shared import person, remote
@@ -239,7 +239,7 @@ def test_honest_experts_pass_with_any_seed(number: int, reference: Path, monkeyp
     """They were trained for 20 steps."""
     expert, held_out = opened_expert(reference, number)
     for seed in range(4):
-        monkeypatch.setattr("atoll.islands.measured.secrets.randbelow", lambda _, seed=seed: 10_007 * seed)
+        monkeypatch.setattr("atoll.apps.share.measured.secrets.randbelow", lambda _, seed=seed: 10_007 * seed)
         check_expert(expert, held_out)
 
 
@@ -301,7 +301,7 @@ def test_x0_experts_are_judged_at_their_last_steps(name: str, reference: Path, m
     declaration = replace(expert.declaration, bridge=flow.objective("x0").bridge())
     network, passes = X0_EXPERTS[name]
     for seed in range(4):
-        monkeypatch.setattr("atoll.islands.measured.secrets.randbelow", lambda _, seed=seed: 10_007 * seed)
+        monkeypatch.setattr("atoll.apps.share.measured.secrets.randbelow", lambda _, seed=seed: 10_007 * seed)
         with nullcontext() if passes else pytest.raises(Refused, match=r"at time 0\.0|at times from 0\.0"):
             check_expert(OpenExpert(declaration, network, expert.dtype, expert.change), held_out)
 

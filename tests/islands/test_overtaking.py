@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from atoll.core.trust import Network
-from atoll.islands import lease_records
-from atoll.islands.lease_records import key_of
-from atoll.islands.leases import Lease, LeaseLost
-from atoll.islands.remote_run import Access
-from atoll.islands.store import Store
-from atoll.islands.worker import Worker, open_worker, public_reason
+from atoll.apps.share import lease_records
+from atoll.apps.share.lease_records import key_of
+from atoll.apps.share.leases import Lease, LeaseLost
+from atoll.apps.share.remote_run import Access
+from atoll.apps.share.store import Store
+from atoll.apps.share.worker import Worker, open_worker, public_reason
+from atoll.verify.trust import Network
 from islands.conftest import Published
 from islands.shared import lease_of, person, remote
 from waiting import HOUR

@@ -11,6 +11,7 @@ from diffusers import AutoencoderKL
 
 import atoll
 from atoll import cli
+from atoll.apps.share.store import Store
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
@@ -18,7 +19,6 @@ from atoll.core.manifests import SHARDS
 from atoll.data.prepare import prepare
 from atoll.encoders import text
 from atoll.encoders.hub import public_name
-from atoll.islands.store import Store
 from islands.shared import key_file, publishers, share
 from shapes import write_run, write_shapes
 from train.conftest import merge

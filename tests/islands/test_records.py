@@ -10,18 +10,18 @@ from uuid import uuid4
 
 import pytest
 
+from atoll.apps.share import leases
+from atoll.apps.share.checkpoint_publisher import CheckpointPublisher, is_checkpoint_key
+from atoll.apps.share.lease_records import MAX_WHY, get_lease, key_of, list_leases
+from atoll.apps.share.leases import KEPT_EPOCHS, Lease
+from atoll.apps.share.remote_run import Access
+from atoll.apps.share.status import status
+from atoll.apps.share.store import Store
+from atoll.apps.share.worker import Worker, open_worker
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CHECKPOINT
-from atoll.islands import leases
-from atoll.islands.checkpoint_publisher import CheckpointPublisher, is_checkpoint_key
-from atoll.islands.lease_records import MAX_WHY, get_lease, key_of, list_leases
-from atoll.islands.leases import KEPT_EPOCHS, Lease
-from atoll.islands.remote_run import Access
-from atoll.islands.status import status
-from atoll.islands.store import Store
-from atoll.islands.worker import Worker, open_worker
 from atoll.train import resolve_job
 from islands.shared import person, publishers, remote, share
 from train.conftest import Copy

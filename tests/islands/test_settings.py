@@ -8,16 +8,16 @@ import pytest
 import yaml
 
 from atoll import cli
+from atoll.apps.share import owners
+from atoll.apps.share.pull import pull
+from atoll.apps.share.remote_run import Access
+from atoll.apps.share.shared_settings import SHARED, read_shared, shared_part
+from atoll.apps.share.store import Store
+from atoll.apps.share.worker import open_worker
 from atoll.core import config
 from atoll.core.config_sections import Island
 from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
-from atoll.islands import owners
-from atoll.islands.pull import pull
-from atoll.islands.remote_run import Access
-from atoll.islands.shared_settings import SHARED, read_shared, shared_part
-from atoll.islands.store import Store
-from atoll.islands.worker import open_worker
 from islands.shared import person, remote, share
 from train.conftest import Copy, merge
 

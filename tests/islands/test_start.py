@@ -8,19 +8,19 @@ import pytest
 
 import atoll
 from atoll import cli
+from atoll.apps.share.admission import Contribution, check_declaration
+from atoll.apps.share.owners import push
+from atoll.apps.share.pull import pull
+from atoll.apps.share.status import status
+from atoll.apps.share.store import Store
 from atoll.core import config
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.manifests import EXPERT, SHARDS
-from atoll.core.trust import Policy
-from atoll.core.untrusted import Refused
-from atoll.islands.admission import Contribution, check_declaration
-from atoll.islands.owners import push
-from atoll.islands.pull import pull
-from atoll.islands.status import status
-from atoll.islands.store import Store
 from atoll.train import resolve_job, train_job
 from atoll.train.merge import merge
 from atoll.train.spec import shared_start
+from atoll.verify.trust import Policy
+from atoll.verify.untrusted import Refused
 from islands.shared import key_file, person, publishers, remote, share
 from train.conftest import Copy
 from train.workers import assert_same_weights

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from atoll.islands.status import status
-from atoll.islands.store import Store
+from atoll.apps.share.status import status
+from atoll.apps.share.store import Store
 from train.conftest import Copy
 from train.workers import finish
 

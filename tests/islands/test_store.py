@@ -7,13 +7,13 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
+from atoll.apps.share import transfer
+from atoll.apps.share.store import Store
+from atoll.apps.share.transfer import fetch, parts_of, read_manifest, upload
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS
-from atoll.core.untrusted import Refused
-from atoll.islands import transfer
-from atoll.islands.store import Store
-from atoll.islands.transfer import fetch, parts_of, read_manifest, upload
+from atoll.verify.untrusted import Refused
 from islands.servers import proxy, server_without_conditions
 
 
@@ -148,7 +148,7 @@ def test_an_interrupted_upload_leaves_no_partial_object(
 ) -> None:
     """Cut every connection after 100 kB: the upload fails and leaves only complete objects. A later upload finishes."""
     monkeypatch.setattr(transfer, "PART_BYTES", 1 << 20)
-    monkeypatch.setattr("atoll.islands.store.ATTEMPTS", 1)
+    monkeypatch.setattr("atoll.apps.share.store.ATTEMPTS", 1)
     source = make(tmp_path / "a", sizes=(50_000, 3_000_000))
     manifest = manifest_of(source)
     with proxy(s3) as line:
@@ -181,7 +181,7 @@ def test_an_interrupted_download_leaves_no_partial_file_and_resumes(
     target = Artifact(tmp_path / "b", source.name)
     with proxy(s3) as line:
         monkeypatch.setenv("AWS_ENDPOINT_URL", line.address)
-        monkeypatch.setattr("atoll.islands.store._RETRY_CONFIG", {"max_retries": 0})
+        monkeypatch.setattr("atoll.apps.share.store._RETRY_CONFIG", {"max_retries": 0})
         monkeypatch.setattr(transfer, "ATTEMPTS", 2)
         monkeypatch.setattr(transfer, "backoff", lambda _: 0)
         store = Store.open(bucket)

@@ -13,20 +13,20 @@ from safetensors.torch import load_file, save_file
 
 import atoll
 from atoll import cli
+from atoll.apps.models.pipeline import AtollPipeline
+from atoll.apps.share.owners import push
+from atoll.apps.share.pull import pull
+from atoll.apps.share.store import Store
 from atoll.core import config
 from atoll.core.artifacts import Artifact, sha256_of, to_json
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, PIPELINE, ROUTER
-from atoll.core.trust import Network, Signed, Snapshot, parse_signed
-from atoll.core.verified_files import VerifiedFiles
 from atoll.experts import stored
-from atoll.export.pipeline import AtollPipeline
-from atoll.islands.owners import push
-from atoll.islands.pull import pull
-from atoll.islands.store import Store
 from atoll.nets import DiTConfig, build
 from atoll.nets.io import tensors_of, weights_digest
 from atoll.train import resolve_job, train_job
+from atoll.verify.trust import Network, Signed, Snapshot, parse_signed
+from atoll.verify.verified_files import VerifiedFiles
 from islands.conftest import Published
 from islands.shared import key_file, person, publishers, remote, share
 

@@ -12,7 +12,7 @@ import torch
 from waiting import HOUR
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["atoll.cli", "atoll.train", "atoll.data.prepare", "atoll.islands.worker"])
+_context.set_forkserver_preload(["atoll.cli", "atoll.train", "atoll.data.prepare", "atoll.apps.share.worker"])
 
 
 def _work(arguments: list[str], environment: dict[str, str], log: str, prepare: Callable[[], None] | None) -> None:

@@ -122,7 +122,7 @@ ENGINES = {"local": Local, "slurm": Slurm, "ray": Ray}
 def attempts(run: Path, step: str) -> list[int]:
     """Return the supervisor processes of a step on this machine."""
     return [
-        number for number, words in processes() if "atoll.launch.supervisor" in words and step in words
+        number for number, words in processes() if "atoll.apps.launch.supervisor" in words and step in words
         and str(run) in words
     ]  # fmt: skip
 

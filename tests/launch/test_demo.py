@@ -12,17 +12,17 @@ import pytest
 import yaml
 
 from atoll import cli
+from atoll.apps.launch import demo
+from atoll.apps.launch.base import logs_of
+from atoll.apps.launch.launch import names_of
+from atoll.apps.launch.local import images_seen
+from atoll.apps.launch.plan import LaunchRequest, Step, missing_groups
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Content, Kind
 from atoll.core.config import load
 from atoll.core.errors import AtollError
 from atoll.data.sources.base import Options
 from atoll.data.sources.emoji import EmojiSource
-from atoll.launch import demo
-from atoll.launch.base import logs_of
-from atoll.launch.launch import names_of
-from atoll.launch.local import images_seen
-from atoll.launch.plan import LaunchRequest, Step, missing_groups
 from atoll.train.cost import image_cost
 from atoll.train.spec import TrainSpec, resolve_job
 from train.conftest import merge
@@ -125,7 +125,7 @@ def test_only_unfinished_jobs_are_trained_and_a_failure_prints_the_end_of_its_lo
 def test_a_stopped_demo_saves_checkpoints(run: Path) -> None:
     """After SIGTERM during training, the networks save checkpoints."""
     finished(run, "experts/001", "experts/002", "router", "monolith")
-    code = "from pathlib import Path; from atoll.core.config import load; from atoll.launch import demo; "
+    code = "from pathlib import Path; from atoll.core.config import load; from atoll.apps.launch import demo; "
     code += f"run = Path({str(run)!r}); demo.train(run, load(run))"
     file = run / "atoll.yaml"
     file.write_text(yaml.safe_dump(merge(yaml.safe_load(file.read_text()), {"train": {"total_images": 400_000}})))

@@ -15,17 +15,17 @@ import pytest
 import tyro
 import yaml
 
+from atoll.apps.launch.base import LaunchSettings
+from atoll.apps.launch.launch import open_launcher
+from atoll.apps.launch.plan import Group, LaunchRequest, Step, missing_groups, with_flops
+from atoll.apps.share.leases import Lease
+from atoll.apps.share.store import Store
 from atoll.cli import VERBS, main
 from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Content, Kind
 from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
-from atoll.islands.leases import Lease
-from atoll.islands.store import Store
-from atoll.launch.base import LaunchSettings
-from atoll.launch.launch import open_launcher
-from atoll.launch.plan import Group, LaunchRequest, Step, missing_groups, with_flops
 from shapes import write_run
 from waiting import HOUR
 

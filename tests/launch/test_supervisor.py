@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from atoll.islands.lease_records import LeaseStatus, get_lease
-from atoll.islands.leases import Lease
-from atoll.islands.store import Store
-from atoll.launch.base import RETRY_CODE
-from atoll.launch.supervisor import holder, is_dead, saved_images
+from atoll.apps.launch.base import RETRY_CODE
+from atoll.apps.launch.supervisor import holder, is_dead, saved_images
+from atoll.apps.share.lease_records import LeaseStatus, get_lease
+from atoll.apps.share.leases import Lease
+from atoll.apps.share.store import Store
 from launch.engines import trainers
 from waiting import HOUR, wait_for
 
@@ -23,7 +23,7 @@ def start(
     run: Path, code: str, submission: str = "test-1", retries: int = 2, lease: float = HOUR
 ) -> subprocess.Popen[str]:
     """Start an attempt whose command is a few lines of Python."""
-    command = [sys.executable, "-m", "atoll.launch.supervisor", "--run", str(run), "--step", STEP]
+    command = [sys.executable, "-m", "atoll.apps.launch.supervisor", "--run", str(run), "--step", STEP]
     command += ["--retries", str(retries), "--lease", str(lease), "--", sys.executable, "-c", code]
     environment = {**os.environ, "ATOLL_SUBMISSION": submission}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from atoll.convert.fold import time_table
+from atoll.apps.models.fold import time_table
 from atoll.core.errors import AtollError
 from atoll.nets import NAMES, Condition, DiT, DiTConfig, concatenate, count_parameters, load_network, save_network
 from atoll.nets.layers import patchify, time_features, unpatchify

@@ -12,11 +12,11 @@ if "NULLGPU" not in os.environ:
 import torch
 from torch import nn
 
+from atoll.apps.share.measured import check_measured
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import EXPERT, ROUTER
-from atoll.core.trust import Policy
-from atoll.core.untrusted import Refused
-from atoll.islands.measured import check_measured
+from atoll.verify.trust import Policy
+from atoll.verify.untrusted import Refused
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import nullgpu  # noqa: F401 - before anything uses CUDA
+from atoll.apps.evaluate.diagnostics import mean_angle
 from atoll.core.device import device
 from atoll.encoders.lpips import Perceptual, squared, unit
-from atoll.evaluate.diagnostics import mean_angle
 from atoll.experts.validation import ALONE, Summary, validate
 from atoll.nets import Router
 from atoll.train.job import build_task

@@ -16,8 +16,8 @@ CODE = """
 import json, sys
 import nullgpu
 from verbs import assume_finite_results
-from atoll.export.pipeline import AtollPipeline
-from atoll.export.writer import export
+from atoll.apps.models.pipeline import AtollPipeline
+from atoll.apps.models.export import export
 from pathlib import Path
 
 assume_finite_results()

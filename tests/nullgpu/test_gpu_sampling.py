@@ -15,14 +15,14 @@ import torch
 
 import atoll
 import nullgpu
+from atoll.apps.studio.engine import Engine
+from atoll.apps.studio.registry import ModelRegistry
+from atoll.apps.studio.request_state import GenerationRequest
 from atoll.core.host_memory import pinned_budget, pinned_size
 from atoll.core.options import QuantizedLoadOptions
 from atoll.ensemble import Ensemble, RoutingState, SamplerState, Settings
 from atoll.ensemble.sampler import Sampler
 from atoll.experts.batch_conditions import BatchConditions
-from atoll.studio.engine import Engine
-from atoll.studio.registry import ModelRegistry
-from atoll.studio.request_state import GenerationRequest
 
 pytestmark = pytest.mark.slow
 EVALUATIONS, WARM_UP = 6, 3

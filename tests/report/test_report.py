@@ -13,14 +13,14 @@ import pytest
 from PIL import Image
 
 from atoll import cli
+from atoll.apps.evaluate.generated import prompts_of
+from atoll.apps.evaluate.table import power
+from atoll.apps.report import Options, report
+from atoll.apps.report.charts import Chart, Line, ticks
+from atoll.apps.report.page import SMALL, inline
 from atoll.core.config import load
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Shards
-from atoll.evaluate.generated import prompts_of
-from atoll.evaluate.table import power
-from atoll.report import Options, report
-from atoll.report.charts import Chart, Line, ticks
-from atoll.report.page import SMALL, inline
 
 FEW = [
     "--num-images",

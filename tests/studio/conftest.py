@@ -11,12 +11,12 @@ import httpx
 import pytest
 import uvicorn
 
+from atoll.apps.studio.app import Studio, create_app
+from atoll.apps.studio.engine import Engine
+from atoll.apps.studio.registry import ModelRegistry
+from atoll.apps.studio.serve import listen, server_config
 from atoll.core.options import QuantizedLoadOptions
 from atoll.ensemble import load
-from atoll.studio.app import Studio, create_app
-from atoll.studio.engine import Engine
-from atoll.studio.registry import ModelRegistry
-from atoll.studio.serve import listen, server_config
 from ensemble.runs import write_run
 from waiting import HOUR
 
@@ -63,7 +63,7 @@ def held_loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return load(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr("atoll.studio.registry.load", load_later)
+        patch.setattr("atoll.apps.studio.registry.load", load_later)
         try:
             yield released
         finally:

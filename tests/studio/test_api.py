@@ -15,10 +15,10 @@ from PIL import Image
 
 import atoll
 from atoll import cli
+from atoll.apps.models.export import export
+from atoll.apps.studio.app import Studio
+from atoll.apps.studio.registry import DefaultSettings, evaluated_settings
 from atoll.ensemble.images import COLORS
-from atoll.export.writer import export
-from atoll.studio.app import Studio
-from atoll.studio.registry import DefaultSettings, evaluated_settings
 from studio.conftest import held_loading, http, serving
 from train.conftest import merge
 from train.workers import TINY

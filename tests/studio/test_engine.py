@@ -9,13 +9,9 @@ import pytest
 import torch
 
 import atoll
-from atoll.core.errors import AtollError
-from atoll.core.options import QuantizedLoadOptions
-from atoll.ensemble import Settings
-from atoll.nets import DiT
-from atoll.studio.engine import Engine
-from atoll.studio.registry import LoadedModel, ModelRegistry
-from atoll.studio.request_state import (
+from atoll.apps.studio.engine import Engine
+from atoll.apps.studio.registry import LoadedModel, ModelRegistry
+from atoll.apps.studio.request_state import (
     CANCELLED,
     DONE,
     INVALID,
@@ -28,7 +24,11 @@ from atoll.studio.request_state import (
     RequestState,
     StepDone,
 )
-from atoll.studio.schemas import ApiError
+from atoll.apps.studio.schemas import ApiError
+from atoll.core.errors import AtollError
+from atoll.core.options import QuantizedLoadOptions
+from atoll.ensemble import Settings
+from atoll.nets import DiT
 from ensemble.runs import write_run
 from waiting import HOUR
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from atoll.apps.studio import requests
+from atoll.apps.studio.app import Studio
+from atoll.apps.studio.request_state import Event, GenerationRequest, ImageDone
 from atoll.ensemble import Settings
-from atoll.studio import requests
-from atoll.studio.app import Studio
-from atoll.studio.request_state import Event, GenerationRequest, ImageDone
 from studio.conftest import http, serving
 
 Served = tuple[str, Studio]

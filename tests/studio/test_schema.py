@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from atoll.studio.app import Studio
-from atoll.studio.schemas import MAX_IMAGES, MAX_STEPS
+from atoll.apps.studio.app import Studio
+from atoll.apps.studio.schemas import MAX_IMAGES, MAX_STEPS
 from waiting import HOUR
 
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)

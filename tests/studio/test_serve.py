@@ -20,8 +20,8 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 
 from atoll import cli
-from atoll.studio.middleware import SecurityMiddleware, is_loopback
-from atoll.studio.registry import ModelRegistry
+from atoll.apps.studio.middleware import SecurityMiddleware, is_loopback
+from atoll.apps.studio.registry import ModelRegistry
 from studio.conftest import http, serving
 from studio.test_api import read_events
 from train.workers import start_verb

@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from atoll.apps.studio import connections, serve, tokens
+from atoll.apps.studio.app import Studio
+from atoll.apps.studio.engine import Engine
+from atoll.apps.studio.registry import ModelRegistry
 from atoll.core.options import QuantizedLoadOptions
-from atoll.studio import connections, serve, tokens
-from atoll.studio.app import Studio
-from atoll.studio.engine import Engine
-from atoll.studio.registry import ModelRegistry
 from studio.conftest import http, serving
 from train.workers import start_verb
 from waiting import HOUR, wait_for

@@ -15,6 +15,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from atoll import cli, flow
+from atoll.apps.report import Options, report
+from atoll.apps.report.gallery import choose_examples
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
@@ -26,8 +28,6 @@ from atoll.experts.expert import DeviceOptions, open_expert
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import condition_of, validate
 from atoll.nets import Condition, concatenate, load_network, save_network
-from atoll.report import Options, report
-from atoll.report.gallery import choose_examples
 from atoll.train import build_task, resolve_job, train_job
 from atoll.train.data_shapes import DataShapes
 from atoll.train.distill import StudentTask

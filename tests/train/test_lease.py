@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from atoll.apps.launch.train_lease import LeaseCallback
+from atoll.apps.share.lease_records import Record, get_lease
+from atoll.apps.share.leases import Lease
+from atoll.apps.share.store import Store
 from atoll.core import config
 from atoll.core.artifacts import Artifact
-from atoll.islands.lease_records import Record, get_lease
-from atoll.islands.leases import Lease
-from atoll.islands.store import Store
-from atoll.launch.train_lease import LeaseCallback
 from atoll.train import resolve_job, train_job
 from atoll.train.loop import Requeue
 from launch.slurm import wait_for

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import atoll
+from atoll.apps.models.export import export
 from atoll.core import config
 from atoll.core.networks import FAMILIES
-from atoll.export.writer import export
 from atoll.train import resolve_job, train_job
 from atoll.train.loop import Requeue
 from train.conftest import Copy

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from atoll.apps.share import worker
+from atoll.apps.share.store import Store
+from atoll.apps.share.worker import Worker
 from atoll.core import config
 from atoll.core import device as devices
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Shards
 from atoll.experts.validation import validate
-from atoll.islands import worker
-from atoll.islands.store import Store
-from atoll.islands.worker import Worker
 from atoll.nets import Condition
 from atoll.train import TrainSpec, build_task, resolve_job, spec, train_job
 from atoll.train.ema import EMA

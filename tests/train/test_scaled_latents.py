@@ -13,7 +13,7 @@ from torch import Tensor
 
 import atoll
 from atoll import flow
-from atoll.convert.convert import convert
+from atoll.apps.models.convert import convert
 from atoll.core import config
 from atoll.core.errors import AtollError
 from atoll.data.dataset import Shards

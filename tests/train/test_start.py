@@ -12,17 +12,17 @@ from safetensors.torch import load_file
 
 import atoll
 from atoll import cli
+from atoll.apps.evaluate.models import EvaluatedModel, evaluated_models
+from atoll.apps.models.model_card import CardData, model_card
+from atoll.apps.report import Options, report
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, SHARDS, ExpertContent
 from atoll.data.dataset import Shards
-from atoll.evaluate.models import EvaluatedModel, evaluated_models
 from atoll.experts.expert import DeviceOptions, open_expert
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import validate
-from atoll.export.model_card import CardData, model_card
-from atoll.report import Options, report
 from atoll.train import Requeue, build_task, resolve_job, train_job
 from atoll.train.estimate import estimate_run
 from atoll.train.merge import merge

@@ -45,8 +45,8 @@ class Convert:
         """Convert, and print a summary."""
         from rich.console import Console
 
-        from atoll.convert.convert import CONVERSION_FILE, as_table, convert
-        from atoll.convert.fold import FlowMatchingOptions
+        from atoll.apps.models.convert import CONVERSION_FILE, as_table, convert
+        from atoll.apps.models.fold import FlowMatchingOptions
 
         options = FlowMatchingOptions(self.fold, self.text_width, self.keep_labels, self.final, self.time, self.seed)
         conversion = convert(

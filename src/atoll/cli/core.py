@@ -27,7 +27,7 @@ class Demo:
 
     def run(self) -> None:
         """Run the remaining steps of the demo."""
-        from atoll.launch.demo import demo
+        from atoll.apps.launch.demo import demo
 
         demo(self.run_folder, self.minutes)
 

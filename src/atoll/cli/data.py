@@ -47,10 +47,10 @@ class Prepare:
 
     def start_workers(self, config: configuration.Config) -> None:
         """Divide the work among one process for each GPU, if there are several."""
-        from atoll.launch.base import SUBMISSION_VARIABLE, LaunchSettings
-        from atoll.launch.launch import submit
-        from atoll.launch.local import Local, visible_gpus
-        from atoll.launch.plan import LaunchRequest
+        from atoll.apps.launch.base import SUBMISSION_VARIABLE, LaunchSettings
+        from atoll.apps.launch.launch import submit
+        from atoll.apps.launch.local import Local, visible_gpus
+        from atoll.apps.launch.plan import LaunchRequest
 
         # A job of a launcher has the GPUs that the launcher chose.
         gpus = len(visible_gpus().names)

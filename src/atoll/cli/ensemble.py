@@ -117,7 +117,7 @@ class Export:
 
     def run(self) -> None:
         """Export, and print how to load the folder."""
-        from atoll.export.writer import export
+        from atoll.apps.models.export import export
 
         made = export(self.folder, self.destination, self.model, license=self.license)
         if self.json:

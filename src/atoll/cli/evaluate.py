@@ -65,10 +65,10 @@ class Evaluate:
         from contextlib import redirect_stdout
 
         config = configuration.load(self.folder, self.overrides)
+        from atoll.apps.evaluate import Options, evaluate
+        from atoll.apps.evaluate.results import plain
+        from atoll.apps.evaluate.table import show
         from atoll.core.device import device
-        from atoll.evaluate import Options, evaluate
-        from atoll.evaluate.results import plain
-        from atoll.evaluate.table import show
         from atoll.train.distributed import init_distributed
 
         options = Options(**{option.name: getattr(self, option.name) for option in fields(Options)})
@@ -113,7 +113,7 @@ class Report:
         from contextlib import redirect_stdout
 
         config = configuration.load(self.folder, self.overrides)
-        from atoll.report import Options, report
+        from atoll.apps.report import Options, report
 
         options = Options(self.prompts, self.routings or None, self.steps, self.guidance_scale, self.seed)
         # As above: standard output is only for the path of the page.

@@ -10,11 +10,11 @@ from tyro.conf import Positional, arg
 
 from atoll.cli.verb import KeyFile, Overrides, RunFolder
 from atoll.core.errors import AtollError
-from atoll.core.untrusted import printable
+from atoll.verify.untrusted import printable
 
 if TYPE_CHECKING:
-    from atoll.core.signing import Signer
-    from atoll.islands.remote_run import Access
+    from atoll.apps.share.remote_run import Access
+    from atoll.verify.signing import Signer
 
 Url = Annotated[Positional[str], arg(metavar="URL")]
 Fingerprint = Annotated[
@@ -35,9 +35,9 @@ class Push:
 
     def run(self) -> None:
         """Upload all objects that the store lacks."""
-        from atoll.islands.owners import push
-        from atoll.islands.remote_run import FRAGMENT, split_url
-        from atoll.islands.store import Store
+        from atoll.apps.share.owners import push
+        from atoll.apps.share.remote_run import FRAGMENT, split_url
+        from atoll.apps.share.store import Store
 
         url, _ = split_url(self.url)
         trust, sent = push(self.folder, Store.open(url), open_signer(self.key))
@@ -78,7 +78,7 @@ class Join:
 
     def run(self) -> None:
         """Train until no expert is left, or until Ctrl-C."""
-        from atoll.islands.worker import check_overrides, open_worker
+        from atoll.apps.share.worker import check_overrides, open_worker
 
         check_overrides(self.overrides)
         url, access = access_of(self.url, self.trust, unsigned=self.unsigned, signer=open_signer(self.key))
@@ -120,9 +120,9 @@ class Admit:
 
     def run(self) -> None:
         """Check every proposed expert."""
-        from atoll.islands.admit import admit
-        from atoll.islands.remote_run import RemoteRun, default_folder
-        from atoll.islands.store import Store
+        from atoll.apps.share.admit import admit
+        from atoll.apps.share.remote_run import RemoteRun, default_folder
+        from atoll.apps.share.store import Store
 
         url, access = access_of(self.url, self.trust, unsigned=self.unsigned, signer=open_signer(self.key))
         folder = self.folder or default_folder(url)
@@ -151,9 +151,9 @@ class Status:
         from rich.console import Console
         from rich.live import Live
 
-        from atoll.islands.remote_run import RemoteRun, is_local
-        from atoll.islands.status import as_json, as_table, status, watch
-        from atoll.islands.store import Store
+        from atoll.apps.share.remote_run import RemoteRun, is_local
+        from atoll.apps.share.status import as_json, as_table, status, watch
+        from atoll.apps.share.store import Store
 
         url, access = access_of(self.url, self.trust, unsigned=self.unsigned)
         store, console = Store.open(url), Console()
@@ -188,9 +188,9 @@ class Pull:
 
     def run(self) -> None:
         """Download, verify, and print what was refused."""
-        from atoll.islands.pull import pull
-        from atoll.islands.remote_run import RemoteRun
-        from atoll.islands.store import Store
+        from atoll.apps.share.pull import pull
+        from atoll.apps.share.remote_run import RemoteRun
+        from atoll.apps.share.store import Store
 
         url, access = access_of(self.url, self.trust, unsigned=self.unsigned)
         verdicts = pull(RemoteRun.open(Store.open(url), self.folder, access), self.folder, self.shards)
@@ -220,7 +220,7 @@ class Trust:
 
     def run(self) -> None:
         """Print the root, or change it and print what is missing."""
-        from atoll.islands.trust_changes import change, describe, show_root
+        from atoll.apps.share.trust_changes import change, describe, show_root
 
         if self.action == "show":
             root = show_root(self.folder)
@@ -246,7 +246,7 @@ def access_of(
     url: str, fingerprint: str | None, *, unsigned: bool, signer: "Signer | None" = None
 ) -> tuple[str, "Access"]:
     """Return the URL without its fragment, and how to open the run. A missing folder is an error."""
-    from atoll.islands.remote_run import Access, split_url
+    from atoll.apps.share.remote_run import Access, split_url
 
     url, given = split_url(url, fingerprint)
     # Opening a store would create the folder.
@@ -258,7 +258,7 @@ def access_of(
 
 def open_signer(file: Path | None) -> "Signer":
     """Load or create the private key."""
-    from atoll.core.signing import Signer, default_key_file
+    from atoll.verify.signing import Signer, default_key_file
 
     return Signer.open(file or default_key_file())
 

@@ -47,9 +47,9 @@ class Launch:
         config = configuration.load(run, self.overrides)
         from contextlib import redirect_stdout
 
-        from atoll.launch.base import LaunchSettings, scheduler_gpus
-        from atoll.launch.launch import as_dict, open_launcher, show, submit
-        from atoll.launch.plan import LaunchRequest
+        from atoll.apps.launch.base import LaunchSettings, scheduler_gpus
+        from atoll.apps.launch.launch import as_dict, open_launcher, show, submit
+        from atoll.apps.launch.plan import LaunchRequest
 
         gpus = scheduler_gpus(config)
         if self.on != "local" and config.island.gpus == "auto":

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes
 
+from atoll.apps.studio.options import ServerOptions
 from atoll.cli.verb import ModelName
 from atoll.core.errors import AtollError
 from atoll.core.options import QuantizedLoadOptions
-from atoll.studio.options import ServerOptions
 
 TOKEN = "ATOLL_TOKEN"
 """Environment variable with the token. Other users of the machine can read options, but not the environment."""
@@ -28,7 +28,7 @@ class Serve:
         """Serve until Ctrl-C or SIGTERM."""
         # The web framework is an optional extra.
         try:
-            from atoll.studio.serve import serve
+            from atoll.apps.studio.serve import serve
         except ModuleNotFoundError as error:
             raise AtollError(f"the studio needs the package {error.name}; pip install 'atoll[studio]'") from error
         token = self.server.token if self.server.token is not None else os.environ.get(TOKEN)

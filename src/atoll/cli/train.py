@@ -48,7 +48,7 @@ class Train:
             raise AtollError("choose what to train: one of --expert K, --router, --start, --monolith, --student")
         config = configuration.load(self.folder, self.overrides)
         prepared.check_overrides(self.folder, config, self.overrides)
-        from atoll.launch.train_lease import train_lease
+        from atoll.apps.launch.train_lease import train_lease
         from atoll.train.estimate import planned_for_gpus, show_estimate, show_run_estimate
         from atoll.train.job import train_job
         from atoll.train.loop import REQUEUE, Requeue

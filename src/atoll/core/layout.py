@@ -1,7 +1,7 @@
 """The paths of a run. Other modules take their paths from here, except for the few that only one module uses.
 
     RUN/atoll.yaml, report.html
-    RUN/root/000001-DIGEST.json                     versions of the root, if the run is shared (core/trust.py)
+    RUN/root/000001-DIGEST.json                     versions of the root, if the run is shared (verify/trust.py)
     RUN/snapshot/000001-000004.json                 the finished networks as one signed model
     RUN/data/{ingest,features,clusters,latents,text,patches}
     RUN/data/shards/cluster_003

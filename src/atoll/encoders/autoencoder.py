@@ -19,8 +19,8 @@ from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import ChannelStatistics
 from atoll.core.networks import LatentScale
 from atoll.core.sizes import Size
-from atoll.core.untrusted import Foreign
 from atoll.encoders.pretrained import Pixels, deterministic_inference, encode_images, fingerprint, model_folder
+from atoll.verify.untrusted import Foreign
 
 EMOJI = Path(__file__).parent / "emoji"
 """Folder of the built-in autoencoder: config.json and weights as diffusers writes them."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from atoll.core.artifacts import sha256_of
 from atoll.core.errors import AtollError, first_line
-from atoll.core.untrusted import Foreign
 from atoll.encoders.hub import hint, local_folder, print_hint
+from atoll.verify.untrusted import Foreign
 
 T = TypeVar("T")
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]

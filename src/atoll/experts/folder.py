@@ -11,7 +11,6 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE
-from atoll.core.untrusted import Foreign
 from atoll.data.bounded import link_outside
 from atoll.encoders.encoders import Encoders
 from atoll.encoders.hub import is_hub_name, local_folder
@@ -19,9 +18,10 @@ from atoll.encoders.pretrained import model_folder
 from atoll.experts.paris import Paris
 from atoll.experts.source import ModelReference
 from atoll.experts.stored import StoredNetwork, weights_file
+from atoll.verify.untrusted import Foreign
 
 PIPELINE_CLASS = "AtollPipeline"
-COMPONENTS = "atoll.export.pipeline"
+COMPONENTS = "atoll.apps.models.pipeline"
 EXPERT_CLASS, ROUTER_CLASS = "ExpertModel", "RouterModel"
 INDEX_FILE = "model_index.json"
 LIBRARIES = {"vae": "diffusers", "scheduler": "diffusers", "text_encoder": "transformers", "tokenizer": "transformers"}

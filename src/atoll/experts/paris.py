@@ -21,10 +21,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from atoll import flow
-from atoll.convert import Layout, layout, read_weights
 from atoll.core.errors import AtollError
 from atoll.core.manifests import LatentSpec, TextSpec
-from atoll.core.untrusted import Foreign
 from atoll.encoders.autoencoder import AutoencoderConfig, Codec, PixelCodec, Statistics, open_codec
 from atoll.encoders.encoders import Encoders
 from atoll.encoders.text import TextEncoder, open_text_encoder
@@ -33,6 +31,8 @@ from atoll.experts.source import ModelReference
 from atoll.experts.stored import shapes, weights_file
 from atoll.nets import DiT, DiTConfig, Router, RouterConfig
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE
+from atoll.nets.layouts import Layout, layout, read_weights
+from atoll.verify.untrusted import Foreign
 
 ROUTER_FILES = ("pytorch_model.safetensors", WEIGHTS_FILE)
 

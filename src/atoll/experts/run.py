@@ -9,15 +9,15 @@ from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
-from atoll.core.local_trust import open_network
 from atoll.core.manifests import EXPERT, ROUTER
-from atoll.core.verified_files import VerifiedFiles
 from atoll.encoders.encoders import Encoders
 from atoll.experts.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, ExpertReference
 from atoll.experts.source import ModelReference
 from atoll.nets import load_network
 from atoll.nets.io import WEIGHTS_FILE, tensors_of
+from atoll.verify.local_trust import open_network
+from atoll.verify.verified_files import VerifiedFiles
 
 
 def open_run(run: Path, model: str, *, verify: bool = False, strict: bool = False) -> ModelReference:

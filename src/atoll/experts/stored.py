@@ -25,19 +25,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from atoll.convert import check_fit, layout, read_weights, write_weights
 from atoll.core.artifacts import Content, Kind, Manifest, sha256_of, to_json
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
-from atoll.core.local_trust import signed_network
 from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, RouterContent
 from atoll.core.networks import CLASS_NAME, ConfigJson
-from atoll.core.trust import Network
 from atoll.experts.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, ExpertReference
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, weights_digest
+from atoll.nets.layouts import check_fit, layout, read_weights, write_weights
+from atoll.verify.local_trust import signed_network
+from atoll.verify.trust import Network
 
 DECLARATION_FILE = "declaration.json"
 NULL_FILE = "null.safetensors"

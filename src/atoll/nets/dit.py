@@ -179,7 +179,7 @@ class DiT(nn.Module):
     def _embedded_timestep(self, timestep: Tensor) -> Tensor:
         """Return the value to embed, (batch or 1,): the timestep, or its interpolated value in the time table.
 
-        The table serves converted networks whose embedding expects another scale of time (`atoll.convert.fold`).
+        The table serves converted networks whose embedding expects another scale of time (`atoll.apps.models.fold`).
         """
         timestep = timestep.reshape(-1).float()
         if not self.config.time_table:

@@ -18,12 +18,12 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError
-from atoll.core.local_trust import open_network
 from atoll.core.manifests import EXPERT, SHARDS, ComputeSpec, DataSpec, ExpertContent, NetworkContent, training_costs
-from atoll.core.verified_files import VerifiedFiles
 from atoll.nets import build, load_network, save_network
 from atoll.train.job import build_task
 from atoll.train.spec import resolve_job
+from atoll.verify.local_trust import open_network
+from atoll.verify.verified_files import VerifiedFiles
 
 
 def merge(run: Path, config: Config) -> Manifest:

@@ -1,0 +1,171 @@
+"""The models that are evaluated (experts with a routing, dense networks, single experts), and their cost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from atoll.apps.evaluate.results import ForwardCost, TrainingCost
+from atoll.core import layout
+from atoll.core.artifacts import Artifact, Kind
+from atoll.core.config import Config
+from atoll.core.device import device
+from atoll.core.errors import AtollError, unknown
+from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, training_costs
+from atoll.core.options import LoadOptions
+from atoll.core.sizes import Size
+from atoll.ensemble import Sampler, Settings, load, parse
+from atoll.ensemble.samples import evaluated_at
+from atoll.experts.run import missing_network
+from atoll.train.cost import Cost, image_cost
+from atoll.train.data_shapes import DataShapes
+from atoll.train.memory import job_bytes
+from atoll.train.spec import job_settings
+
+KINDS = (*layout.MODELS, "singles")
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """One model of a run; the experts with a routing."""
+
+    run: Path
+    model: str
+    routing: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name of the model in tables and messages."""
+        return f"{self.model} {self.routing}" if self.routing else self.model
+
+    def parts(self) -> list[Artifact]:
+        """Return the finished networks of the model: its experts and, if its routing needs one, the router."""
+        if self.model == "experts":
+            names = [name for name in finished_jobs(self.run) if layout.is_expert(name)]
+            names += ["router"] if parse(self.routing or "top-1").needs_router and len(names) > 1 else []
+        elif self.model.startswith("expert:"):
+            names = [layout.model_job(self.model)]
+        else:
+            names = [self.model]
+        return [Artifact(self.run, layout.final(name)) for name in names]
+
+    def check(self) -> None:
+        """Raise an error if one of its networks is missing or incomplete; read no weights."""
+        parts = self.parts()
+        if not parts:
+            raise AtollError(missing_network(self.run, layout.expert_job(0)))
+        for part in parts:
+            if part.manifest() is None:
+                raise AtollError(f"{self.label}: {missing_network(self.run, part.name.rpartition('/')[0])}")
+            part.open(_kind(part))
+
+    def digests(self) -> list[str]:
+        """Return the digests of its networks."""
+        return [part.open(_kind(part)).digest for part in self.parts()]
+
+    def open(self, options: LoadOptions) -> Sampler:
+        """Open the model. All routings of the experts share one sampler."""
+        # The digests are part of the cache key: a network that was trained again is opened again.
+        router = Artifact(self.run, layout.final(layout.ROUTER)).manifest()
+        return _opened(self.run, self.model, options, _networks=frozenset({*self.digests(), router and router.digest}))
+
+    def training(self, config: Config) -> TrainingCost:
+        """Return the training cost of its networks from their manifests, with an estimate of the memory.
+
+        It includes the shared start of experts, once. The start is not part of the model, so its parameters are not.
+        """
+        contents = self._contents()
+        spent = training_costs(contents)
+        sizes = []
+        for content in contents:
+            own, shapes = content.job if content.job in layout.OTHERS else "expert", DataShapes.of(content)
+            start = [layout.START] if isinstance(content, ExpertContent) and content.start else []
+            objective = content.objective if isinstance(content, ExpertContent) and own != layout.STUDENT else None
+            for kind in (own, *start):
+                settings = job_settings(config, cast(layout.JobKind, kind))
+                sizes.append(job_bytes(content.network, shapes, settings, device=device(), objective=objective))
+        # A merged network has the summed cost of the experts, so their jobs show which one was the longest.
+        jobs = EvaluatedModel(self.run, "experts", "nearest") if self.model == layout.MERGED else self
+        return TrainingCost(
+            images=sum(one.images for one in spent),
+            parameters=sum(content.compute.parameters for content in contents if content.compute),
+            flops=sum(one.flops for one in spent),
+            seconds=sum(one.seconds for one in spent),
+            longest_job_seconds=max(one.seconds for one in training_costs(jobs._contents()) or spent),
+            memory_bytes=max(sizes),
+        )
+
+    def sampling(self, settings: Settings, active: float, sizes: dict[Size, int] | None = None) -> ForwardCost:
+        """Return the FLOPs of sampling one image with `active` experts per evaluation on average, and the weights.
+
+        `sizes` is the number of images of each size of the latents; without it, all have the default size.
+        """
+        costs = self._costs(sizes)
+        experts = [one.forward_flops for name, one in costs.items() if name != "router"]
+        # Under guidance every evaluation of the velocity runs the experts twice: with the condition and with the null
+        # condition. Experts differ in size and the routing decides which ones run, so their mean FLOPs count.
+        guided = [self._conditioned and settings.guidance_at(t) != 1 for t in evaluated_at(settings)]
+        calls = active * (len(guided) + sum(guided))
+        router = self._router_calls(settings, guided) * costs["router"].forward_flops if "router" in costs else 0
+        return ForwardCost(
+            network_evaluations=calls,
+            flops=router + calls * sum(experts) / len(experts),
+            weights_bytes=sum(entry.size for part in self.parts() for entry in part.open(_kind(part)).files.values()),
+        )
+
+    @property
+    def _conditioned(self) -> bool:
+        """Whether any of its experts is conditioned, so that guidance has an effect."""
+        return any(content.conditioning for content in self._contents() if content.job != layout.ROUTER)
+
+    def _router_calls(self, settings: Settings, guided: Sequence[bool]) -> int:
+        """Return how often the router runs for one image: twice under guidance with separate weights."""
+        router = next(content for content in self._contents() if content.job == layout.ROUTER)
+        # `drawn` chooses an expert at the first evaluation and keeps it.
+        once = [rule.name for rule in parse(settings.routing).rules] == ["drawn"]
+        evaluations = guided[:1] if once else guided
+        twice = router.conditioning and settings.guidance_weights == "separate"
+        return len(evaluations) + (sum(evaluations) if twice else 0)
+
+    def _costs(self, sizes: dict[Size, int] | None = None) -> dict[str, Cost]:
+        contents = self._contents()
+        return {content.job: image_cost(content.network, DataShapes.of(content, sizes)) for content in contents}
+
+    def _contents(self) -> list[NetworkContent]:
+        return [part.read(_kind(part)) for part in self.parts()]
+
+
+# One model at a time: the next one may need the memory.
+@lru_cache(maxsize=1)
+def _opened(run: Path, model: str, options: LoadOptions, *, _networks: frozenset[str | None]) -> Sampler:
+    return load(run, model, **vars(options))
+
+
+def _kind(part: Artifact) -> Kind[Any]:
+    return ROUTER if part.name == layout.final(layout.ROUTER) else EXPERT
+
+
+def finished_jobs(run: Path) -> list[str]:
+    """Return the jobs of a run that have a finished network: experts/000, …, then the others by name."""
+    return [name for name in layout.jobs(run) if Artifact(run, layout.final(name)).manifest() is not None]
+
+
+def evaluated_models(run: Path, models: Sequence[str], routings: Sequence[str]) -> list[EvaluatedModel]:
+    """Return the models to evaluate; without `models`, the experts and the dense networks that exist."""
+    jobs = finished_jobs(run)
+    experts = [name for name in jobs if layout.is_expert(name)]
+    trained = [*(["experts"] if experts else []), *(name for name in layout.DENSE if name in jobs)]
+    found: list[EvaluatedModel] = []
+    for model in models or trained:
+        if model == "experts":
+            found += [EvaluatedModel(run, "experts", parse(routing).text) for routing in routings]
+        elif model == "singles":
+            found += [EvaluatedModel(run, f"expert:{layout.expert_number(name)}") for name in experts]
+        elif model in layout.DENSE or model.startswith("expert:"):
+            found.append(EvaluatedModel(run, model))
+        else:
+            raise AtollError(unknown("model", model, KINDS))
+    if not found:
+        raise AtollError(f"{run} has no trained network to evaluate; see: atoll train --help")
+    return found

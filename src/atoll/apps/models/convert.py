@@ -1,0 +1,276 @@
+"""`atoll convert`: translate checkpoints of others to Atoll and back, with a report of all changes."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from atoll.apps.models.fold import Change, FlowMatchingOptions, to_flow_matching
+from atoll.core.errors import AtollError, unknown
+from atoll.core.networks import CLASS_NAME, ConfigJson, DiTConfig, LatentScale, RouterConfig, read_network
+from atoll.core.version import __version__
+from atoll.nets.adapters import KINDS
+from atoll.nets.conditioning import Condition
+from atoll.nets.dit import DiT
+from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, build
+from atoll.nets.layouts import LAYOUTS, Layout, check_fit, detect, read_weights, sha256, write_weights
+from atoll.nets.router import Router
+
+CONVERSION_FILE = "conversion.json"
+NORMALIZATION = "normalization"
+"""Key of config.json that declares how the latents of a network were scaled; null if it is unknown."""
+TARGETS = ("atoll", "flow-matching", *LAYOUTS)
+"""Targets of `convert`: the layout of Atoll, a flow-matching expert, or the layout of another project."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that was read and translated to the layout of Atoll."""
+
+    file: Path
+    layout: str
+    config: DiTConfig | RouterConfig
+    state: dict[str, Tensor]
+    changes: list[Change] = field(default_factory=list)
+    """Changes besides names: other conventions, and new tensors that the file lacks."""
+
+    def network(self) -> DiT | Router:
+        """Return the source as a network."""
+        with torch.device("meta"):
+            network = DiT(self.config) if isinstance(self.config, DiTConfig) else Router(self.config)
+        network.load_state_dict(self.state, assign=True)
+        return network
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The report of a conversion, as written to conversion.json."""
+
+    source: dict[str, str]
+    target: str
+    options: FlowMatchingOptions | None
+    changes: list[Change]
+    metrics: dict[str, float]
+    files: dict[str, str]
+    atoll: str = __version__
+
+
+def read_source(
+    path: str | Path, heads: int | None = None, layout: str | None = None, *, num_classes: int | None = None
+) -> Source:
+    """Read a checkpoint: a `.pt` or `.safetensors` file, or a folder with one and optionally a config.json.
+
+    `layout` and `num_classes` are for files that do not determine them; they take precedence over config.json.
+    """
+    path = Path(path)
+    file = _weights_in(path) if path.is_dir() else path
+    state = {name: _in_float32(tensor) for name, tensor in read_weights(file).items()}
+    config_file = file.parent / CONFIG_FILE
+    given = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    kind = given.get(CLASS_NAME)
+    if kind in ("DiT", "Router"):
+        if layout is not None or num_classes is not None:
+            raise AtollError(f"{file} is in the layout of Atoll; omit --layout and --num-classes")
+        return _native(file, given, state)
+    null: dict[str, Tensor] = {}
+    if kind in KINDS:
+        given, state, null = _unwrap_expert(given, state, file)
+    if num_classes is not None:
+        given = given | {"num_classes": num_classes}
+    found = detect(state, layout or given.get("layout"), file.name)
+    try:
+        config = found.read_config(state, given, heads)
+    except KeyError as missing:
+        raise AtollError(
+            f"{file} or its config.json lacks {missing}, which the {found.title} layout needs"
+        ) from missing
+    config = replace(config, normalization=_normalization(file, given, found))
+    changes = _convention_changes(found) + _new_tensors(found, state, config)
+    return Source(file, found.name, config, found.to_native(state, config) | null, changes)
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _native(file: Path, given: ConfigJson, state: dict[str, Tensor]) -> Source:
+    """Return a network in the layout of Atoll, with its config.json."""
+    with torch.device("meta"):
+        network = build(read_network(given))
+    assert isinstance(network, DiT | Router)
+    check_fit(state, network.state_dict(), f"the network of {file.parent / CONFIG_FILE}")
+    return Source(file, "atoll", network.config, state)
+
+
+def _normalization(file: Path, given: Mapping[str, Any], found: Layout) -> LatentScale | None:
+    """Return how the latents of a network were scaled; None if it is unknown.
+
+    Its config.json decides, else the autoencoder of its diffusers pipeline, else the layout, whose releases all have
+    one scale. An export of Atoll is not such a pipeline: each of its experts has a declaration.json.
+    """
+    folder = file.resolve().parent
+    if NORMALIZATION in given or (folder / "declaration.json").is_file():
+        values = given.get(NORMALIZATION)
+        return None if values is None else LatentScale.read(values, file.parent / CONFIG_FILE)
+    autoencoder = folder.parent / "vae" / CONFIG_FILE
+    if (folder.parent / "model_index.json").is_file() and autoencoder.is_file():
+        return LatentScale.of_autoencoder(json.loads(autoencoder.read_text(encoding="utf-8")), autoencoder)
+    return found.normalization
+
+
+def _convention_changes(found: Layout) -> list[Change]:
+    return [Change("time and sign", "changed", 0, found.convention)] if found.convention else []
+
+
+def _new_tensors(found: Layout, state: dict[str, Tensor], config: Any) -> list[Change]:
+    """List the new tensors, or rows of tensors, that the network needs and the file lacks."""
+    return [
+        Change(name, "new", tensor.numel() - (state[name].numel() if name in state else 0), note)
+        for name, (tensor, note) in found.complete(state, config).items()
+    ]
+
+
+def _weights_in(folder: Path) -> Path:
+    if (folder / WEIGHTS_FILE).is_file():
+        return folder / WEIGHTS_FILE
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".pt", ".pth", ".bin"))
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "none"
+        raise AtollError(f"{folder}: expected one weight file, found {names}; give the path of the file")
+    return files[0]
+
+
+def _unwrap_expert(
+    given: ConfigJson, state: dict[str, Tensor], file: Path
+) -> tuple[ConfigJson, dict[str, Tensor], dict[str, Tensor]]:
+    """Return config and tensors of the diffusers model inside an expert, and its null condition as a DiT stores it."""
+    inside = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
+    expert = str(given[CLASS_NAME])
+    if not any(candidate.matches(inside) for candidate in LAYOUTS.values()):
+        raise AtollError(f"{file}: a {expert} cannot be converted; supported layouts: {', '.join(LAYOUTS)}")
+    null = {name: tensor.flatten() for name, tensor in state.items() if name.startswith("null_")}
+    # It was trained with Atoll, so the scale of the released networks of its layout does not apply.
+    described = {NORMALIZATION: None, **given, CLASS_NAME: KINDS[expert].model_class}
+    return described, inside, null
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    to: str = "atoll",
+    *,
+    options: FlowMatchingOptions | None = None,
+    heads: int | None = None,
+    force: bool = False,
+    layout: str | None = None,
+    num_classes: int | None = None,
+) -> Conversion:
+    """Convert a checkpoint into the folder `destination`; write nothing if a tensor does not fit."""
+    if to not in TARGETS:
+        raise AtollError(unknown("target", to, TARGETS))
+    destination = Path(destination)
+    if destination.exists() and any(destination.iterdir() if destination.is_dir() else [destination]) and not force:
+        raise AtollError(f"{destination} exists and is not empty; choose another folder, or overwrite with --force")
+    read = read_source(source, heads, layout, num_classes=num_classes)
+    options = options or FlowMatchingOptions()
+    if to == "flow-matching":
+        state, fields, changes, metrics = _flow_matching(read, options)
+    else:
+        state, fields, changes = _relayout(read, to)
+        metrics = {}
+    write_weights(state, destination / WEIGHTS_FILE)
+    (destination / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    conversion = Conversion(
+        source={"file": read.file.name, "layout": read.layout, "sha256": sha256(read.file)},
+        target=to,
+        options=options if to == "flow-matching" else None,
+        changes=changes + read.changes,
+        metrics=metrics,
+        files={name: sha256(destination / name) for name in (WEIGHTS_FILE, CONFIG_FILE)},
+    )
+    (destination / CONVERSION_FILE).write_text(json.dumps(asdict(conversion), indent=2) + "\n", encoding="utf-8")
+    return conversion
+
+
+def _relayout(source: Source, to: str) -> tuple[dict[str, Tensor], ConfigJson, list[Change]]:
+    """Translate a network to another layout; list what the layout cannot represent."""
+    total = sum(tensor.numel() for tensor in source.state.values())
+    total -= sum(change.parameters for change in source.changes if change.action == "new")
+    if to == "atoll":
+        changes = [Change("all tensors", "renamed", total, f"from {source.layout}")]
+        return source.state, source.config.to_dict(), changes
+    chosen = LAYOUTS[to]
+    if (chosen.build is Router) != isinstance(source.config, RouterConfig):
+        found = "a router" if chosen.build is DiT else "an expert"
+        raise AtollError(f"{source.file} holds {found}, which the layout {to} does not support")
+    foreign, fields = chosen.from_native(source.state, source.config), chosen.write_config(source.config)
+    left = chosen.unsupported_tensors(source.state, source.config)
+    gone = sum(source.state[name].numel() for name in left)
+    changes = [Change("all tensors of the layout", "renamed", total - gone, f"{source.layout} to {to}")]
+    if left:
+        changes.append(Change(", ".join(left), "omitted", gone, f"not part of the {chosen.title} layout"))
+    scale = source.config.normalization
+    # Write the scale only if it differs from that of the layout, which is the default when the file is read again.
+    if scale != chosen.normalization:
+        fields[NORMALIZATION] = None if scale is None else asdict(scale)
+    target = replace(chosen.read_config(foreign, fields, source.config.heads), normalization=scale)
+    changes += _convention_changes(chosen) + _differences(source.config.to_dict(), target.to_dict(), chosen.title)
+    return foreign, fields, changes
+
+
+def _differences(here: Mapping[str, Any], target: Mapping[str, Any], title: str) -> list[Change]:
+    """List settings that the target layout fixes to other values: equal weights, slightly different arithmetic."""
+    return [
+        Change(name, "changed", 0, f"{here[name]} here, {target[name]} in {title}: outputs differ slightly")
+        for name in here
+        if here[name] != target[name]
+    ]
+
+
+def _flow_matching(
+    source: Source, options: FlowMatchingOptions
+) -> tuple[dict[str, Tensor], ConfigJson, list[Change], dict[str, float]]:
+    if not isinstance(source.config, DiTConfig):
+        raise AtollError(f"{source.file} holds a router; only experts can be converted to flow matching")
+    state, config, changes, metrics = to_flow_matching(source.state, source.config, options)
+    converted = Source(source.file, "atoll", config, state)
+    metrics["feature_error"] = feature_error(source, converted, options.time)
+    return state, config.to_dict(), changes, metrics
+
+
+@torch.no_grad()
+def feature_error(source: Source, converted: Source, time: Literal["steps", "snr", "same"] = "same") -> float:
+    """Return the relative difference of the inputs of the final layer, for noise at four timesteps, unconditioned."""
+    before, after = source.network(), converted.network()
+    assert isinstance(before, DiT)
+    assert isinstance(after, DiT)
+    x = torch.randn(
+        4, before.config.channels, before.config.size, before.config.size, generator=torch.Generator().manual_seed(0)
+    )
+    # A small sample over the range of timesteps: the metric detects wrong conversions, it does not rank good ones.
+    times = torch.tensor([100.0, 350.0, 600.0, 850.0])
+    source_timestep = after.time_table[times.long()] if time != "same" else times
+    expected = before.features(x, source_timestep, Condition())
+    return float((after.features(x, times, Condition()) - expected).norm() / expected.norm())
+
+
+def as_table(conversion: Conversion, source: Path, destination: Path) -> Table:
+    """Return the report of a conversion as a table for the terminal."""
+    table = Table(
+        "item",
+        "action",
+        "parameters",
+        "note",
+        title=f"{source} ({conversion.source['layout']}) to {destination} ({conversion.target})",
+    )
+    for change in conversion.changes:
+        table.add_row(change.item, change.action, f"{change.parameters:,}", change.note)
+    if "feature_error" in conversion.metrics:
+        error = conversion.metrics["feature_error"]
+        table.caption = f"relative difference of the final layer's input from the source: {error:.2e}"
+    return table

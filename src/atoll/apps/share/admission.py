@@ -1,0 +1,363 @@
+"""Admission: the checks that every network must pass, from the cheapest to the most expensive.
+
+1. The manifest: plain JSON, known files, sizes within the policy, the signature of a publisher or owner.
+2. The declaration: the right job and clusters; data, latents and statistics of this run; an objective and a network
+   that the policy allows.
+3. The files, in quarantine: hashes, exactly filled safetensors, the tensor names, shapes and dtypes of the declared
+   network (built on the meta device, without memory), finite values, no copy of another network of the run.
+4. Its behavior, measured on the shards of the run (`atoll.apps.share.measured`).
+
+`atoll admit` and `atoll push` run all of them before they sign. `atoll pull` runs the first three: it trusts the signed
+snapshot for the fourth, and needs no shards. A network that fails is refused with the reason, and its files are
+deleted.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import safe_open
+from torch import Tensor
+
+from atoll import flow
+from atoll.apps.share.density_files import check_density_file, max_density_bytes
+from atoll.apps.share.measured import check_copy, check_measured, float32_options
+from atoll.apps.share.remote_run import RemoteRun
+from atoll.apps.share.safetensors_headers import safetensors_header
+from atoll.apps.share.transfer import fetch, read_manifest
+from atoll.core import layout
+from atoll.core.artifacts import Artifact, Kind, Manifest
+from atoll.core.errors import AtollError, first_line
+from atoll.core.manifests import EXPERT, ROUTER, SHARDS, BridgeSpec, ShardsContent, StartSpec
+from atoll.core.networks import read_network
+from atoll.data.dataset import Shards
+from atoll.encoders.autoencoder import Statistics
+from atoll.experts.density import DENSITY_FILE
+from atoll.experts.expert import open_expert
+from atoll.experts.run import expert_of_artifact
+from atoll.nets import DiT, Router, build
+from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, weights_digest
+from atoll.verify.trust import Network, Policy
+from atoll.verify.untrusted import Refused, check_bounded, strict_json
+from atoll.verify.verified_files import VerifiedFiles
+
+DATA_FIELDS = ("labels", "source", "fingerprint", "latents", "statistics", "text")
+"""Fields of the manifest that must equal those of the shards."""
+_BUILD_ERRORS = (
+    *(AtollError, ValueError, TypeError, KeyError, AttributeError),
+    *(RuntimeError, ArithmeticError, AssertionError),
+)
+"""Exceptions that building a network or objective from an invalid description can raise."""
+# The dtypes of networks by their names in safetensors.
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A network that somebody offers for one job of a run."""
+
+    job: str
+    manifest: Manifest
+    shards: tuple[Manifest, ...]
+    """The manifests of the shards of its clusters, from the run itself."""
+    policy: Policy
+    start: StartSpec | None = None
+    """The shared start with which an expert of this run must begin."""
+
+    @cached_property
+    def data(self) -> ShardsContent:
+        """The content of the first shards manifest; the other clusters have the same latents, text and labels."""
+        return SHARDS.parse(self.shards[0], layout.shards(self.clusters[0]))
+
+    @property
+    def clusters(self) -> tuple[int, ...]:
+        """The clusters that it must be trained on."""
+        number = layout.expert_number(self.job)
+        return tuple(range(len(self.shards))) if number is None else (number,)
+
+    @property
+    def kind(self) -> Kind[Any]:
+        """The kind of artifact that it must be."""
+        return ROUTER if self.job == layout.ROUTER else EXPERT
+
+    @property
+    def name(self) -> str:
+        """The name of the artifact that it becomes if it is admitted."""
+        return layout.final(self.job)
+
+    @property
+    def claims(self) -> Mapping[str, Any]:
+        """The content of the contributor's manifest: untrusted, with no field checked."""
+        return self.manifest.content
+
+
+@dataclass(frozen=True)
+class Reviewed:
+    """A network that passed, in quarantine, and its entry in the snapshot."""
+
+    artifact: Artifact
+    network: Network
+
+
+def review(
+    remote: RemoteRun, job: str, digest: str, *, quarantine: Path, measure: bool, finished: Path | None = None
+) -> Reviewed:
+    """Download a network into quarantine and run all checks; raise `Refused` if one fails.
+
+    Without `measure`, it is one that a snapshot lists: its behavior is not measured and no shards are downloaded. With
+    `finished`, its behavior is compared with that of the other networks of the run, which are downloaded into this
+    folder and stay there.
+    """
+    name = layout.final(job)
+    shutil.rmtree(quarantine, ignore_errors=True)
+    try:
+        manifest = read_manifest(remote.store, name, digest)
+        if manifest is None:
+            raise Refused(f"{remote.store.url} has no manifest for {name}")
+        signature = remote.read_signature("publish", name, digest, listed=not measure)
+        number = layout.expert_number(job)
+        clusters = range(len(remote.trust.current.shards)) if number is None else [number]
+        shards = tuple(map(remote.shards, clusters))
+        start = None if number is None else remote.shared_start()
+        contribution = Contribution(job, manifest, shards, remote.policy, start)
+        check_declaration(contribution)
+        artifact = Artifact(quarantine, name)
+        fetch(remote.store, name, manifest, target=artifact, quiet=True)
+        network = Network(manifest=digest, weights=check_files(contribution, artifact), publisher=signature.key)
+        check_new(remote, job, network)
+        if measure:
+            data = [Artifact(quarantine, layout.shards(cluster)) for cluster in clusters]
+            for target, own in zip(data, shards, strict=True):
+                # The density of an expert is computed again from all of its cluster; the others need held-out images.
+                only = "" if layout.is_expert(job) else "held-out-"
+                fetch(remote.store, target.name, own, target=target, only=only, quiet=True)
+            check_behavior(contribution, artifact, data)
+            if finished is not None:
+                check_copies(remote, artifact, data, finished=finished)
+        return Reviewed(artifact, network)
+    except AtollError:
+        shutil.rmtree(quarantine, ignore_errors=True)
+        raise
+
+
+def check_behavior(contribution: Contribution, artifact: Artifact, data: list[Artifact]) -> None:
+    """Measure a network that passed all other checks; refuse it if it cannot be evaluated on the data."""
+    try:
+        check_measured(artifact, contribution.manifest, data, policy=contribution.policy)
+    except AtollError:
+        raise
+    except _BUILD_ERRORS as error:
+        raise Refused(f"it cannot be evaluated on the data of this run: {first_line(error)}") from error
+
+
+def check_new(remote: RemoteRun, job: str, network: Network) -> None:
+    """Refuse weights that were withdrawn, and copies of another network of the run."""
+    if network.weights in remote.trust.current.withdrawn:
+        raise Refused("its weights were withdrawn by the owners of the run")
+    for other, known in remote.networks().items():
+        if other != job and known.weights == network.weights:
+            raise Refused(f"its weights are a copy of those of {other}")
+
+
+def check_copies(remote: RemoteRun, artifact: Artifact, data: list[Artifact], *, finished: Path) -> None:
+    """Refuse a network that behaves like another one of the run."""
+    space = Shards(data, "held-out").statistics
+    expert = open_expert(expert_of_artifact(artifact, artifact.open(EXPERT)), space, float32_options())
+    for job, network in remote.networks().items():
+        name = layout.final(job)
+        if job == layout.ROUTER or name == artifact.name:
+            continue
+        target = Artifact(finished / network.manifest, name)
+        try:
+            manifest = read_manifest(remote.store, name, network.manifest)
+            if manifest is None:
+                continue
+            # Its EMA weights and its density are not needed.
+            manifest = replace(manifest, files={file: manifest.files[file] for file in (CONFIG_FILE, WEIGHTS_FILE)})
+            fetch(remote.store, name, manifest, target=target, quiet=True)
+            reference = expert_of_artifact(target, manifest, VerifiedFiles(target, manifest))
+            other = open_expert(reference, space, float32_options())
+        except _BUILD_ERRORS:
+            # Nobody can use a network that is missing or damaged in the store. It must not stop the others.
+            continue
+        check_copy(expert, other, data)
+
+
+# Checks before the download
+
+
+def check_declaration(contribution: Contribution) -> None:
+    """Refuse a manifest that does not fit the run, the job and the policy."""
+    kind = contribution.kind
+    if contribution.manifest.kind != kind.name:
+        raise Refused(f"it is an artifact of kind {contribution.manifest.kind!r}; expected {kind.name!r}")
+    _check_listing(contribution)
+    _check_origin(contribution)
+    _check_conditioning(contribution)
+    if kind is EXPERT:
+        _check_objective(contribution)
+    tensors = declared_tensors(contribution)
+    tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    density = max_density_bytes(contribution.data)
+    for name, entry in contribution.manifest.files.items():
+        # The tensors, and at most 1 kB of header for each.
+        limit = max(tensor_bytes, density) + 1024 * (len(tensors) + 64)
+        if entry.size > limit:
+            raise Refused(f"{name} has {entry.size:,} bytes; the declared network needs at most {limit:,}")
+    try:
+        content = kind.parse(contribution.manifest, contribution.name)
+    except AtollError as error:
+        raise Refused(str(error)) from error
+    if contribution.job == layout.ROUTER:
+        sizes = tuple(SHARDS.parse(own, layout.SHARDS).rows["train"] for own in contribution.shards)
+        # Logits are divided by the temperature; training fits it between 0.05 and 20.
+        if content.cluster_sizes != sizes or not 0.05 <= content.temperature <= 20:
+            raise Refused(
+                f"it declares clusters of {content.cluster_sizes[:8]} images, temperature {content.temperature}"
+            )
+
+
+def _check_listing(contribution: Contribution) -> None:
+    files = contribution.manifest.files
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if name not in files:
+            raise Refused(f"{name} is missing")
+    for name in files:
+        is_ema = name.startswith("ema-") and name.endswith(".safetensors") and "/" not in name
+        is_density = name == DENSITY_FILE and layout.is_expert(contribution.job)
+        if name not in (CONFIG_FILE, WEIGHTS_FILE) and not is_density and not is_ema:
+            raise Refused(f"{name} is not a file of an expert; expected {CONFIG_FILE}, {WEIGHTS_FILE} and EMA weights")
+    size = sum(entry.size for entry in files.values())
+    if size > contribution.policy.max_bytes:
+        raise Refused(f"its files have {size:,} bytes; the policy allows {contribution.policy.max_bytes:,}")
+
+
+def _check_origin(contribution: Contribution) -> None:
+    """Refuse an expert that was not trained on this cluster's shards, with the latents of this run."""
+    claims, data, clusters = contribution.claims, contribution.data.model_dump(mode="json"), contribution.clusters
+    if claims.get("job") != contribution.job or claims.get("clusters") != list(clusters):
+        found = f"job {claims.get('job')!r} of clusters {claims.get('clusters')!r}"
+        raise Refused(f"it declares {found}; expected {contribution.job!r} of {list(clusters)[:8]}")
+    for key in DATA_FIELDS:
+        if key not in claims:
+            raise Refused(f"it does not declare its {key}")
+        if claims[key] != data[key]:
+            raise Refused(f"its field {key!r} differs from that of cluster {clusters[0]} of this run")
+    if contribution.manifest.made_from.get("data") != [own.digest for own in contribution.shards]:
+        raise Refused(f"it was not trained on the shards of cluster {', '.join(map(str, clusters[:8]))} of this run")
+    start, declared = contribution.start, (claims.get("start"), contribution.manifest.made_from.get("start"))
+    if declared != ((start.model_dump(mode="json"), start.manifest) if start else (None, None)):
+        raise Refused("it did not begin with the shared start of this run" if start else "it declares a shared start")
+
+
+def _check_conditioning(contribution: Contribution) -> None:
+    data, conditioning = contribution.data, contribution.claims.get("conditioning")
+    possible = ({"text", "pooled"} if data.text else set()) | ({"label"} if data.labels else set())
+    if not isinstance(conditioning, list) or not set(map(str, conditioning)) <= possible:
+        raise Refused(f"it is conditioned on {str(conditioning)[:80]}; this run's data has {sorted(possible)}")
+
+
+def _check_objective(contribution: Contribution) -> None:
+    claims, policy = contribution.claims, contribution.policy
+    spec, bridge = claims.get("objective"), claims.get("bridge")
+    try:
+        check_bounded(spec, "objective")
+        if not isinstance(spec, dict) or flow.objective(**spec).spec.model_dump(mode="json") != spec:
+            raise Refused("its objective is not one that Atoll supports")
+    except _BUILD_ERRORS as error:
+        raise Refused(f"its objective cannot be built: {error}") from error
+    allowed = [flow.objective(name).spec.model_dump(mode="json") for name in policy.objectives or ()]
+    # The objective of monolith and student is the owner's choice.
+    if layout.is_expert(contribution.job) and policy.objectives is not None and spec not in allowed:
+        raise Refused(f"its objective is not among those that the policy allows: {', '.join(policy.objectives)}")
+    try:
+        given = BridgeSpec.model_validate(bridge, strict=True)
+        valid = given == BridgeSpec(prediction_error=given.prediction_error) and 0 <= given.prediction_error <= 10
+    except ValidationError:
+        valid = False
+    if not valid:
+        raise Refused(f"its bridge is {str(bridge)[:80]}; expected a prediction_error from 0 to 10")
+
+
+def declared_tensors(contribution: Contribution) -> dict[str, Tensor]:
+    """Return the state dict of the declared network on the meta device: names, shapes and dtypes without memory."""
+    description = contribution.claims.get("network")
+    if not isinstance(description, dict):
+        raise Refused("it does not declare its network")
+    kind = description.get("_class_name")
+    allowed = ("Router",) if contribution.job == layout.ROUTER else contribution.policy.networks
+    if kind not in allowed:
+        raise Refused(f"its network is a {str(kind)[:40]!r}; the policy allows {', '.join(allowed)}")
+    check_bounded(description, "network")
+    shape = contribution.data.latents.shape
+    longest = max(side for size in (shape[1:], *(contribution.data.latents.sizes or ())) for side in size)
+    side = description.get("size", description.get("sample_size", longest))
+    channels = description.get("channels", description.get("in_channels"))
+    if channels != shape[0] or not isinstance(side, int) or not 1 <= side <= 4 * longest:
+        raise Refused(f"its network is for {channels} channels and size {side}; the latents are {list(shape)}")
+    try:
+        with torch.device("meta"):
+            network = build(read_network(description))
+    except _BUILD_ERRORS as error:
+        raise Refused(f"its network cannot be built: {error}") from error
+    scale = network.config.normalization if isinstance(network, DiT) else None
+    if scale is not None and Statistics.of_scale(scale, shape[0]) != Statistics.of(contribution.data.statistics):
+        raise Refused(f"its network is for latents normalized as {scale}; this run normalizes them differently")
+    if isinstance(network, Router) and network.config.experts != len(contribution.clusters):
+        raise Refused(f"its network is for {network.config.experts} experts; this run has {len(contribution.clusters)}")
+    count = sum(parameter.numel() for parameter in network.parameters())
+    if count > contribution.policy.max_parameters:
+        raise Refused(f"its network has {count:,} parameters; the policy allows {contribution.policy.max_parameters:,}")
+    return dict(network.state_dict())
+
+
+# Checks in quarantine
+
+
+def check_files(contribution: Contribution, artifact: Artifact) -> str:
+    """Refuse files that differ from the declared network in any tensor, or hold values that are not finite.
+
+    Return the digest of its weights.
+    """
+    config = strict_json(artifact.path(CONFIG_FILE).read_bytes(), CONFIG_FILE, 1 << 16)
+    if config != contribution.claims["network"]:
+        raise Refused(f"{CONFIG_FILE} is not the network that the manifest declares")
+    expected = {
+        name: (_DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+        for name, tensor in declared_tensors(contribution).items()
+    }
+    for file in contribution.manifest.files:
+        if not file.endswith(".safetensors"):
+            continue
+        found = safetensors_header(artifact.path(file))
+        if file == DENSITY_FILE:
+            check_density_file(contribution.data, found, artifact.path(file))
+        elif unknown := sorted(set(found) - set(expected)):
+            raise Refused(f"{file} has a tensor {unknown[0][:80]!r} that the declared network lacks")
+        elif file == WEIGHTS_FILE and (missing := sorted(set(expected) - set(found))):
+            raise Refused(f"{file} has no tensor {missing[0]!r}")
+        else:
+            for name, kind in found.items():
+                if kind != expected[name]:
+                    raise Refused(f"{file}: {name} is {kind[0]} {list(kind[1])}; expected {expected[name]}")
+        _check_finite(artifact.path(file))
+    with safe_open(artifact.path(WEIGHTS_FILE), "pt") as tensors:
+        return weights_digest((name, tensors.get_tensor(name)) for name in sorted(tensors.keys()))
+
+
+def _check_finite(file: Path) -> None:
+    with safe_open(file, "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+            if not bool(tensors.get_tensor(name).isfinite().all()):
+                raise Refused(f"{file.name}: {name} holds values that are not finite")

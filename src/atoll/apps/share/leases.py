@@ -1,0 +1,279 @@
+"""Leases decide which worker trains which job. Each job has one key per epoch; a key is created once and never changed.
+
+    leases/experts/003/000017       holder, state, progress, last published checkpoint
+
+How it works. An *epoch* is the number of a record. The last record of the chain (`lease_records`) is the current one.
+To acquire, renew or end a lease, a worker creates the key of the next epoch. The store guarantees that exactly one of
+several concurrent creates succeeds (`Store.create`), so each epoch has exactly one author.
+
+Takeover. A record in state `held` expires when it is older than its `duration` plus `MARGIN`. Any worker may then make
+the next epoch with itself as the holder; it copies progress, overrides and the pointer to the last checkpoint. If the
+old holder wakes up, the key of its next epoch is taken: it can no longer renew, move the checkpoint pointer, or commit
+the job as `done`. This holds without synchronized clocks. Clocks only decide when a takeover may start: the age of a
+record is measured with the clock of the store. The holder measures with its own monotonic clock, starting before its
+request, so it stops no later than others may take over.
+
+Nonce. Each acquisition draws a random `nonce`, and all renewals keep it. If a create succeeded but its response was
+lost, the retry finds the key taken. The worker recognizes its own record by the nonce and continues.
+
+Progress. The holder writes for how long it has trained no image. After `MAX_IDLE` others may take over, although the
+lease is renewed: the thread that renews it can outlive a training loop that hangs.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from types import TracebackType
+from typing import Any, Self, Unpack
+from uuid import uuid4
+
+from pydantic import ValidationError
+
+from atoll.apps.share.lease_records import (
+    LAST_EPOCH,
+    MAX_WHY,
+    Authority,
+    Chain,
+    Record,
+    RecordChanges,
+    State,
+    get_lease,
+    key_of,
+    list_keys,
+    new_name,
+    read_chains,
+)
+from atoll.apps.share.store import Entry, Store
+from atoll.core import layout
+from atoll.core.artifacts import to_json
+from atoll.core.errors import AtollError, wrong_fields
+
+# A compromise, not a measurement: a dead worker delays its expert by two minutes, and a live one writes a record every
+# 40 seconds (three renewals per duration, so two in a row may fail).
+DURATION = 120.0
+"""Seconds without renewal after which another worker may take over."""
+# Readers list the keys first and read the newest one afterwards. With 16 epochs they have ten minutes
+# (at the default duration) before the listed key is deleted.
+KEPT_EPOCHS = 16
+"""Number of epochs that stay in the store; the holder deletes older keys."""
+
+
+class LeaseLost(Exception):  # noqa: N818 - not an error: another worker continues
+    """Another worker has taken over the job, or this one did not renew in time."""
+
+
+def _validated(**values: Any) -> Record:
+    """Return a record of this worker; raise an error before writing one that other workers would reject."""
+    try:
+        return Record.model_validate(values | {"why": str(values.get("why", ""))[:MAX_WHY]})
+    except ValidationError as error:
+        raise AtollError(f"these values cannot be written into a lease: {wrong_fields(error)[:MAX_WHY]}") from error
+
+
+class Lease:
+    """A lease that this worker holds. As a context manager, a background thread renews it until it ends or is lost."""
+
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        record: Record,
+        *,
+        since: float,
+        authority: Authority | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store, self.job, self.record, self.authority, self._clock = store, job, record, authority, clock
+        self._progressed: float | None = None  # time of the last trained image; None before the first one
+        self._deadline = since + record.duration
+        self._pending: RecordChanges = {}
+        self._keys: dict[int, Entry] = {}
+        self._chain = Chain()
+        self._lost = ""
+        self._renew_lock, self._pending_lock = threading.Lock(), threading.Lock()
+        self._wake = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._renew_in_background, name=f"lease {job}", daemon=True)
+
+    @classmethod
+    def acquire(
+        cls,
+        store: Store,
+        job: str,
+        duration: float = DURATION,
+        *,
+        holder: str | None = None,
+        overrides: dict[str, str] | None = None,
+        state: tuple[State, ...] = (),
+        epoch: int | None = None,
+        authority: Authority | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> "Lease | None":
+        """Acquire a job that is free or in one of the states `state`; return None if it is not, or on a lost race.
+
+        With `epoch`, acquire only if the record of that epoch is still the current one. `clock` measures for how long
+        this worker may hold the lease.
+        """
+        lease_status = get_lease(store, job, authority=authority)
+        if lease_status is not None and not lease_status.free and lease_status.record.state not in state:
+            return None
+        if epoch is not None and (lease_status is None or lease_status.record.epoch != epoch):
+            return None
+        before = lease_status.record if lease_status else None
+        if before is not None and before.epoch == LAST_EPOCH:
+            return None
+        since = clock()
+        record = _validated(
+            epoch=before.epoch + 1 if before else 0,
+            state="held",
+            holder=holder or new_name(),
+            nonce=uuid4().hex,
+            issued=time.time(),
+            duration=duration,
+            overrides=before.overrides if before and before.checkpoint else overrides or {},
+            checkpoint=before.checkpoint if before else None,
+            images=before.images if before else 0,
+            published=before.published if before else 0,
+            total=before.total if before else 0,
+            manifest=before.manifest if before else None,
+            failures=before.failures if before else 0,
+        )
+        lease = cls(store, job, record, since=since, authority=authority, clock=clock)
+        written = lease._create_record(record)
+        if written is None:
+            return None
+        lease.record = written  # its epoch is higher if malformed records were skipped
+        return lease
+
+    @property
+    def lost(self) -> bool:
+        """Whether another worker holds the job, or may hold it by now."""
+        return not self._ended and (bool(self._lost) or self._clock() >= self._deadline)
+
+    def check(self) -> None:
+        """Raise `LeaseLost` unless this worker holds the job."""
+        if self.lost:
+            raise LeaseLost(f"{self.job}: {self._lost or 'the lease expired before it could be renewed'}")
+
+    def set_pending(self, **changes: Unpack[RecordChanges]) -> None:
+        """Set fields of the record, to be written with the next renewal."""
+        with self._pending_lock:
+            if changes.get("images", 0) > self._pending.get("images", 0):
+                self._progressed = self._clock()
+            self._pending |= changes
+
+    def renew(self, **changes: Unpack[RecordChanges]) -> None:
+        """Create the record of the next epoch with all pending changes; raise `LeaseLost` if another worker did."""
+        self._advance("held", changes)
+
+    def end(self, state: State, **changes: Unpack[RecordChanges]) -> None:
+        """Give up the job, finished or not. This record is the commit: only the holder can create it."""
+        self._advance(state, changes)
+        self._wake.set()
+
+    def _advance(self, state: State, changes: RecordChanges) -> None:
+        with self._renew_lock:
+            if self._ended:  # a renewal that waited for the lock while `end` ran must not reopen the lease
+                raise LeaseLost(f"{self.job}: the lease has ended")
+            self.check()
+            since = self._clock()
+            with self._pending_lock:
+                values = {**self.record.model_dump(), **self._pending, **changes}
+            idle = 0.0 if self._progressed is None else since - self._progressed
+            values |= {"state": state, "epoch": self.record.epoch + 1, "issued": time.time(), "idle": max(0.0, idle)}
+            record = self._create_record(_validated(**values))
+            if record is None:
+                self._lost = "another worker has taken it"
+                raise LeaseLost(f"{self.job}: {self._lost}")
+            self.record, self._deadline = record, since + record.duration
+            self._ended = self._ended or state != "held"
+            # Only accepted values become pending. Otherwise the renewal after a failed `end` would publish them.
+            with self._pending_lock:
+                self._pending |= changes
+        with suppress(Exception):  # keys that stay are harmless
+            self._prune()
+
+    def _create_record(self, record: Record) -> Record | None:
+        """Create a record and return it as written; return None if another worker holds the job.
+
+        If the key exists, there are three cases. With our nonce, an earlier create succeeded and its response was lost:
+        continue with the next epoch. A record that does not count is skipped in the same way. Any other record is a
+        takeover.
+
+        A successful create is not proof: a worker that slept for more than `KEPT_EPOCHS` epochs can create a key that
+        the new holder has deleted. So the record must be part of the chain afterwards. A record that ends the lease may
+        have a successor: another worker may acquire the job immediately.
+        """
+        record = self._signed(record)
+        while not self.store.create(key_of(self.job, record.epoch), to_json(json.loads(record.model_dump_json()))):
+            self._read_chain()
+            # Only records that count end a lease: anybody with write access can occupy its next key.
+            others = [one.record for one in self._chain.counted if one.record.nonce != record.nonce]
+            if any(other.epoch >= record.epoch for other in others):
+                return None
+            epoch = next(epoch for epoch in count(record.epoch + 1) if epoch not in self._keys)
+            record = self._signed(_validated(**{**record.model_dump(), "epoch": epoch}))
+        # The create shows that the key was free, not that the record counts: the lease may have been taken before.
+        self._read_chain()
+        last = self._chain.last
+        held = last is not None and (record.state != "held" or last.nonce == record.nonce)
+        return record if held and self._chain.has(record) else None
+
+    def _read_chain(self) -> None:
+        self._keys = list_keys(self.store, layout.leases(self.job)).get(self.job, {})
+        chains = read_chains(self.store, {self.job: self._keys}, authority=self.authority)
+        self._chain = chains[self.job]
+
+    def _prune(self) -> None:
+        """Delete old records. The chain that is left must begin with a record that counted.
+
+        A chain begins with its oldest record. So records that do not count, and are not between those that do, are
+        deleted first. Those between them stay, since a free key ends a chain, and so does the record before them.
+        """
+        counted, others = self._chain.counted, self._chain.others
+        start, now = counted[0].record.epoch, self.record.epoch
+        inside = [one for one in others if start < one.record.epoch <= now]
+        # What could begin the chain that is left: old enough to be deleted up to, and older than every record that does
+        # not count and stays. Otherwise such a record would become the oldest one, and so the first.
+        firsts = [
+            one.record.epoch
+            for one in counted
+            if one.record.epoch <= now - KEPT_EPOCHS + 1
+            and all(one.time <= other.time and one.record.epoch < other.record.epoch for other in inside)
+        ]
+        if firsts and firsts[-1] > start:
+            outside = [one.record.epoch for one in others if one not in inside]
+            old = [epoch for epoch in sorted(self._keys) if start <= epoch < firsts[-1]]
+            for epoch in (*outside, *old):
+                self.store.delete([key_of(self.job, epoch)])
+
+    def _signed(self, record: Record) -> Record:
+        if self.authority is None:
+            return record
+        return record.model_copy(update={"signature": self.authority.sign("lease", self.job, record.digest)})
+
+    def _renew_in_background(self) -> None:
+        """Renew three times per duration. Errors of the store are retried until the lease expires."""
+        while not self._wake.wait(self.record.duration / 3):
+            try:
+                self.renew()
+            except LeaseLost:
+                return
+            except Exception as error:  # any error may be temporary, and the deadline ends the lease anyway
+                print(f"{self.job}: the lease could not be renewed, retrying: {error}", flush=True)
+
+    def __enter__(self) -> Self:
+        """Start renewing."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop renewing; a lease that was not ended expires."""
+        self._ended = True
+        self._wake.set()
+        self._thread.join()

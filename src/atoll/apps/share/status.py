@@ -1,0 +1,169 @@
+"""`atoll status`: the state of every job of a run, in a store or in a local folder."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import cast
+
+import yaml
+from rich.markup import escape
+from rich.table import Table
+
+from atoll.apps.share.admit import waits_for_review
+from atoll.apps.share.lease_records import MAX_FAILURES, PARALLEL_READS, LeaseStatus, list_leases
+from atoll.apps.share.remote_run import RemoteRun
+from atoll.apps.share.store import Store
+from atoll.core import config as configuration
+from atoll.core import layout
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
+from atoll.core.layout import CONFIG_FILE, MANIFEST_FILE
+from atoll.core.manifests import EXPERT, ROUTER
+from atoll.core.metrics_file import TAIL_BYTES, parse_lines
+from atoll.verify.trust import Network
+from atoll.verify.untrusted import Refused
+
+# The duration of a lease, so that a job without one is called stale after the same time as a job with one.
+ACTIVE_SECONDS = 120.0
+"""A job without a lease is running if its metrics.jsonl was written within this many seconds, else stale."""
+STYLES = {"done": "green", "running": "cyan", "proposed": "cyan", "stale": "yellow", "failed": "red"}
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """State and progress of one job."""
+
+    job: str
+    state: str
+    """done, running, stale (no recent activity), failed, proposed (waits for admission), free, or missing."""
+    where: str = ""
+    images: int = 0
+    total: int = 0
+    rate: float = 0.0
+    seconds_left: float | None = None
+    seen_seconds_ago: float | None = None
+    why: str = ""
+
+
+def status(store: Store, remote: RemoteRun | None = None) -> list[JobStatus]:
+    """Return the status of every job of a shared run, or of a local run if `remote` is None. It only reads."""
+    finished = remote.networks() if remote else None
+    config = remote.config if remote else _local_config(store)
+    # By the clock of this machine: measuring that of the store needs the right to write.
+    found = list_leases(store, authority=remote, now=time.time())
+    jobs = [layout.expert_job(expert) for expert in range(config.clusters.count)]
+
+    def line(job: str) -> JobStatus | None:
+        lease_status, ignored = found.leases.get(job), found.ignored.get(job)
+        try:
+            kind = cast(layout.JobKind, "expert" if layout.is_expert(job) else job)
+            made = _line(store, job, lease_status, finished=finished, total=config.total_images(kind))
+        except Refused as reason:  # hostile objects of one job must not hide the status of the others
+            made = JobStatus(job, "failed", why=str(reason))
+        if made is not None and ignored:
+            made = replace(made, why=f"{made.why} (ignored a record: {ignored})".strip())
+        optional = job in layout.DENSE or (job == layout.START and not config.shared_start.flops_share)
+        # A row of an optional job only if it was started.
+        return None if optional and made and made.state == "missing" else made
+
+    with ThreadPoolExecutor(PARALLEL_READS) as pool:
+        return [made for made in pool.map(line, (*jobs, *layout.OTHERS)) if made is not None]
+
+
+def _local_config(store: Store) -> configuration.Config:
+    settings = store.read(CONFIG_FILE)
+    if settings is None:
+        raise AtollError(f"{store.url} holds no run: there is no {CONFIG_FILE}")
+    return configuration.resolve(yaml.safe_load(settings) or {}, source=f"{store.url}/{CONFIG_FILE}")
+
+
+def _line(
+    store: Store, job: str, lease_status: LeaseStatus | None, *, finished: Mapping[str, Network] | None, total: int
+) -> JobStatus:
+    # In a shared run the snapshot decides what is finished; in a local run the manifest in the job's folder.
+    done = job in finished if finished is not None else store.entry(f"{layout.final(job)}/{MANIFEST_FILE}")
+    if done and finished is None and store.path is not None:
+        try:
+            Artifact(store.path, layout.final(job)).open(ROUTER if job == layout.ROUTER else EXPERT)
+        except AtollError as reason:  # its manifest lists a file that is missing
+            return JobStatus(job, "failed", why=str(reason))
+    if done:
+        return JobStatus(job, "done", where=lease_status.record.holder if lease_status else "")
+    # In a local run, a lease that ended as done does not replace the result: its folder may have been deleted since.
+    if lease_status is not None and (finished is not None or lease_status.record.state != "done"):
+        return _leased_status(job, lease_status, shared=finished is not None)
+    if finished is None and (line := _unleased_status(store, job, total)):
+        return line
+    return JobStatus(job, "free" if layout.is_expert(job) else "missing")
+
+
+def _leased_status(job: str, lease_status: LeaseStatus, *, shared: bool) -> JobStatus:
+    record = lease_status.record
+    if shared and waits_for_review(lease_status):
+        return JobStatus(job, "proposed", record.holder, record.images, record.total)
+    state = {"held": "running", "released": "free", "refused": "free"}.get(record.state, record.state)
+    if lease_status.expired:
+        state = "stale"
+    left = (record.total - record.images) / record.rate if state == "running" and record.rate > 0 else None
+    why = record.why
+    if state == "failed" and record.failures >= MAX_FAILURES:
+        why = f"given up after {record.failures} failures: {why}"
+    return JobStatus(job, state, record.holder, record.images, record.total, record.rate, left, lease_status.age, why)
+
+
+def _unleased_status(store: Store, job: str, total: int) -> JobStatus | None:
+    """Return the status of a job without a lease from its metrics.jsonl, or None if it never started."""
+    entry = store.entry(layout.metrics(job))
+    if entry is None:
+        return None
+    lines = parse_lines(b"".join(store.stream(entry.key, max(0, entry.size - TAIL_BYTES), entry.size)))
+    if not lines:
+        return None
+    last, age = lines[-1], max(0.0, time.time() - entry.modified)
+    state = "running" if age < ACTIVE_SECONDS else "stale"
+    rate, total = last.images_per_second, last.total or total
+    left = max(0.0, (total - last.images) / rate) if state == "running" and rate > 0 else None
+    return JobStatus(job, state, "this folder", last.images, total, rate, left, age)
+
+
+def as_table(lines: list[JobStatus], title: str) -> Table:
+    """Return a table for the terminal, without empty columns."""
+    columns = {
+        "job": [line.job for line in lines],
+        "state": [f"[{STYLES.get(line.state, 'default')}]{line.state}[/]" for line in lines],
+        "where": [escape(line.where) for line in lines],
+        "images": [f"{line.images:,} of {line.total:,}" if line.total else "" for line in lines],
+        "images/s": [f"{line.rate:.1f}" if line.rate else "" for line in lines],
+        "left": [_duration(line.seconds_left) for line in lines],
+        "seen ago": [_duration(line.seen_seconds_ago) for line in lines],
+        "why": [escape(line.why[:200]) for line in lines],
+    }
+    filled = {heading: cells for heading, cells in columns.items() if any(cells)}
+    table = Table(title=title)
+    for heading in filled:
+        table.add_column(heading, no_wrap=heading != "why")
+    for row in zip(*filled.values(), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def as_json(lines: list[JobStatus]) -> str:
+    """Return the status as JSON."""
+    return json.dumps([asdict(line) for line in lines])
+
+
+def watch(store: Store, remote: RemoteRun | None, seconds: float) -> Iterator[list[JobStatus]]:
+    """Yield the status repeatedly, every `seconds`."""
+    while True:
+        yield status(store, remote)
+        time.sleep(seconds)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,398 @@
+"""`atoll join`: acquire a free expert of a shared run, download what it needs, train it, publish it, and repeat."""
+
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Unpack
+from zlib import crc32
+
+from atoll import flow
+from atoll.apps.share.admission import Contribution, check_behavior, check_declaration, check_files
+from atoll.apps.share.admit import waits_for_review
+from atoll.apps.share.checkpoint_publisher import CheckpointPublisher, checkpoint_keys, is_checkpoint_key
+from atoll.apps.share.lease_records import LeaseStatus, RecordChanges, State, list_leases, new_name
+from atoll.apps.share.leases import DURATION, Lease, LeaseLost
+from atoll.apps.share.pull import pull_start
+from atoll.apps.share.remote_run import Access, RemoteRun, default_folder
+from atoll.apps.share.safetensors_headers import safetensors_header
+from atoll.apps.share.shared_settings import check_choice
+from atoll.apps.share.store import Store
+from atoll.apps.share.transfer import fetch, read_manifest, upload
+from atoll.core import config as configuration
+from atoll.core import layout
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.config import Config
+from atoll.core.device import compute_dtype, device, dtype_name
+from atoll.core.errors import AtollError, first_line
+from atoll.core.manifests import CHECKPOINT, EXPERT, SHARDS
+from atoll.train.cost import parameter_count
+from atoll.train.job import train_job
+from atoll.train.loop import Requeue
+from atoll.train.spec import TrainSpec, made_from, resolve_job
+from atoll.verify.trust import Network, Policy
+from atoll.verify.untrusted import Refused, printable
+
+# A choice: short compared with a lease (120 s), long compared with the time to list all leases.
+POLL_SECONDS = 5.0
+"""Seconds between two checks for a free expert with `--wait`."""
+CONTRIBUTOR_KEYS = (
+    *("total_images", "batch_size", "grad_accum_steps", "lr", "warmup_images", "lr_schedule", "beta2", "weight_decay"),
+    *("optimizer", "max_grad_norm", "precision", "ema"),
+    *("conditioning", "cfg_dropout", "activation_checkpointing", "compile", "save_every", "seed"),
+)
+"""Keys of `train` that a contributor may set. They are stored in the lease, so that another worker can resume."""
+LOCAL_OVERRIDES = {"train.sample_every": "0", "train.trackers": "[]"}
+"""Settings of every worker that do not affect the weights: no preview samples and no experiment trackers."""
+
+
+@dataclass
+class Worker:
+    """A contributor of a shared run."""
+
+    remote: RemoteRun
+    folder: Path
+    config: Config
+    """The shared settings, with those of this machine."""
+    objective: str | None = None
+    network: str | None = None
+    overrides: dict[str, str] = field(default_factory=dict)
+    duration: float = DURATION
+    publish_every: float = 300.0
+    name: str = field(default_factory=new_name)
+    stop: threading.Event = field(default_factory=threading.Event)
+    _skipped: set[int] = field(default_factory=set)
+    """Experts to skip from now on: finished, or failed on this machine."""
+    failed: list[str] = field(default_factory=list)
+    """Jobs that failed on this machine."""
+    _rate: float = 0.0
+    """Images per second of the last finished expert on this machine."""
+
+    @property
+    def store(self) -> Store:
+        """The store of the run."""
+        return self.remote.store
+
+    def run(self, expert: int | None = None, wait: bool = False, limit: int | None = None) -> int:
+        """Train experts until none is free (with `wait`: until all are done) or `stop` is set.
+
+        Return the number of finished experts.
+        """
+        finished = 0
+        with _stop_on_signals(self.stop):
+            while not self.stop.is_set() and (limit is None or finished < limit):
+                lease, unfinished = self._acquire_any(expert)
+                if lease is not None:
+                    with lease:
+                        finished += self._train_expert(lease, int(lease.job.split("/")[1]))
+                elif not unfinished or not wait:
+                    print("no expert is free" if unfinished else "every expert is done", flush=True)
+                    break
+                else:
+                    self.stop.wait(min(POLL_SECONDS, self.duration / 3))
+        return finished
+
+    def _acquire_any(self, expert: int | None) -> tuple[Lease | None, bool]:
+        """Return the lease of a free expert, or None, and whether any expert is unfinished."""
+        # Each worker begins its search at a different expert, so that workers rarely race for the same lease.
+        count = self.config.clusters.count
+        start = crc32(self.name.encode()) % count
+        wanted = [expert] if expert is not None else [(start + k) % count for k in range(count)]
+        self.remote.refresh()
+        leases = list_leases(self.store, layout.EXPERT_LEASES, authority=self.remote).leases
+        finished = self.remote.networks()
+        unfinished = False
+        for number in wanted:
+            self.config.objective(number)  # raises an error if there is no such expert
+            job = layout.expert_job(number)
+            if number in self._skipped or job in finished or not self._may_publish(job):
+                continue
+            unfinished = True
+            try:
+                lease = self._acquire_one(number, leases.get(job))
+            except Refused as reason:  # hostile objects of one expert must not stop work on the others
+                print(f"{job} is skipped: {reason}", flush=True)
+                self._skipped.add(number)
+                continue
+            if lease is not None:
+                print(f"{lease.job}: lease acquired", flush=True)
+                return lease, True
+        return None, unfinished
+
+    def _may_publish(self, job: str) -> bool:
+        """Return whether the root delegates this expert to this worker."""
+        return self.remote.trust.current.signer_name(self.remote.key, "publish", layout.final(job)) is not None
+
+    def _acquire_one(self, number: int, lease_status: LeaseStatus | None) -> Lease | None:
+        """Return the lease of one expert if it is free, or if this worker would finish it much earlier."""
+        job, withdrawn = layout.expert_job(number), False
+        if lease_status is not None:
+            withdrawn = lease_status.record.manifest in self.remote.trust.current.withdrawn
+            free = not waits_for_review(lease_status) and (lease_status.free or self._is_faster(lease_status))
+            if not withdrawn and not free:
+                return None
+        lease = Lease.acquire(
+            self.store,
+            job,
+            self.duration,
+            holder=self.name,
+            overrides=self._overrides_for(number),
+            # With an epoch, only a record that is still the current one is taken over.
+            state=("held", "done", "proposed") if lease_status else (),
+            epoch=lease_status.record.epoch if lease_status else None,
+            authority=self.remote,
+        )
+        if lease is not None and withdrawn:
+            lease.renew(manifest=None, checkpoint=None, images=0, published=0)
+        return lease
+
+    def _is_faster(self, lease_status: LeaseStatus) -> bool:
+        """Return whether this worker, from the last checkpoint, needs at most half of the time of the holder."""
+        record, rate = lease_status.record, lease_status.rate
+        if record.state != "held" or record.manifest is not None or not self._rate or not rate:
+            return False
+        # This worker starts from the last published checkpoint, so it repeats what the holder has trained since.
+        mine = (record.total - record.published) / self._rate
+        if not 0 < 2 * mine <= (record.total - record.images) / rate:
+            return False
+        return self.remote.may_take(self.remote.key, record, keys=lease_status.keys)
+
+    def _overrides_for(self, expert: int) -> dict[str, str]:
+        """Return the contributor's settings as dotted overrides for this expert."""
+        chosen = {f"experts.{expert}": self.objective, f"networks.{expert}": self.network}
+        overrides = {key: value for key, value in chosen.items() if value is not None} | self.overrides
+        if overrides.get("train.precision", self.config.train.precision) == "auto":
+            # Resolved here, so that another worker resumes in the same precision on another kind of device.
+            overrides["train.precision"] = dtype_name(compute_dtype(device()))
+        check_overrides(overrides)
+        return overrides
+
+    def _train_expert(self, lease: Lease, expert: int) -> bool:
+        """Train one expert and publish it; return whether it is finished."""
+        try:
+            spec, resumed = self._open_job(lease, expert)
+            publisher = CheckpointPublisher(
+                self.remote,
+                lease,
+                spec,
+                every=self.publish_every,
+                stop=self.stop,
+                resumed=resumed,
+            )
+            send = True
+            try:
+                manifest = train_job(spec, publisher)
+            except KeyboardInterrupt:
+                send = False
+                raise
+            finally:
+                publisher.close(send)
+            self._publish_expert(lease, spec, manifest, previous=publisher.previous)
+            self._rate = lease.record.rate or self._rate
+            self._skipped.add(expert)
+            return True
+        except Requeue:
+            if lease.lost:
+                print(f"{lease.job}: the lease was lost; nothing was published", flush=True)
+            else:
+                self.stop.set()
+                self._end_lease(lease, "released")
+                print(f"{lease.job}: stopped at {lease.record.images:,} images; any worker can resume it", flush=True)
+        except LeaseLost as lost:
+            print(f"{lost}; nothing was published", flush=True)
+        except (AtollError, RuntimeError, MemoryError) as error:
+            self._skipped.add(expert)
+            self.failed.append(lease.job)
+            print(f"{lease.job} failed: {error}", flush=True)
+            self._end_lease(lease, "failed", why=public_reason(error), failures=lease.record.failures + 1)
+        return False
+
+    def _end_lease(self, lease: Lease, state: State, **changes: Unpack[RecordChanges]) -> None:
+        """End the lease, if this worker still holds it."""
+        try:
+            lease.end(state, **changes)
+        except LeaseLost as lost:
+            print(lost, flush=True)
+
+    def _open_job(self, lease: Lease, expert: int) -> tuple[TrainSpec, set[str]]:
+        """Download shards and the last published checkpoint; return the job and the keys of that checkpoint."""
+        own = layout.shards(expert)
+        fetch(self.store, own, self.remote.shards(expert), target=Artifact(self.folder, own))
+        pull_start(self.remote, self.folder)
+        overrides, pointer = lease.record.overrides, lease.record.checkpoint
+        if pointer is not None:
+            # Both come from another worker. Settings count only with a checkpoint that was made with them.
+            try:
+                check_overrides(overrides)
+                spec = self._resolve(expert, overrides)
+                return spec, self._fetch_checkpoint(pointer, spec)
+            except AtollError as error:
+                print(f"{lease.job}: the published checkpoint and its settings are ignored: {error}", flush=True)
+        choice = self._overrides_for(expert)
+        if (overrides, pointer) != (choice, None):
+            lease.renew(overrides=choice, checkpoint=None, images=0, published=0)
+        spec = self._resolve(expert, choice)
+        remove_incompatible(spec)
+        return spec, set()
+
+    def _resolve(self, expert: int, overrides: dict[str, str]) -> TrainSpec:
+        config = configuration.load(self.folder, {**LOCAL_OVERRIDES, **overrides})
+        check_choice(config, self.config)
+        spec = resolve_job(self.folder, config, "expert", expert=expert)
+        check_allowed(spec, self.remote.policy)
+        return spec
+
+    def _fetch_checkpoint(self, pointer: str, spec: TrainSpec) -> set[str]:
+        """Download the checkpoint of another worker and return its keys; refuse one that fails any check."""
+        name, _, digest = pointer.partition("@")
+        manifest = read_manifest(self.store, name, digest)
+        if manifest is None:
+            raise Refused("it no longer exists")
+        check_checkpoint(manifest, spec)
+        self.remote.read_signature("checkpoint", name, digest)
+        remove_incompatible(spec)
+        images = CHECKPOINT.parse(manifest, spec.job).images
+        target = Artifact(self.folder, layout.checkpoint(spec.job, images))
+        fetch(self.store, name, manifest, target=target)
+        for file in manifest.files:
+            if file.endswith(".safetensors"):
+                safetensors_header(target.path(file))
+        print(f"{spec.job}: resuming from {images:,} images", flush=True)
+        return checkpoint_keys(name, manifest)
+
+    def _publish_expert(self, lease: Lease, spec: TrainSpec, manifest: Manifest, *, previous: str | None) -> None:
+        """Check the result like any contribution, upload it, and propose it; an admitter adds it to the snapshot."""
+        cluster = spec.clusters[0]
+        data = Artifact(self.folder, layout.shards(cluster))
+        start = self.remote.shared_start()
+        contribution = Contribution(lease.job, manifest, (data.open(SHARDS),), self.remote.policy, start)
+        check_declaration(contribution)
+        weights = check_files(contribution, spec.result)
+        check_behavior(contribution, spec.result, [data])
+        lease.check()
+        name, digest = spec.result.name, manifest.digest
+        self.remote.write_signature("publish", name, digest, previous=previous)
+        upload(self.store, spec.result, manifest, name=name)
+        # Checkpoints of all attempts at this job are useless once it is finished. They are listed while the lease is
+        # held: checkpoints that appear after it has ended belong to another worker and stay.
+        listed = self.store.entries(layout.checkpoints(spec.job))
+        old = [entry.key for entry in listed if is_checkpoint_key(entry.key, spec.job)]
+        admits = self.remote.trust.current.admits(self.remote.key)
+        if admits:
+            network = Network(manifest=digest, weights=weights, publisher=self.remote.key)
+            self.remote.write_snapshot({lease.job: network})
+        state: State = "done" if admits else "proposed"
+        lease.end(state, manifest=digest, images=spec.settings.total_images, checkpoint=None, published=0)
+        self.store.delete(old)
+        print(f"{spec.job}: {'published' if admits else 'waits for admission'}", flush=True)
+
+
+def public_reason(error: BaseException) -> str:
+    """Return why a job failed, for the lease, which everybody can read: no paths, and no texts of other libraries."""
+    if not isinstance(error, AtollError):
+        return f"{type(error).__name__}; the contributor has the details"
+    return printable(re.sub(r"(?:[A-Za-z]:)?[~.]{0,2}[/\\\\][^\s;,:'\")]+", "…", first_line(error)), 200)
+
+
+def check_overrides(overrides: dict[str, str]) -> None:
+    """Raise an error unless the overrides set only objectives, networks and harmless keys of `train`."""
+    for key in overrides:
+        section, _, name = key.partition(".")
+        if section not in ("experts", "networks") and not (
+            section == "train" and name.split(".")[0] in CONTRIBUTOR_KEYS
+        ):
+            raise AtollError(
+                f"--{key} cannot be set by contributors; possible: experts, networks, {', '.join(CONTRIBUTOR_KEYS)}"
+            )
+
+
+def check_allowed(spec: TrainSpec, policy: Policy) -> None:
+    """Raise an error before training if the policy would refuse the result."""
+    allowed = policy.objectives
+    if allowed is not None and spec.objective not in [flow.objective(name).spec for name in allowed]:
+        raise AtollError(f"the policy of the run allows only the objectives {', '.join(allowed)}")
+    kind = spec.network.class_name
+    if kind not in policy.networks:
+        raise AtollError(f"the policy of the run allows only the networks {', '.join(policy.networks)}, not {kind}")
+    count = parameter_count(spec.network)
+    if count > policy.max_parameters:
+        raise AtollError(
+            f"the network has {count:,} parameters; the policy of the run allows {policy.max_parameters:,}"
+        )
+
+
+def check_checkpoint(manifest: Manifest, spec: TrainSpec) -> None:
+    """Refuse a checkpoint that was not made by this job: from the same data, network, objective and settings."""
+    try:
+        images = CHECKPOINT.parse(manifest, spec.job).images
+    except AtollError as error:
+        raise Refused(f"it is not a checkpoint of this job: {error}") from error
+    # A checkpoint of a finished job would be signed and published without a single step of training.
+    if images >= spec.settings.total_images:
+        raise Refused("it leaves nothing to train: it has seen all images of the job")
+    if Manifest("", made_from(spec), {}, {}).to_json() != Manifest("", manifest.made_from, {}, {}).to_json():
+        raise Refused("it was made with other settings")
+    # In float32: the weights, two moments of AdamW, each EMA, and one more copy as a margin; 16 MB for all other state.
+    room = (4 + len(spec.settings.ema)) * 4 * parameter_count(spec.network) + (1 << 24)
+    if sum(entry.size for entry in manifest.files.values()) > room:
+        raise Refused(f"it is larger than the {room:,} bytes that the training state of this network takes")
+
+
+def remove_incompatible(spec: TrainSpec) -> None:
+    """Delete local checkpoints and results of an earlier attempt with other settings."""
+    inputs = made_from(spec)
+    folder = spec.run / spec.job
+    checkpoints = sorted((spec.run / layout.checkpoints(spec.job)).glob("[0-9]*")) if folder.is_dir() else []
+    try:
+        spec.result.check(EXPERT, {**inputs, "images": spec.settings.total_images})
+        for path in checkpoints:
+            Artifact(spec.run, layout.checkpoint(spec.job, int(path.name))).check(CHECKPOINT, inputs)
+    except AtollError:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
+    """Set `stop` on the first Ctrl-C or SIGTERM; raise KeyboardInterrupt on the second Ctrl-C."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+        print("stopping: saving and publishing a checkpoint first (press Ctrl-C again to skip this)", flush=True)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def open_worker(url: str, folder: Path | None, access: Access, **options: Any) -> Worker:
+    """Open a worker for the run at a URL, with its local copy in `folder`."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise AtollError("atoll join supports one process; to train one expert on several GPUs, use atoll launch")
+    store = Store.open(url)
+    folder = folder or default_folder(url)
+    remote = RemoteRun.open(store, folder, access)
+    store.probe()
+    # `shared_start` refuses a run whose start is not published yet.
+    if remote.shared_start() is not None and options.get("network"):
+        raise AtollError("--network: the experts of this run begin with its shared start, so they have its network")
+    worker = Worker(remote, folder, remote.config, **options)
+    experts = range(remote.config.clusters.count)
+    if not any(worker._may_publish(layout.expert_job(expert)) for expert in experts):
+        raise AtollError(
+            f"{url}: the root of the run does not list your key ({remote.key or 'none'}); the owner adds it with: "
+            f"atoll trust RUN add publisher NAME {remote.key or 'KEY'}, then atoll push"
+        )
+    return worker

@@ -1,5 +1,0 @@
-"""Metrics with their protocol, and diagnostics of an ensemble."""
-
-from atoll.evaluate.evaluation import Options, evaluate
-
-__all__ = ["Options", "evaluate"]

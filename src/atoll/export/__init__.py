@@ -1,1 +1,0 @@
-"""Export of a model as a diffusers folder, with its pipeline and model card."""
