@@ -103,7 +103,7 @@ def test_shards_without_flips_draw_none(prepared: Path) -> None:
     shards = Shards.open(prepared, ALL)
     batch = next(islice(shards.stream(12, 7), 1))
     assert torch.equal(batch.mean, shards.read(batch.index.numpy()).mean)
-    assert "flip" not in (prepared / "data/shards/cluster_000/manifest.json").read_text()
+    assert shards.content.flip is False
 
 
 def test_clusters_with_and_without_flips_do_not_mix(prepared: Path, flipped: Path, tmp_path: Path) -> None:
