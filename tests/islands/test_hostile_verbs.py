@@ -138,7 +138,7 @@ REPLACED: dict[str, tuple[Callable[[Store, Published], None], str]] = {
     "own root": (replace_with_own_root, "has no valid root with the fingerprint"),
     "edited root": (edit_root, "has no valid root with the fingerprint"),
     "root of another run": (sign_as_owner_of_another_run, "has no valid root with the fingerprint"),
-    "no root": (remove_root, "without a signed root"),
+    "no root": (remove_root, "has no signed root"),
     "shard manifest": (replaced("data/shards/cluster_001/manifests", b"{}"), "is not a manifest"),
     "no shard manifest": (replaced("data/shards/cluster_001/manifests", None), "has no data/shards/cluster_001"),
     "shard file": (replaced("data/shards/cluster_001/sha256", b""), "its SHA-256 differs"),
