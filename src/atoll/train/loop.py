@@ -177,13 +177,13 @@ def train_step(
             with autocast(context.device, settings):
                 losses = task.losses(wrapped, inputs)
             torch.autograd.backward(losses.minimized.mean() / settings.grad_accum_steps)
-        step.append((losses.detach(), inputs.index))
+        step.append((losses, inputs.index))
     if state.auxiliary is not None:
         context.average_gradients(state.auxiliary.network)
     norm = clip(task.network, settings.max_grad_norm)
     check.read()  # the step before this one; the device has this one to work on while the host waits
     # A fused optimizer skips the update on the device if this is 1, as mixed-precision training does.
-    bad = check.begin([(losses.minimized, index) for losses, index in step], norm)
+    bad = check.begin([(losses.minimized.detach(), index) for losses, index in step], norm)
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr

@@ -77,16 +77,13 @@ class MetricsLogger:
     def add(self, step: Sequence[Losses]) -> None:
         """Add the losses of the micro-batches of a step to the sums and counts by time."""
         for losses in step:
-            self._add(losses)
-
-    def _add(self, losses: Losses) -> None:
-        values = {"loss": losses.loss, **losses.extra}
-        self._names = list(values)
-        bins = (losses.t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
-        # Rows: each metric, then ones, whose sum counts the images of a bin. Sums: (metrics + 1, TIME_BINS).
-        rows = torch.stack([value.detach().float() for value in values.values()] + [torch.ones_like(losses.loss)])
-        sums = torch.zeros(len(rows), TIME_BINS, device=rows.device).index_add_(1, bins, rows.detach())
-        self._sums = sums if self._sums is None else self._sums + sums
+            values = {"loss": losses.loss, **losses.extra}
+            self._names = list(values)
+            bins = (losses.t * TIME_BINS).long().clamp(max=TIME_BINS - 1)
+            # Rows: each metric, then ones, whose sum counts the images of a bin. Sums: (metrics + 1, TIME_BINS).
+            rows = torch.stack([value.float() for value in values.values()] + [torch.ones_like(losses.loss)])
+            sums = torch.zeros(len(rows), TIME_BINS, device=rows.device).index_add_(1, bins, rows)
+            self._sums = sums if self._sums is None else self._sums + sums
 
     def advance(self, images: int, batch_size: int) -> None:
         """Advance the progress bar by one step."""

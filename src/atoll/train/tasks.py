@@ -63,12 +63,6 @@ class Losses(NamedTuple):
         """What training minimizes, for each image (batch,)."""
         return self.loss if self.regularization is None else self.loss + self.regularization
 
-    def detach(self) -> "Losses":
-        """Return the losses without their graph."""
-        extra = {name: value.detach() for name, value in self.extra.items()}
-        added = None if self.regularization is None else self.regularization.detach()
-        return Losses(self.loss.detach(), self.t, extra, added)
-
 
 Forward = Callable[..., Tensor]
 """The network as it is trained: plain, or wrapped for several processes."""
