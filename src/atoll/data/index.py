@@ -134,13 +134,7 @@ class Index:
     def open(cls, run: Path) -> "Index":
         """Open the index of a run whose ingest stage is done."""
         artifact = Artifact(run, layout.INGEST)
-        found = cls(artifact, artifact.open(INGEST))
-        if not found.content.sizes:
-            raise AtollError(
-                f"{artifact.folder} was made by an older version of Atoll; delete {run / layout.DATA} and run atoll "
-                "prepare again"
-            )
-        return found
+        return cls(artifact, artifact.open(INGEST))
 
     @classmethod
     def find(cls, run: Path) -> "Index | None":
